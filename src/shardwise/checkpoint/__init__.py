@@ -1,0 +1,9 @@
+"""Checkpoints that any number of ranks can write and any other number can read."""
+
+from __future__ import annotations
+
+from shardwise.checkpoint.commit import latest_step
+from shardwise.checkpoint.read import load
+from shardwise.checkpoint.write import save
+
+__all__ = ["latest_step", "load", "save"]

@@ -1,0 +1,152 @@
+"""A checkpoint that is damaged, hostile, or of another model is an error on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ranks import on_ranks
+from shardwise.checkpoint import commit, load, save
+from shardwise.checkpoint.state import flatten, from_json, to_json
+from shardwise.errors import CheckpointError
+
+
+def sharded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(torch.ones(shape, dtype=dtype), mesh, [Shard(0)])
+
+
+def change(file: Path) -> None:
+    """Flip one bit in the middle of a file, on rank 0."""
+    if dist.get_rank() == 0:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"])
+@on_ranks(2)
+def test_a_flipped_bit_is_an_error_on_every_rank_that_names_the_file(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, {"w": sharded(4, 3)}, step=1)
+    change(folder / name)
+    state = {"w": sharded(4, 3) * 5}
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(tmp_path, state)
+    assert state["w"].full_tensor().eq(5).all()
+
+
+@on_ranks(2)
+def test_a_missing_file_is_an_error_on_every_rank_that_names_it(tmp_path: Path) -> None:
+    folder = save(tmp_path, {"w": sharded(4, 3)}, step=1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "__1_0.distcp").unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing"):
+        load(tmp_path, {"w": sharded(4, 3)})
+
+
+@on_ranks(3)
+def test_another_shape_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path, {"model": {"w": sharded(4, 3)}}, step=1)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0, 1, 2: model\.w: expected float32 \(5, 3\), found float32 \(4, 3\)"
+    ):
+        load(tmp_path, {"model": {"w": sharded(5, 3)}})
+
+
+@on_ranks(2)
+def test_another_dtype_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.ones(2)}, step=1)
+    dtype = torch.float16 if dist.get_rank() == 1 else torch.float32
+    with pytest.raises(CheckpointError, match=r"rank 1: w: expected float16 \(2,\), found float32 \(2,\)"):
+        load(tmp_path, {"w": torch.ones(2, dtype=dtype)})
+
+
+@on_ranks(2)
+def test_a_name_missing_from_the_checkpoint_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path, {"w": sharded(4)}, step=1)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0, 1: bias: expected by the state, not in the checkpoint"
+    ):
+        load(tmp_path, {"w": sharded(4), "bias": sharded(4)})
+
+
+@on_ranks(2)
+def test_a_name_that_no_rank_expects_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path, {"w": sharded(4), "bias": sharded(4), "step": 1}, step=1)
+    with pytest.raises(CheckpointError, match=r"bias: in the checkpoint, expected by no rank") as caught:
+        load(tmp_path, {"w": sharded(4)})
+    assert "step: in the checkpoint" in str(caught.value)
+
+
+@on_ranks(2)
+def test_ranks_may_hold_different_names(tmp_path: Path) -> None:
+    own = f"stage{dist.get_rank()}"
+    save(tmp_path, {own: torch.full((3,), float(dist.get_rank()))}, step=1)
+    state = {own: torch.full((3,), -1.0)}
+    load(tmp_path, state)
+    assert state[own].eq(dist.get_rank()).all()
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_about_a_shape_cannot_save(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"rank 1: w: expected .*\[2\].* as on a lower rank, found .*\[3\]"
+    ):
+        save(tmp_path, {"w": torch.ones(2 + dist.get_rank())}, step=1)
+    assert not list(tmp_path.iterdir())
+
+
+class Payload:
+    """Unpickling this runs a command."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+@on_ranks(2)
+def test_a_hostile_index_is_refused_without_running_it(tmp_path: Path) -> None:
+    folder = save(tmp_path, {"w": sharded(4)}, step=1)
+    dist.barrier()
+    target = tmp_path / "ran"
+    if dist.get_rank() == 0:  # its author made every digest fit
+        (folder / ".metadata").write_bytes(pickle.dumps(Payload(target)))
+        manifest = commit.read_manifest(folder)
+        manifest["files"][".metadata"] = commit.digest(folder / ".metadata")
+        (folder / commit.MANIFEST).unlink()
+        folder.rename(tmp_path / "step-00000001.tmp-x")
+        commit.publish(tmp_path / "step-00000001.tmp-x", 1, manifest)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"names posix\.mkdir"):
+        load(tmp_path, {"w": sharded(4)})
+    assert not target.exists()
+
+
+def test_values_that_json_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"optimizer\.hook is a function; expected a tensor"):
+        save(tmp_path, {"optimizer": {"hook": change}}, step=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_entries_of_one_name_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"two entries of the state are named 'a\.b'"):
+        flatten({"a": {"b": 1}, "a.b": 2})
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.1, 1e-300, "text", [1, [2.5, "x"]], (1, (2, [3]))])
+def test_plain_values_return_from_json_as_they_were(value: Any) -> None:
+    assert from_json(json.loads(json.dumps(to_json("v", value)))) == value
