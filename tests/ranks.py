@@ -73,8 +73,10 @@ def on_ranks(
         def test(ranks: RankPool, world_size: int, **params: Any) -> None:
             try:
                 ranks(test, world_size=world_size, timeout=timeout, **params)
+                return
             except RankFailure as failure:
-                pytest.fail(str(failure), pytrace=False)
+                message = str(failure)
+            pytest.fail(message, pytrace=False)
 
         test.body_on_ranks = body  # type: ignore[attr-defined]
         keyword = inspect.Parameter.KEYWORD_ONLY
