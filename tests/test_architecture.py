@@ -1,0 +1,327 @@
+"""The shape of the package, read from its source: who imports whom, what stays private, how long.
+
+Each rule is a function from one parsed file to its violations, as "module:line: what is wrong". It
+is applied to every file under src/shardwise, and to a made-up file that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src" / "shardwise"
+
+# A package imports only from those before it.
+ORDER = [
+    "_compat",
+    "errors",
+    "mesh",
+    "layout",
+    "comm",
+    "sharded_tensor",
+    "fsdp",
+    "optim",
+    "graph",
+    "tensor_parallel",
+    "checkpoint",
+    "planner",
+    "report",
+    "verify",
+    "doctor",
+    "cli",
+]
+FORBIDDEN = [
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "torch.distributed._shard",
+    "torch.distributed._tools",
+    "torch.distributed.tensor.experimental",
+]
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
+
+
+@dataclass(frozen=True)
+class Source:
+    module: str  # dotted, without a trailing __init__
+    is_package: bool
+    text: str
+    tree: ast.Module
+
+
+def source(module: str, text: str, *, is_package: bool = False) -> Source:
+    return Source(module, is_package, text, ast.parse(text))
+
+
+def every_source() -> list[Source]:
+    sources = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        sources.append(source(name, path.read_text(), is_package=is_package))
+    return sources
+
+
+# ---------------------------------------------------------------- what a file names
+
+
+def imports(file: Source) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported, wherever the import stands."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.lineno, f"{origin(file, node)}.{alias.name}"
+
+
+def origin(file: Source, node: ast.ImportFrom) -> str:
+    """The absolute name of the module an import statement takes from."""
+    if node.level == 0:
+        return node.module or ""
+    above = file.module.split(".")
+    above = above[: len(above) - node.level + file.is_package]
+    return ".".join([*above, node.module] if node.module else above)
+
+
+def torch_names(file: Source) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every torch name imported, reached by attribute or by getattr("...")."""
+    aliases = {}
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.split(".")[0]
+                aliases[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{origin(file, node)}.{alias.name}"
+    names = [*imports(file)]
+    for node in ast.walk(file.tree):
+        if isinstance(node, (ast.Attribute, ast.Call)) and (name := dotted(node, aliases)):
+            names.append((node.lineno, name))
+    found = {(line, name) for line, name in names if is_within(name, "torch")}
+    parts = {(line, name.rpartition(".")[0]) for line, name in found}  # `a.b` within `a.b.c`
+    yield from sorted(found - parts)
+
+
+def dotted(node: ast.AST, aliases: dict[str, str]) -> str | None:
+    """`dist.fsdp` -> "torch.distributed.fsdp"; None where the chain does not begin with an import."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base, attribute = node.value, node.attr
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+        base, literal = node.args[:2]
+        attribute = str(literal.value) if isinstance(literal, ast.Constant) else "?"
+    else:
+        return None
+    return f"{name}.{attribute}" if (name := dotted(base, aliases)) else None
+
+
+def is_within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def package(name: str) -> str:
+    """The package of ORDER that a dotted name lies in; "" for the public names of shardwise itself."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ORDER else ""
+
+
+# ---------------------------------------------------------------- the rules
+
+Rule = Callable[[Source], list[str]]
+
+
+def packages_stand_in_the_order(file: Source) -> list[str]:
+    if file.module == "shardwise":
+        return []
+    name = file.module.split(".")[1]
+    return [] if name in ORDER else [f"{file.module}:1: {name} has no place in the order of packages"]
+
+
+def packages_import_only_from_above(file: Source) -> list[str]:
+    if file.module == "shardwise":  # gathers the public names of all
+        return []
+    mine = file.module.split(".")[1]
+    return [
+        f"{file.module}:{line}: {mine} imports {name}"
+        for line, name in imports(file)
+        if is_within(name, "shardwise") and not may_import(mine, package(name))
+    ]
+
+
+def may_import(mine: str, theirs: str) -> bool:
+    """Public names are taken from where they are made; only the command line may use shardwise itself."""
+    if mine not in ORDER or not theirs:
+        return mine == "cli"
+    return ORDER.index(theirs) <= ORDER.index(mine)
+
+
+def layout_knows_no_communication(file: Source) -> list[str]:
+    if package(file.module) != "layout":
+        return []
+    return [
+        f"{file.module}:{line}: layout uses {name}"
+        for line, name in torch_names(file)
+        if is_within(name, "torch.distributed")
+    ]
+
+
+def nothing_imports_the_command_line(file: Source) -> list[str]:
+    if package(file.module) == "cli":
+        return []
+    return [f"{file.module}:{line}: imports {name}" for line, name in imports(file) if package(name) == "cli"]
+
+
+def torch_modules_this_library_replaces_are_not_used(file: Source) -> list[str]:
+    return [
+        f"{file.module}:{line}: uses {name}"
+        for line, name in torch_names(file)
+        if any(is_within(name, module) for module in FORBIDDEN)
+    ]
+
+
+def private_torch_names_stay_in_compat(file: Source) -> list[str]:
+    if package(file.module) == "_compat":
+        return []
+    return [
+        f"{file.module}:{line}: private name {name}"
+        for line, name in torch_names(file)
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    ]
+
+
+def files_and_functions_are_short(file: Source) -> list[str]:
+    bad = []
+    lines = len(file.text.splitlines())
+    if lines > MAX_FILE_LINES:
+        bad.append(f"{file.module}:{lines}: over {MAX_FILE_LINES} lines")
+    for node in ast.walk(file.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                bad.append(f"{file.module}:{node.lineno}: {node.name} has {length} lines")
+    return bad
+
+
+RULES: list[Rule] = [
+    packages_stand_in_the_order,
+    packages_import_only_from_above,
+    layout_knows_no_communication,
+    nothing_imports_the_command_line,
+    torch_modules_this_library_replaces_are_not_used,
+    private_torch_names_stay_in_compat,
+    files_and_functions_are_short,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule: Rule) -> None:
+    sources = every_source()
+    assert len(sources) > 5
+    assert [violation for file in sources for violation in rule(file)] == []
+
+
+# ---------------------------------------------------------------- the rules notice
+
+LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "text", "lines"),
+    [
+        (packages_stand_in_the_order, "shardwise.helpers.x", "", [1]),
+        (packages_import_only_from_above, "shardwise.layout.box", "import shardwise.comm.ops", [1]),
+        (packages_import_only_from_above, "shardwise.comm.ops", "from shardwise import _compat, fsdp", [1]),
+        (packages_import_only_from_above, "shardwise.comm.ops", "from ..fsdp.group import Group", [1]),
+        (packages_import_only_from_above, "shardwise.comm.ops", "from .. import optim", [1]),
+        (packages_import_only_from_above, "shardwise.errors", "from .mesh import MeshInfo", [1]),
+        (packages_import_only_from_above, "shardwise.verify.run", "from shardwise import fully_shard", [1]),
+        (packages_import_only_from_above, "shardwise.fsdp.group", "import shardwise", [1]),
+        (
+            packages_import_only_from_above,
+            "shardwise.fsdp.group",
+            """
+            from typing import TYPE_CHECKING
+            if TYPE_CHECKING:
+                from shardwise.checkpoint import save
+            def late():
+                import shardwise.planner
+            """,
+            [4, 6],
+        ),
+        (layout_knows_no_communication, "shardwise.layout.box", "import torch.distributed as dist", [1]),
+        (layout_knows_no_communication, "shardwise.layout.box", "from torch import distributed", [1]),
+        (
+            layout_knows_no_communication,
+            "shardwise.layout.box",
+            "import torch\nrank = torch.distributed.get_rank()",
+            [2],
+        ),
+        (nothing_imports_the_command_line, "shardwise", "from shardwise.cli import app", [1]),
+        (nothing_imports_the_command_line, "shardwise.doctor", "def f():\n    from . import cli", [2]),
+        (
+            torch_modules_this_library_replaces_are_not_used,
+            "shardwise.fsdp.group",
+            """
+            import torch.distributed.fsdp
+            from torch.distributed import _composable
+            from torch.distributed._tools.mem_tracker import MemTracker
+            from torch.distributed.tensor import experimental
+            """,
+            [2, 3, 4, 5],
+        ),
+        (
+            torch_modules_this_library_replaces_are_not_used,
+            "shardwise._compat",
+            "import torch.distributed as dist\nshard = dist.fsdp",
+            [2],
+        ),
+        (
+            private_torch_names_stay_in_compat,
+            "shardwise.fsdp.group",
+            """
+            import torch._dynamo
+            from torch._prims import x
+            from torch import nn, _foreach_add_
+            import torch
+            torch.ops._c10d_functional
+            nn.Module._apply
+            getattr(torch, "_chunk_cat")
+            torch.__version__
+            """,
+            [2, 3, 4, 6, 7, 8],
+        ),
+        (files_and_functions_are_short, "shardwise.cli", LONG_FUNCTION, [1]),
+        (files_and_functions_are_short, "shardwise.cli", "\n" * (MAX_FILE_LINES + 1), [MAX_FILE_LINES + 1]),
+    ],
+)
+def test_a_rule_names_the_line_that_breaks_it(rule: Rule, module: str, text: str, lines: list[int]) -> None:
+    found = rule(source(module, textwrap.dedent(text)))
+    assert [int(violation.split(":")[1]) for violation in found] == lines
+    assert all(violation.startswith(f"{module}:") for violation in found)
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("shardwise", "from shardwise.verify import Case\nfrom shardwise.fsdp.module import fully_shard"),
+        ("shardwise.cli", "from shardwise import fully_shard"),
+        ("shardwise.comm.ops", "from shardwise import _compat, errors\nfrom . import divide"),
+        ("shardwise.layout.box", "import torch\nfrom torch import Tensor\nfrom . import placement"),
+        ("shardwise._compat", "from torch._dynamo import config"),
+        ("shardwise.comm.ops", "def f(torch):\n    return torch._private"),
+        ("shardwise.cli", LONG_FUNCTION.removesuffix("    pass\n")),
+        ("shardwise.cli", "\n" * MAX_FILE_LINES),
+    ],
+)
+def test_a_file_within_the_rules_passes_them_all(module: str, text: str) -> None:
+    file = source(module, text, is_package=module == "shardwise")
+    assert [violation for rule in RULES for violation in rule(file)] == []
