@@ -1,0 +1,45 @@
+"""Sharded training for PyTorch models too large for one device."""
+
+from shardwise.errors import CheckpointError, LifecycleError, RankMismatchError, ShardingError, ShardwiseError
+from shardwise.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from shardwise.mesh import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
+from shardwise.optim import clip_grad_norm_
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CheckpointError",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "DataParallelMeshInfo",
+    "FSDPMeshInfo",
+    "FSDPModule",
+    "HSDPMeshInfo",
+    "LifecycleError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "RankMismatchError",
+    "ShardPlacementResult",
+    "ShardingError",
+    "ShardwiseError",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

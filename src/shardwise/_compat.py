@@ -1,0 +1,191 @@
+"""Every private torch name this library uses, for torch 2.11 to 2.13, each with its reason.
+
+Nothing else in the package may touch a torch name that starts with an underscore. A name that
+torch moves or renames is mended here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# comm.count: the one subclass that cannot run below an active mode that steps aside for it.
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# comm.count: a functional collective carries the name of its group, and only this knows the group.
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.tensor import DTensor, Placement
+
+# DTensor's description of itself. There is no public way to wrap a local tensor of uneven size
+# as a DTensor without a collective that asks the other ranks for their sizes.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# A dim cut by tensor parallelism first and by data parallelism second: the order of its pieces
+# is not expressible with public placements.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+# comm.count: seeing every operator that a thread issues has no public hook.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+__all__ = [
+    "DTensorSpec",
+    "FakeTensor",
+    "StridedShard",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "all_gather_single",
+    "chunk_cat",
+    "concatenate_meshes",
+    "dtensor",
+    "flatten_mesh",
+    "group_allocator",
+    "in_backward",
+    "local_tensor",
+    "named_parameters_with_duplicates",
+    "post_accumulate_grad_hooks",
+    "queue_backward_callback",
+    "reduce_scatter_single",
+    "resolve_process_group",
+    "set_local_tensor",
+    "spec_of",
+]
+
+
+def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+    """`local` as this rank's piece of the DTensor that `spec` describes; no communication.
+
+    `DTensor.from_local` runs under autograd and checks what the caller already knows.
+    """
+    return cast(DTensor, DTensor(local, spec, requires_grad=requires_grad))  # type: ignore[no-untyped-call]
+
+
+def dtensor_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], *, shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """A description of a contiguous DTensor of global `shape` and `dtype`."""
+    stride = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        stride[d] = stride[d + 1] * max(1, shape[d + 1])
+    meta = TensorMeta(shape, tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """A DTensor's description, to wrap another local tensor alike."""
+    return tensor._spec
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local piece of a DTensor; `to_local()` would record an autograd view."""
+    return cast(DTensor, tensor)._local_tensor
+
+
+def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
+    """Move a DTensor's piece to other memory; the parameter object must stay the same."""
+    cast(DTensor, tensor)._local_tensor = local
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dims of several sub-meshes of a common mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A 1-D mesh over all ranks of `mesh`; creates a process group (collective)."""
+    return mesh._flatten(name)
+
+
+# ProcessGroup's own methods skip the Python of `dist.all_gather_into_tensor`, whose name is
+# moreover deprecated in 2.13 (a warning a call) while its successor is missing before.
+_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+)
+
+
+def all_gather_single(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """`output` (1-D, ranks x input) from every rank's `input`. Collective over `group`."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    work = getattr(group, _GATHER)(output, input, options)
+    return _finish(work, async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """`output` from this rank's slice of the reduced `input`s. Collective over `group`."""
+    options = dist.distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    work = getattr(group, _SCATTER)(output, input, options)
+    return _finish(work, async_op)
+
+
+def _finish(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    if work is not None:  # NCCL returns none for a synchronous collective
+        work.wait()
+    return None
+
+
+def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | None:
+    """The backend that allocates communication buffers for `group`, if it has an allocator."""
+    backend = group._get_backend(device)
+    return backend if backend.supports_tensor_alloc(device) else None
+
+
+def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+    """Pad, chunk and concatenate in one kernel on accelerators; there is no public name for it."""
+    torch._chunk_cat(list(tensors), dim, num_chunks, out=out)
+
+
+def in_backward() -> bool:
+    """Is autograd running a backward pass in this thread? (Activation checkpointing recomputes there.)"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` once when the current backward pass has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def post_accumulate_grad_hooks(tensor: Tensor) -> Iterable[Callable[[Tensor], None]]:
+    """Hooks by `register_post_accumulate_grad_hook`, which autograd does not run for gradients we set."""
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return tuple(hooks.values()) if hooks else ()
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Does autograd track `tensor` as a view? In-place operations on it would drop its hooks."""
+    return tensor._base is not None
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by name, the dict itself: switching them is one assignment each,
+    where `setattr` costs checks that both sides of the switch have passed already."""
+    return module._parameters
+
+
+def use_symmetric_memory(backend: str) -> None:
+    """Choose who allocates symmetric memory; torch has no public module for it."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.set_backend(backend)
+
+
+def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """An uninitialised tensor registered with every rank of `group`. Collective."""
+    from torch.distributed import _symmetric_memory
+
+    tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)
+    _symmetric_memory.rendezvous(tensor, group=group)
+    return tensor

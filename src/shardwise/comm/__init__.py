@@ -1,0 +1,40 @@
+"""Collectives over groups of parameters, with pluggable communication and allocation."""
+
+from shardwise.comm.api import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    ReduceScatter,
+)
+from shardwise.comm.divide import DivideFactors, divide_factors
+from shardwise.comm.fingerprint import check_fingerprint
+from shardwise.comm.foreach import (
+    AllGatherResult,
+    ReduceResult,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+    foreach_reduce,
+    foreach_reduce_scatter_copy_in,
+)
+from shardwise.comm.streams import CommStreams
+
+__all__ = [
+    "AllGather",
+    "AllGatherResult",
+    "CommStreams",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "DivideFactors",
+    "ProcessGroupAllocAllGather",
+    "ProcessGroupAllocReduceScatter",
+    "ReduceResult",
+    "ReduceScatter",
+    "check_fingerprint",
+    "divide_factors",
+    "foreach_all_gather",
+    "foreach_all_gather_copy_out",
+    "foreach_reduce",
+    "foreach_reduce_scatter_copy_in",
+]

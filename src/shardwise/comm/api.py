@@ -1,0 +1,100 @@
+"""The two collectives a parameter group needs, as protocols, and the implementations we ship.
+
+A user's own communication is any object with these two methods: `allocate` gives the buffers that
+travel, `__call__` moves them. `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter`
+install it. Buffers are 1-D: the gathered one holds rank 0's shard, then rank 1's, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.comm.allocate import allocate_default, allocate_from_group
+
+
+class AllGather(Protocol):
+    """Gathers equal shards of all ranks into one buffer."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Collective over `group`. `input_tensor` may be this rank's slice of `output_tensor`.
+
+        Returns the work to wait for if `async_op`, else None once the current stream (or, on CPU,
+        the caller) may read the output.
+        """
+        ...
+
+
+class ReduceScatter(Protocol):
+    """Reduces equal buffers of all ranks and leaves each rank its slice."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Collective over `group`. `op` is a `torch.distributed.ReduceOp`."""
+        ...
+
+
+class DefaultAllGather:
+    """c10d's all-gather on buffers of the device's own allocator."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return allocate_default(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return _compat.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+
+
+class DefaultReduceScatter:
+    """c10d's reduce-scatter on buffers of the device's own allocator."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return allocate_default(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return _compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
+
+
+class ProcessGroupAllocAllGather(DefaultAllGather):
+    """c10d's all-gather on buffers that the process group allocates, where it can (zero-copy NCCL)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return allocate_from_group(self.group, size, dtype=dtype, device=device)
+
+
+class ProcessGroupAllocReduceScatter(DefaultReduceScatter):
+    """c10d's reduce-scatter on buffers that the process group allocates, where it can."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return allocate_from_group(self.group, size, dtype=dtype, device=device)

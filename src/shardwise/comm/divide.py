@@ -1,0 +1,83 @@
+"""By what, and when, summed gradients are divided.
+
+Gradients become their mean over all data-parallel ranks (or their sum over `factor`):
+
+    dtype          backend averages          backend only sums
+    fp32, bf16     op AVG, no division       op SUM, divide the shard after
+    fp16, others   op SUM, divide by about sqrt(ranks) before and by the rest after, since the sum
+                   over many ranks overflows fp16 and the quotient before summing underflows
+
+Dividing after the reduction touches 1/ranks of the elements, so it is preferred.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from shardwise.errors import ShardingError
+
+AVERAGING_BACKENDS = ("nccl", "gloo", "xccl", "hccl", "fake")
+
+
+@dataclass(frozen=True)
+class DivideFactors:
+    """Divide by `before` (the full buffer), reduce by the ops, divide by `after` (the shard)."""
+
+    before: float | None
+    after: float | None
+    reduce_scatter_op: Any  # ReduceOp
+    all_reduce_op: Any
+
+
+def divide_factors(
+    *,
+    shard_size: int,
+    replicate_size: int,
+    reduce_dtype: torch.dtype,
+    backend: str,
+    factor: float | None = None,
+    force_sum: bool = False,
+) -> DivideFactors:
+    """How to turn a sum over `shard_size * replicate_size` ranks into the wanted mean.
+
+    Args:
+        shard_size: ranks of the reduce-scatter (1: there is none).
+        replicate_size: ranks of the all-reduce (1: there is none).
+        reduce_dtype: dtype of the reduction.
+        backend: name of the reducing backend, which decides whether it can average or premultiply.
+        factor: what to divide the sum by; None means by the number of ranks.
+        force_sum: allow only SUM, as zero-copy NCCL transfers ask.
+
+    Raises:
+        ShardingError: a factor that is not positive.
+    """
+    if factor is not None and not factor > 0:
+        raise ShardingError(f"the gradient divide factor must be positive, got {factor}")
+    ranks = shard_size * replicate_size
+    wide = reduce_dtype in (torch.float32, torch.bfloat16, torch.float64)
+    if wide and not force_sum:
+        if factor is None:
+            if ranks == 1:
+                return DivideFactors(None, None, ReduceOp.SUM, ReduceOp.SUM)
+            if backend in AVERAGING_BACKENDS:
+                return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
+        elif backend == "nccl":
+            op = ReduceOp.AVG if factor == shard_size else ReduceOp.PREMUL_SUM(1 / factor)
+            return DivideFactors(None, None, op, ReduceOp.SUM)
+    total = float(ranks) if factor is None else factor
+    if wide:
+        return DivideFactors(None, total, ReduceOp.SUM, ReduceOp.SUM)
+    before = _near_square_root(total)
+    return DivideFactors(before, total / before, ReduceOp.SUM, ReduceOp.SUM)
+
+
+def _near_square_root(total: float) -> float:
+    """The smallest power of two that divides `total` no further or is at least its root."""
+    before = 1.0
+    while total % before == 0 and before * before < total:
+        before *= 2
+    return before

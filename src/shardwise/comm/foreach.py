@@ -1,0 +1,287 @@
+"""One collective for a whole group of parameters: gather their shards, reduce their gradients.
+
+    foreach_all_gather            shards --copy-in--> slice --all-gather--> gathered buffer
+    foreach_all_gather_copy_out   gathered buffer --one batched copy--> unsharded parameters
+    foreach_reduce                gradients --copy-in--> reduce-scatter [--> all-reduce] --> shard
+
+On accelerators each step runs on a stream of its own (`CommStreams`), ordered by events; what those
+streams still read or write must outlive the call, which is why results carry their buffers. On CPU
+there are no streams and everything has completed on return, unless `async_op`.
+
+All collectives here are collective over the group they are given and issue exactly one operation of
+each kind, in the order of the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import ops
+from shardwise.comm.api import AllGather, ReduceScatter
+from shardwise.comm.divide import DivideFactors
+from shardwise.comm.streams import CommStreams, record_event
+from shardwise.errors import ShardingError, here
+
+
+class AllGatherResult(NamedTuple):
+    """A gather in flight, with what it must keep alive."""
+
+    output: Tensor  # 1-D, all ranks' shards one after another
+    inputs: Sequence[Tensor]
+    event: torch.Event | None  # accelerator: the gather has finished
+    work: dist.Work | None  # async_op: wait for it
+
+
+def gather_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype that shards of `dtypes` travel as together: their own if they agree, else bytes."""
+    return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else torch.uint8
+
+
+@torch.no_grad()
+def foreach_all_gather(
+    inputs: Sequence[Tensor],
+    *,
+    dtypes: Sequence[torch.dtype],
+    group: dist.ProcessGroup | None,
+    comm: AllGather,
+    device: torch.device,
+    async_op: bool = False,
+    streams: CommStreams | None = None,
+) -> AllGatherResult:
+    """Start gathering every rank's `inputs` in one all-gather.
+
+    Collective over `group`. One input that already has its dtype and device is sent from where it
+    lies; otherwise all are copied, and cast, into this rank's slice of the output.
+
+    Args:
+        inputs: this rank's 1-D shards, equal in number and size on all ranks. They may lie on CPU
+            while `device` is an accelerator (offloading).
+        dtypes: the dtype in which each input is wanted after the gather.
+        group: the ranks that exchange shards; None for a rank alone.
+        comm: allocates the output and gathers.
+        device: of the output.
+        async_op: return before the gather has finished; `result.work` waits for it.
+        streams: where to run on an accelerator.
+    """
+    dtype = gather_dtype(dtypes)
+    scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
+    numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    # An asynchronous gather allocates and copies on the current stream, as its caller prefetches
+    # on purpose and wants no memory that belongs to another stream.
+    side = None if async_op else streams
+    with nullcontext() if side is None else side.copy_in:
+        only = inputs[0]
+        in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
+        if in_place and ranks == 1:
+            return AllGatherResult(only, inputs, None, None)
+        output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
+        if in_place:
+            shard = only
+        else:
+            shard = output.narrow(0, numel * rank, numel)
+            if dtype == torch.uint8:
+                inputs = [t.to(device, wanted) for t, wanted in zip(inputs, dtypes, strict=True)]
+            if len(inputs) == 1:
+                shard.copy_(only, non_blocking=True)
+            else:
+                ops.all_gather_copy_in(list(inputs), out=shard)
+    if group is None or ranks == 1:
+        return AllGatherResult(output, inputs, None if side is None else record_event(side.copy_in), None)
+    if side is None:
+        work = comm(output_tensor=output, input_tensor=shard, group=group, async_op=async_op)
+        return AllGatherResult(output, inputs, None, work)
+    side.all_gather.wait_stream(side.copy_in)
+    with side.all_gather:
+        comm(output_tensor=output, input_tensor=shard, group=group, async_op=False)
+        return AllGatherResult(output, inputs, record_event(side.all_gather), None)
+
+
+@torch.no_grad()
+def foreach_all_gather_copy_out(
+    result: AllGatherResult, sizes: Sequence[int], out: Sequence[Tensor], *, ranks: int
+) -> None:
+    """Wait for a gather and copy it out, in one batched copy.
+
+    Args:
+        result: of `foreach_all_gather`.
+        sizes: how many elements (bytes, if the gather travelled as bytes) of each rank's shard
+            belong to each tensor of `out`.
+        out: tensors of shape [ranks, size], of the dtype of the gather.
+        ranks: how many shards the gather holds.
+    """
+    wait_for_gather(result)
+    ops.split_with_sizes_copy(result.output.view(ranks, -1), sizes, 1, out=out)
+
+
+def wait_for_gather(result: AllGatherResult) -> None:
+    """Let the current stream (on CPU: the caller) wait until a gather has finished."""
+    if result.event is not None:
+        current_stream(result.output.device).wait_event(result.event)
+    if result.work is not None:
+        result.work.wait()
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a group reduces its gradients.
+
+    Attributes:
+        shard_group: ranks of the reduce-scatter; None without a shard axis.
+        replicate_group: ranks of the all-reduce; None without a replicate axis.
+        dtype: of the reduction.
+        result_dtype: of the sharded gradient.
+        factors: divisions and ops.
+        comm: allocates buffers and reduce-scatters.
+        device: of the buffers.
+        align_bytes: each rank's slice is padded to a multiple of it.
+        all_reduce: False leaves the all-reduce for a later backward and accumulates until then.
+        hook: called with the reduced shard, in place of or after the all-reduce.
+        streams: where to run on an accelerator.
+        hook_stream: the stream of `hook` where there is no replicate axis.
+    """
+
+    shard_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    result_dtype: torch.dtype
+    factors: DivideFactors
+    comm: ReduceScatter
+    device: torch.device
+    align_bytes: int = 1
+    all_reduce: bool = True
+    hook: Callable[[Tensor], None] | None = None
+    streams: CommStreams | None = None
+    hook_stream: torch.Stream | None = None
+
+
+class ReduceResult(NamedTuple):
+    """A reduction's outcome, with what running streams still use."""
+
+    shard: Tensor | None  # 1-D sharded gradient in result_dtype; None if only accumulated
+    partial: Tensor | None  # reduce-scattered but not yet all-reduced, for the next backward
+    input: Tensor  # the reduce-scatter's input
+    input_event: torch.Event | None  # it may be freed after this
+    staged: Tensor  # the shard in the reduction's dtype
+    event: torch.Event | None  # the shard may be read after this
+    stream: torch.Stream | None  # on which `shard` was made, and on which to read it before `event`
+
+
+def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: int) -> None:
+    """Cut every gradient into `ranks` rows of dim 0, padded, side by side in `out` [ranks, shard]."""
+    ops.chunk_cat(list(grads), 0, ranks, out=out.view(ranks, -1))
+
+
+@torch.no_grad()
+def foreach_reduce(
+    grads: list[Tensor], dims: Sequence[int], how: Reduction, *, partial: Tensor | None = None
+) -> ReduceResult:
+    """Reduce whole gradients to this rank's shard of them.
+
+    Collective over `how.shard_group`, then over `how.replicate_group` unless `how.all_reduce` is
+    false. Empties `grads`, so that gradients are freed as soon as they are copied.
+
+    Args:
+        grads: this rank's unsharded gradients, all of one dtype; consumed.
+        dims: the dim on which each is cut; a dim other than 0 must divide evenly.
+        partial: what an earlier call without all-reduce left.
+
+    Raises:
+        ShardingError: gradients of several dtypes, or a dim that does not divide.
+    """
+    ranks = how.shard_group.size() if how.shard_group is not None else 1
+    rows = _rows_first(grads, dims, ranks)
+    grads.clear()
+    staging = _pad(rows, ranks, how)
+    numel = sum(-(-g.size(0) // ranks) * (g.numel() // max(1, g.size(0))) for g in staging)
+    reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
+    foreach_reduce_scatter_copy_in(staging, reduce_input, ranks)
+    rows.clear()
+    staging.clear()
+    streams = how.streams
+    if streams is not None:
+        streams.reduce_scatter.wait_stream(current_stream(how.device))
+    with nullcontext() if streams is None else streams.reduce_scatter:
+        if how.factors.before is not None and how.factors.before != 1:
+            reduce_input.div_(how.factors.before)
+        shard = how.comm.allocate((numel,), dtype=how.dtype, device=how.device)
+        if how.shard_group is not None and ranks > 1:
+            how.comm(
+                output_tensor=shard,
+                input_tensor=reduce_input,
+                group=how.shard_group,
+                op=how.factors.reduce_scatter_op,
+            )
+        else:
+            shard.copy_(reduce_input)
+        input_event = None if streams is None else record_event(streams.reduce_scatter)
+        if partial is not None:
+            shard += partial
+        if how.replicate_group is not None and not how.all_reduce:
+            return ReduceResult(
+                None, shard, reduce_input, input_event, shard, input_event, streams and streams.reduce_scatter
+            )
+    stream = _all_reduce(shard, how)
+    with nullcontext() if stream is None else stream:
+        if how.factors.after is not None and how.factors.after != 1:
+            shard.div_(how.factors.after)
+        result = shard.to(how.result_dtype)
+        event = None if stream is None else record_event(stream)
+    return ReduceResult(result, None, reduce_input, input_event, shard, event, stream)
+
+
+def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
+    """The gradients with the dim that is cut moved, piece by piece, to the front."""
+    dtypes = {grad.dtype for grad in grads}
+    if len(dtypes) != 1:
+        raise ShardingError(f"{here()}: gradients reduced together must share a dtype, got {dtypes}")
+    rows = list(grads)
+    for i, (grad, dim) in enumerate(zip(grads, dims, strict=True)):
+        if dim == 0 or ranks == 1:
+            continue
+        if grad.size(dim) % ranks:
+            raise ShardingError(
+                f"{here()}: a gradient of shape {tuple(grad.shape)} does not divide over {ranks} ranks"
+                f" on dim {dim}"
+            )
+        rows[i] = torch.cat(grad.chunk(ranks, dim=dim), dim=0)
+    return rows
+
+
+def _pad(rows: Sequence[Tensor], ranks: int, how: Reduction) -> list[Tensor]:
+    align = max(1, how.align_bytes // how.dtype.itemsize)
+    if align == 1:
+        return list(rows)
+    numel = sum(-(-g.size(0) // ranks) * (g.numel() // max(1, g.size(0))) for g in rows)
+    padding = -numel % align
+    return [*rows, rows[0].new_zeros(ranks, padding)] if padding else list(rows)
+
+
+def _all_reduce(shard: Tensor, how: Reduction) -> torch.Stream | None:
+    """All-reduce over the replicate axis and run the user's hook; the stream they ran on."""
+    streams = how.streams
+    stream = None if streams is None else streams.reduce_scatter
+    if how.replicate_group is not None:
+        if streams is not None:
+            streams.all_reduce.wait_stream(streams.reduce_scatter)
+            stream = streams.all_reduce
+        with nullcontext() if stream is None else stream:
+            dist.all_reduce(shard, group=how.replicate_group, op=how.factors.all_reduce_op)
+    if how.hook is not None:
+        if streams is not None:
+            stream = how.hook_stream or streams.all_reduce
+            stream.wait_stream(streams.reduce_scatter)
+        with nullcontext() if stream is None else stream:
+            how.hook(shard)
+    return stream

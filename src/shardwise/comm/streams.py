@@ -1,0 +1,48 @@
+"""The accelerator streams on which a model's communication runs beside its computation.
+
+    copy_in          casts and copies shards into the all-gather's buffer
+    all_gather       the all-gather itself, so that the next copy-in need not wait for it
+    reduce_scatter   gradient reduce-scatters, and the views and casts after them
+    all_reduce       HSDP's all-reduces, so that the next reduce-scatter need not wait for them
+
+One set per root, shared by all its groups (`share_comm_ctx` shares it over several roots): buffers
+then come from few streams, which keeps the caching allocator from fragmenting. CPU devices have no
+streams; there the set is None and every collective completes before the call returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class CommStreams:
+    copy_in: torch.Stream
+    all_gather: torch.Stream
+    reduce_scatter: torch.Stream
+    all_reduce: torch.Stream
+
+    @staticmethod
+    def create(device: torch.device) -> CommStreams | None:
+        """New streams on `device`; None on devices without streams."""
+        if device.type in ("cpu", "meta"):
+            return None
+
+        # Communication runs first where both are ready: computation waits for it, never the reverse.
+        def high() -> torch.Stream:
+            return torch.Stream(device=device, priority=-1)
+
+        return CommStreams(high(), high(), high(), torch.Stream(device=device))
+
+    def wait(self, event: torch.Event) -> None:
+        """Let coming all-gathers (their copy-ins too) start after `event`."""
+        self.copy_in.wait_event(event)
+        self.all_gather.wait_event(event)
+
+
+def record_event(stream: torch.Stream) -> torch.Event:
+    """An event that marks the work issued to `stream` so far."""
+    event: torch.Event = stream.record_event()
+    return event

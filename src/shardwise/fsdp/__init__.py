@@ -1,0 +1,20 @@
+"""When parameters are gathered and freed: `fully_shard` and what it makes of a module."""
+
+from shardwise.fsdp.fully_shard import fully_shard
+from shardwise.fsdp.lifecycle import TrainingState
+from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardwise.fsdp.parameter import ShardPlacementResult
+from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardPlacementResult",
+    "TrainingState",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

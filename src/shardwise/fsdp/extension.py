@@ -1,0 +1,154 @@
+"""Tensor subclasses that choose what is gathered in their place.
+
+A sharded parameter whose local tensor is a subclass with `fsdp_pre_all_gather` and
+`fsdp_post_all_gather` (quantised weights, say) is not part of its group's flat buffer. It hands in
+its own all-gather inputs, and builds the unsharded tensor from the gathered ones:
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors) or None
+
+An older form of the first hook takes only `mesh`. Inputs must have the same size on every rank:
+where a parameter is cut unevenly, that of the padded shard.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp.parameter import ShardedParam
+from shardwise.fsdp.policy import MixedPrecisionPolicy
+from shardwise.mesh import shard_mesh
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def stays_out_of_buffer(param: ShardedParam) -> bool:
+    """Must `param` keep memory of its own, because its local tensor is a tensor subclass?"""
+    return type(param.local) is not Tensor
+
+
+class ExtendedParam:
+    """The gathering of one parameter whose local tensor is a tensor subclass.
+
+    A subclass without the hooks is gathered as it is: its padded shard is the one input.
+    """
+
+    def __init__(
+        self,
+        param: ShardedParam,
+        *,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        if param.placement.dim != 0:
+            raise ShardingError(
+                f"{here()}: '{param.name}' is a tensor subclass and can only be sharded on dim 0,"
+                f" not {param.placement.dim}"
+            )
+        self.param, self.policy, self.device = param, policy, device
+        self.mesh = shard_mesh(param.info)
+        self.padded_shape = param.placement.padded_shape(tuple(param.shape), ranks=param.ranks)
+        self.padded = self._pad()
+        has_hooks = [hasattr(self.padded, name) for name in (PRE, POST)]
+        if has_hooks[0] != has_hooks[1]:
+            raise ShardingError(
+                f"{here()}: the tensor of '{param.name}' ({type(self.padded).__name__}) defines only one of"
+                f" {PRE} and {POST}; define both"
+            )
+        self.has_hooks = has_hooks[0]
+        self.metadata: Any = None
+        self.shapes: list[torch.Size] = []
+        self.outputs: list[Tensor] = []  # one a gathered input, 1-D
+        self.inner: list[Tensor] = []  # further memory of the unsharded tensor
+
+    def _pad(self) -> Tensor:
+        local = self.param.local
+        if tuple(local.shape) == self.padded_shape:
+            return local
+        padded = local.new_zeros(self.padded_shape)
+        if local.numel():
+            padded.narrow(self.param.placement.dim, 0, local.size(self.param.placement.dim)).copy_(local)
+        return padded
+
+    def inputs(self) -> list[Tensor]:
+        """What this rank sends: 1-D tensors."""
+        shard = self.padded
+        if shard.device != self.device:
+            shard = shard.to(self.device, non_blocking=True)
+        if not self.has_hooks:
+            self.shapes = [shard.shape]
+            return [shard.reshape(-1)]
+        inputs, self.metadata = self._call_pre(getattr(shard, PRE))
+        self.shapes = [t.shape for t in inputs]
+        return [t.reshape(-1) for t in inputs]
+
+    def _call_pre(self, hook: Callable[..., Any]) -> tuple[Sequence[Tensor], Any]:
+        count = len(inspect.signature(hook).parameters)
+        param = self.param
+        if count == 1:
+            inputs, metadata = hook(self.mesh)
+            return inputs, metadata
+        if count != 5:
+            raise ShardingError(
+                f"{here()}: {PRE} of '{param.name}' takes {count} arguments; expected (mesh) or"
+                " (mesh, outer_size, outer_stride, module, mp_policy)"
+            )
+        stride = torch.empty(param.shape, device="meta").stride()
+        inputs, metadata = hook(self.mesh, param.shape, stride, param.module(), self.policy)
+        # Checked on every rank alike, so that the ranks without padding do not wait for the others.
+        uneven = param.shape[param.placement.dim] % param.ranks != 0
+        wrong = [tuple(t.shape) for t in inputs if tuple(t.shape) != self.padded_shape]
+        if uneven and wrong:
+            raise ShardingError(
+                f"{here()}: '{param.name}' of shape {tuple(param.shape)} is cut unevenly over {param.ranks}"
+                f" ranks, so {PRE} must return inputs of the padded shard's shape {self.padded_shape},"
+                f" got {wrong}"
+            )
+        return inputs, metadata
+
+    def allocate(self, inputs: Sequence[Tensor], ranks: int) -> list[Tensor]:
+        """Memory for the gathered inputs, kept between gathers and refilled."""
+        if not self.outputs:
+            with torch.inference_mode(False):
+                self.outputs = [t.new_empty(ranks * t.numel(), device=self.device) for t in inputs]
+        for tensor in self.outputs:
+            _resize(tensor, tensor.numel())
+        return self.outputs
+
+    def finish(self) -> None:
+        """Build the unsharded parameter, or refill it, from the gathered inputs."""
+        param = self.param
+        if not self.has_hooks:
+            if param.unsharded is None:
+                whole = self.outputs[0].narrow(0, 0, param.numel).view(param.shape)
+                param.unsharded = param.wrap_unsharded(whole)
+            return
+        gathered = tuple(t.view(-1, *s[1:]) for t, s in zip(self.outputs, self.shapes, strict=True))
+        dtype = self.policy.param_dtype or param.sharded.dtype
+        hook = getattr(self.padded, POST)
+        if param.unsharded is not None:
+            for tensor in self.inner:
+                _resize(tensor, tensor.numel())
+            hook(gathered, self.metadata, dtype, out=param.unsharded)
+            return
+        whole, inner = hook(gathered, self.metadata, dtype)
+        self.inner = list(inner)
+        param.unsharded = param.wrap_unsharded(whole.as_strided(param.shape, _contiguous(param.shape)))
+
+    def free(self) -> None:
+        for tensor in (*self.outputs, *self.inner):
+            _resize(tensor, 0)
+
+
+def _resize(tensor: Tensor, numel: int) -> None:
+    tensor.untyped_storage().resize_(numel * tensor.element_size())
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,315 @@
+"""`fully_shard`: check the arguments, group the parameters, shard them, change the modules' class.
+
+Which parameters a call manages: those of the given modules and of everything inside, except modules
+that an earlier call sharded, and `ignored_params`. They form one group, or one for each mesh that
+`shard_placement_fn` names; a parameter registered in several places is managed once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp import optimizer_watch
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.module import sharded_class
+from shardwise.fsdp.parameter import Owner, ShardedParam, ShardPlacementFn, ShardPlacementResult
+from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.state import FSDPState, state_of
+from shardwise.mesh import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    mesh_device,
+    mesh_info,
+)
+
+M = TypeVar("M", bound=nn.Module)
+LAYOUTS = ("interleaved",)
+
+
+@overload
+def fully_shard(module: M, **kwargs: Any) -> M: ...
+@overload
+def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (never changed)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    layout: str = "interleaved",
+) -> nn.Module | list[nn.Module]:
+    """Shard a module's parameters, gradients and optimizer state over data-parallel ranks, in place.
+
+    Outside forward and backward each rank holds its piece of every parameter, as a DTensor. Calling
+    the module gathers them in one all-gather; backward gathers them again and ends in one
+    reduce-scatter of the gradients. Apply it to the blocks of a model first and to the model last:
+    each call manages the parameters that no earlier call manages, and the memory needed at a time is
+    that of the largest calls. Build the optimizer afterwards.
+
+    Collective over `mesh`, and every rank must make the same calls in the same order; ranks compare
+    what they sharded at the first forward.
+
+    Args:
+        module: a module, or a list of modules that are gathered and reduced as one group.
+        mesh: 1-D: shard over it. 2-D with dim names: replicate over dim 0 and shard over dim 1
+            (HSDP). None: shard over all ranks.
+        reshard_after_forward: True frees parameters after forward and gathers them again in
+            backward; False keeps them; a number keeps them cut over that many ranks, a divisor of
+            the shard axis. None is True, except for the root module, whose parameters backward needs
+            first.
+        shard_placement_fn: for a parameter, `Shard(dim)` (a dim other than 0 must divide evenly), a
+            `ShardPlacementResult` that names a mesh too, or None for `Shard(0)`.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: `CPUOffloadPolicy()` keeps sharded state on CPU.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: `mesh` is a larger mesh, on which every parameter is a DTensor already; these
+            are its data-parallel dims.
+        layout: how a group's parameters lie in its buffers; "interleaved" cuts each one evenly.
+
+    Returns:
+        The module or list it was given.
+
+    Raises:
+        ShardingError: a mesh of another shape, a module sharded before, a container without a
+            forward, a dim that cannot be sharded, a number that does not divide, and so on. The
+            message names the parameter or module, the rank, and the remedy. Nothing is sharded then.
+    """
+    if layout not in LAYOUTS:
+        raise ShardingError(f"{here()}: layout must be one of {LAYOUTS}, got {layout!r}")
+    info = mesh_info(mesh, dp_mesh_dims)
+    modules = _root_modules(module)
+    _check_modules(modules)
+    device = mesh_device(info.mesh)
+    _post_forward_info(reshard_after_forward, info)  # refuse a wrong number before anything changes
+    managed = _managed_modules(modules)
+    found = _find_params(managed, modules, ignored_params or set())
+    _move_to_device(managed, found, device)
+    placements = _placements(found, shard_placement_fn, info)
+    replaced = {name: param for param, (name, _) in found.items()}
+    sharded = [
+        [
+            ShardedParam(
+                param,
+                name=found[param][0],
+                owners=[Owner(_compat.parameters_of(m), n) for m, n in found[param][1]],
+                module=found[param][1][0][0],
+                placement=placement,
+                info=own,
+            )
+            for param, placement, own in members
+        ]
+        for members in _by_mesh(placements).values()
+    ]
+    for param in (param for params in sharded for param in params):
+        param.show(param.sharded)
+    groups = [
+        ParamGroup(
+            params,
+            info=params[0].info,
+            post_forward=_post_forward_info(reshard_after_forward, params[0].info),
+            device=device,
+            policy=mp_policy,
+            offload=offload_policy,
+        )
+        for params in sharded
+    ]
+    FSDPState(
+        modules,
+        groups,
+        device=device,
+        policy=mp_policy,
+        reshard_is_automatic=reshard_after_forward is None,
+    )
+    for group in groups:
+        _reshard_for_state_dict(group, managed)
+    for one in modules:
+        one.__class__ = sharded_class(type(one))
+    optimizer_watch.watch(replaced)
+    return module
+
+
+def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The given modules without those inside others of them."""
+    if isinstance(module, nn.Module):
+        return [module]
+    given = list(dict.fromkeys(module))
+    inside = {child for one in given for child in one.modules() if child is not one}
+    return [one for one in given if one not in inside]
+
+
+def _check_modules(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ShardingError(f"{here()}: fully_shard got an empty list of modules")
+    for one in modules:
+        if state_of(one) is not None:
+            raise ShardingError(
+                f"{here()}: fully_shard was already applied to this {type(one).__name__}; apply it once,"
+                " to inner modules before outer ones"
+            )
+        containers = (nn.ModuleList, nn.ModuleDict)
+        if isinstance(one, containers) and type(one).forward is nn.Module.forward:
+            raise ShardingError(
+                f"{here()}: a {type(one).__name__} has no forward that could gather its parameters; apply"
+                " fully_shard to the modules in it, or to a list of them"
+            )
+
+
+def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
+    """Every module inside `roots` that no earlier call manages, inner ones first."""
+    seen: set[nn.Module] = set()
+    ordered: list[nn.Module] = []
+
+    def visit(one: nn.Module) -> None:
+        if one in seen or state_of(one) is not None:
+            return
+        seen.add(one)
+        for child in one.children():
+            visit(child)
+        ordered.append(one)
+
+    for root in roots:
+        visit(root)
+    return ordered
+
+
+Places = dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]
+
+
+def _find_params(managed: list[nn.Module], roots: list[nn.Module], ignored: set[nn.Parameter]) -> Places:
+    """The parameters to manage, each with a name and every place it is registered in."""
+    found: Places = {}
+    for one in managed:
+        for name, param in _compat.parameters_of(one).items():
+            if param is not None and param not in ignored and param not in found:
+                found[param] = (name, [])
+    for root in roots:
+        for prefix, one in root.named_modules():
+            for name, param in _compat.parameters_of(one).items():
+                if param not in found:
+                    continue
+                full = f"{prefix}.{name}" if prefix else name
+                places = found[param][1]
+                found[param] = (found[param][0] if places else full, places)
+                places.append((one, name))
+    for param, (name, _) in found.items():
+        if param.ndim == 0:
+            raise ShardingError(
+                f"{here()}: '{name}' is a scalar parameter, which cannot be sharded; make it 1-D with one"
+                " element, or put it in ignored_params"
+            )
+    return found
+
+
+def _move_to_device(managed: list[nn.Module], found: Places, device: torch.device) -> None:
+    """Move parameters and buffers to the mesh's device; the meta device waits for `to_empty`."""
+    buffers = dict.fromkeys(buffer for one in managed for buffer in one.buffers(recurse=False))
+    tensors: Iterable[Tensor] = (*found, *buffers)
+    for tensor in tensors:
+        if tensor.device == device or tensor.device.type == "meta":
+            continue
+        if isinstance(tensor, DTensor):
+            raise ShardingError(
+                f"{here()}: a DTensor on {tensor.device} cannot be sharded over a mesh on {device};"
+                " distribute it on a mesh of that device"
+            )
+        tensor.data = tensor.to(device)
+
+
+Placed = tuple[nn.Parameter, Shard | None, DataParallelMeshInfo]
+
+
+def _placements(
+    found: Places, placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
+) -> list[Placed]:
+    if placement_fn is None:
+        return [(param, None, info) for param in found]
+    placed: list[Placed] = []
+    for param, (name, _) in found.items():
+        answer = placement_fn(param)
+        if isinstance(answer, ShardPlacementResult):
+            placed.append((param, answer.placement, answer.mesh_info))
+        elif answer is None or isinstance(answer, Shard):
+            placed.append((param, answer, info))
+        else:
+            raise ShardingError(
+                f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None for"
+                f" '{name}', got {answer!r}"
+            )
+    return placed
+
+
+def _by_mesh(placed: list[Placed]) -> dict[tuple[Any, ...], list[Placed]]:
+    """Parameters by the process groups they travel over, in order of first appearance."""
+    groups: dict[tuple[Any, ...], list[Placed]] = {}
+    for member in placed:
+        own = member[2]
+        shard = own.shard_process_group if isinstance(own, FSDPMeshInfo) else None
+        replicate = own.replicate_process_group if isinstance(own, DDPMeshInfo) else None
+        members = groups.setdefault((shard, replicate), [])
+        if members and members[0][2] is not own:
+            raise ShardingError(
+                f"{here()}: parameters sharded over the same ranks must share one mesh info object, got"
+                f" {members[0][2]} and {own}"
+            )
+        members.append(member)
+    return groups
+
+
+def _post_forward_info(reshard: bool | int | None, info: DataParallelMeshInfo) -> FSDPMeshInfo | None:
+    """The axes over which parameters are cut after forward; None keeps them whole."""
+    if reshard is False or not isinstance(info, FSDPMeshInfo):
+        return None
+    if reshard is None or reshard is True:
+        return info
+    size = info.shard_mesh_size
+    if not isinstance(reshard, int):
+        raise ShardingError(
+            f"{here()}: reshard_after_forward must be a bool, a number of ranks or None, got {reshard!r}"
+        )
+    if reshard < 1 or size % reshard:
+        raise ShardingError(
+            f"{here()}: reshard_after_forward={reshard} does not divide the {size} ranks of the shard axis"
+        )
+    if reshard in (1, size):
+        return None if reshard == 1 else info
+    ranks = info.mesh.mesh.reshape(-1, reshard)
+    smaller = DeviceMesh(info.mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    return HSDPMeshInfo(smaller, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None:
+    """State dicts hold sharded parameters, whenever they are taken or loaded."""
+    ref = weakref.ref(group)
+
+    def reshard(*unused: Any) -> None:
+        if (alive := ref()) is not None:
+            alive.reshard()
+
+    def repack(*unused: Any) -> None:
+        if (alive := ref()) is not None:
+            alive.pack()
+
+    owned = {id(owner.parameters) for param in group.params for owner in param.owners}
+    for one in managed:
+        if id(_compat.parameters_of(one)) in owned:
+            one.register_state_dict_pre_hook(reshard)
+            one.register_load_state_dict_pre_hook(reshard)
+            one.register_load_state_dict_post_hook(repack)

@@ -1,0 +1,97 @@
+"""The life of a sharded module's parameters, as one table.
+
+A module is IDLE, in FORWARD, or in backward before (PRE_BACKWARD) or after (POST_BACKWARD) its
+gradients were reduced. Five events move it; the table says what each does in each state::
+
+                     IDLE             FORWARD          PRE_BACKWARD      POST_BACKWARD
+    enter forward    gather           join             recompute         recompute
+    exit forward     -                release          keep              keep
+    enter backward   gather           gather           -                 gather
+    exit backward    reduce           reduce           reduce            reduce
+    end of backward  reduce           reduce           reduce            rest
+
+join       another module of the same group is running already: the group is gathered, nothing new
+recompute  activation checkpointing runs forward again inside backward: backward owns the parameters
+release    free, keep or shrink the parameters, as `reshard_after_forward` says
+keep       leave them to backward
+rest       back to IDLE
+
+An event in a state where it cannot happen is an error that names both. The table knows nothing of
+tensors or ranks.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from shardwise.errors import LifecycleError
+
+
+class TrainingState(Enum):
+    """Where a sharded module stands in its iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class Event(Enum):
+    ENTER_FORWARD = auto()
+    EXIT_FORWARD = auto()
+    ENTER_BACKWARD = auto()
+    EXIT_BACKWARD = auto()
+    END_OF_BACKWARD = auto()
+
+
+class Action(Enum):
+    GATHER = auto()
+    JOIN = auto()
+    RECOMPUTE = auto()
+    RELEASE = auto()
+    KEEP = auto()
+    REDUCE = auto()
+    REST = auto()
+
+
+_IDLE, _FORWARD = TrainingState.IDLE, TrainingState.FORWARD
+_PRE, _POST = TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
+
+TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
+    Event.ENTER_FORWARD: {
+        _IDLE: (Action.GATHER, _FORWARD),
+        _FORWARD: (Action.JOIN, _FORWARD),
+        _PRE: (Action.RECOMPUTE, _PRE),
+        # Reduced already, and yet recomputed for an earlier call: its gradients come again.
+        _POST: (Action.RECOMPUTE, _PRE),
+    },
+    Event.EXIT_FORWARD: {
+        _FORWARD: (Action.RELEASE, _IDLE),
+        _PRE: (Action.KEEP, _PRE),
+        _POST: (Action.KEEP, _POST),
+    },
+    Event.ENTER_BACKWARD: {
+        _IDLE: (Action.GATHER, _PRE),
+        _FORWARD: (Action.GATHER, _PRE),
+        _PRE: (Action.KEEP, _PRE),
+        _POST: (Action.GATHER, _PRE),
+    },
+    Event.EXIT_BACKWARD: dict.fromkeys(TrainingState, (Action.REDUCE, _POST)),
+    Event.END_OF_BACKWARD: {
+        _IDLE: (Action.REDUCE, _IDLE),
+        _FORWARD: (Action.REDUCE, _IDLE),
+        _PRE: (Action.REDUCE, _IDLE),
+        _POST: (Action.REST, _IDLE),
+    },
+}
+
+
+def advance(state: TrainingState, event: Event, *, module: str) -> tuple[Action, TrainingState]:
+    """What `event` does to a module in `state`, and the state it is in afterwards."""
+    try:
+        return TABLE[event][state]
+    except KeyError:
+        raise LifecycleError(
+            f"module '{module}' got the event {event.name} in state {state.name}. If an earlier forward"
+            " or backward raised, call reset_iter_state() on the root module before the next iteration"
+        ) from None

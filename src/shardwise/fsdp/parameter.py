@@ -1,0 +1,296 @@
+"""One sharded parameter: its two forms, and the modules that show one of them.
+
+    sharded      an nn.Parameter that is a DTensor, on this rank the piece that the optimizer updates
+    unsharded    an nn.Parameter that is the whole parameter while its group is gathered
+
+Whichever form the group is in stands under the parameter's name in every module that owns it (tied
+parameters have several owners). This file knows one parameter; buffers and collectives belong to
+the group.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.layout import EvenShard, ParamSpec
+from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+
+
+@dataclass
+class ShardPlacementResult:
+    """A `shard_placement_fn`'s answer that names the mesh too.
+
+    Attributes:
+        placement: which dim to shard on; None means dim 0.
+        mesh_info: the axes over which this parameter is sharded.
+    """
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module's dict of parameters and the name under which it holds this one.
+
+    The dict, not the module: the module owns the group that owns this, and a reference back would
+    keep a deleted model alive until the garbage collector runs.
+    """
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+
+
+class ShardedParam:
+    """A parameter cut over the shard axis.
+
+    Args:
+        param: the whole parameter, or with tensor parallelism a DTensor whose local piece is cut.
+        name: its name, for errors.
+        owners: where it is registered.
+        module: the first of the modules that own it.
+        placement: the dim to cut.
+        info: the data-parallel axes.
+    """
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        *,
+        name: str,
+        owners: list[Owner],
+        module: nn.Module,
+        placement: Shard | None,
+        info: DataParallelMeshInfo,
+    ) -> None:
+        self.name = name
+        self.owners = owners
+        self.module = weakref.ref(module)
+        self.info = info
+        self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
+        self.rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
+        # Tensor-parallel form of the unsharded parameter, None for plain tensors.
+        self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
+        whole = _compat.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
+        self.shape = whole.shape
+        self.numel = whole.numel()
+        self.placement = self._check_placement(placement, whole)
+        self.spec = self._sharding_spec(param)
+        box = self.placement.box(tuple(self.shape), rank=self.rank, ranks=self.ranks)
+        dim = self.placement.dim
+        piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
+        self.sharded = nn.Parameter(_compat.dtensor(piece, self.spec), requires_grad=param.requires_grad)
+        self.shard_shape = torch.Size(box.sizes)
+        self.shard_stride = torch.empty(self.shard_shape, device="meta").stride()
+        self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
+        self.unsharded: nn.Parameter | None = None
+        self.accumulated: Tensor | None = None  # unsharded gradient in reduce dtype, not yet reduced
+
+    def _check_placement(self, placement: Shard | None, whole: Tensor) -> EvenShard:
+        if placement is not None and not isinstance(placement, Shard):
+            raise ShardingError(
+                f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None"
+                f" for '{self.name}', got {placement!r}"
+            )
+        dim = 0 if placement is None else placement.dim
+        if not -whole.ndim <= dim < whole.ndim:
+            raise ShardingError(
+                f"{here()}: '{self.name}' of shape {tuple(self.shape)} has no dim {dim} to shard;"
+                f" return Shard(d) with 0 <= d < {whole.ndim} from shard_placement_fn"
+            )
+        dim %= whole.ndim
+        if dim > 0 and whole.size(dim) % self.ranks:
+            raise ShardingError(
+                f"{here()}: '{self.name}' of shape {tuple(self.shape)} cannot be sharded evenly on dim {dim}"
+                f" over {self.ranks} ranks; only dim 0 may be uneven"
+            )
+        if not whole.is_contiguous():
+            raise ShardingError(
+                f"{here()}: '{self.name}' of shape {tuple(self.shape)} has strides {whole.stride()};"
+                " fully_shard needs contiguous parameters: call .contiguous() on it first"
+            )
+        return EvenShard(dim)
+
+    # The DTensor that the sharded form is
+
+    def _sharding_spec(self, param: nn.Parameter) -> _compat.DTensorSpec:
+        shard = Shard(self.placement.dim)
+        info = self.info
+        if self.tp_spec is None:
+            if info.is_spmd_mesh:
+                raise ShardingError(
+                    f"{here()}: with dp_mesh_dims every parameter must be a DTensor on the whole mesh,"
+                    f" but '{self.name}' is a plain tensor; distribute the module first"
+                )
+            placements: list[Placement] = [shard] if isinstance(info, FSDPMeshInfo) else []
+            if isinstance(info, DDPMeshInfo):
+                placements.insert(0, Replicate())
+            return _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=param.dtype)
+        if info.is_spmd_mesh:
+            return self._spmd_spec(self.tp_spec)
+        return self._tp_spec(self.tp_spec)
+
+    def _tp_spec(self, tp: _compat.DTensorSpec) -> _compat.DTensorSpec:
+        """Data parallelism beside a tensor-parallel mesh that it does not contain."""
+        mesh = _compat.concatenate_meshes([self.info.mesh, tp.mesh])
+        splits = math.prod(
+            tp.mesh.size(axis) for axis, p in enumerate(tp.placements) if self._cuts_same_dim(p)
+        )
+        outer: list[Placement] = []
+        if isinstance(self.info, DDPMeshInfo):
+            outer.append(Replicate())
+        if isinstance(self.info, FSDPMeshInfo):
+            outer.append(self._outer_shard(splits))
+        return _compat.DTensorSpec(mesh, (*outer, *tp.placements), tensor_meta=tp.tensor_meta)
+
+    def _cuts_same_dim(self, placement: Placement) -> bool:
+        return isinstance(placement, (Shard, _compat.StridedShard)) and placement.dim == self.placement.dim
+
+    def _outer_shard(self, splits: int) -> Placement:
+        """Cutting the pieces of an inner cut: strided, seen from the whole tensor."""
+        if splits == 1:
+            return Shard(self.placement.dim)
+        return _compat.StridedShard(self.placement.dim, split_factor=splits)
+
+    def _spmd_spec(self, whole: _compat.DTensorSpec) -> _compat.DTensorSpec:
+        """Data parallelism over named dims of the mesh that the parameter already lives on."""
+        dims, mesh, names = self.info.dp_mesh_dims, whole.mesh, whole.mesh.mesh_dim_names
+        assert dims is not None
+        if mesh != self.info.spmd_mesh or names is None:
+            raise ShardingError(
+                f"{here()}: '{self.name}' is a DTensor on {mesh}, but fully_shard got the mesh"
+                f" {self.info.spmd_mesh}; distribute it on the mesh that fully_shard is given"
+            )
+        for name in (*dims.shard_names, *dims.replicate_names):
+            found = whole.placements[names.index(name)]
+            if not found.is_replicate():
+                raise ShardingError(
+                    f"{here()}: '{self.name}' must be Replicate() on the data-parallel mesh dim '{name}',"
+                    f" but is {found}"
+                )
+        placements = list(whole.placements)
+        for name in dims.shard_names:
+            axis = names.index(name)
+            inner = range(axis + 1, mesh.ndim)
+            placements[axis] = self._outer_shard(
+                math.prod(mesh.size(a) for a in inner if self._cuts_same_dim(whole.placements[a]))
+            )
+        if len(dims.shard_names) < 2:
+            return _compat.DTensorSpec(mesh, tuple(placements), tensor_meta=whole.tensor_meta)
+        # Several shard dims count as one: show them as the flattened data-parallel mesh.
+        data_parallel = {*dims.shard_names, *dims.replicate_names}
+        others = [a for a in range(mesh.ndim) if names[a] not in data_parallel]
+        first = [placements[names.index(dims.shard_names[0])]]
+        outer: list[Placement] = [Replicate(), *first] if isinstance(self.info, HSDPMeshInfo) else first
+        joined = _compat.concatenate_meshes([self.info.mesh, *(mesh[names[a]] for a in others)])
+        return _compat.DTensorSpec(
+            joined, (*outer, *(placements[a] for a in others)), tensor_meta=whole.tensor_meta
+        )
+
+    # Switching forms
+
+    def show(self, form: nn.Parameter) -> None:
+        """Register `form` in every owner."""
+        for owner in self.owners:
+            owner.parameters[owner.name] = form
+
+    def adopt(self) -> None:
+        """Take over a sharded parameter that replaced ours (`Module.to`, `load_state_dict(assign=True)`)."""
+        owner = self.owners[0]
+        current = owner.parameters[owner.name]
+        if current is self.sharded or current is self.unsharded:
+            return
+        if not isinstance(current, DTensor) or current.shape != self.sharded.shape:
+            found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
+            raise ShardingError(
+                f"{here()}: '{self.name}' was replaced by {found}; a sharded parameter can only be replaced"
+                f" by a DTensor of shape {tuple(self.sharded.shape)}. Apply changes before fully_shard"
+            )
+        self.sharded = current
+        self.spec = _compat.spec_of(current)
+        self.unsharded = None
+        self.show(current)
+
+    def move(self, piece: Tensor) -> None:
+        """Let the sharded form be `piece`, equal memory elsewhere.
+
+        On the same device the parameter object stays; a DTensor cannot change device.
+        """
+        if piece.device == self.local.device:
+            _compat.set_local_tensor(self.sharded, piece)
+        else:
+            requires_grad = self.sharded.requires_grad
+            self.sharded = nn.Parameter(_compat.dtensor(piece, self.spec), requires_grad=requires_grad)
+            self.show(self.sharded)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's piece, unpadded."""
+        return _compat.local_tensor(self.sharded)
+
+    def layout_spec(self, param_dtype: torch.dtype | None) -> ParamSpec:
+        dtype = self.sharded.dtype
+        gathered = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+        return ParamSpec(self.name, tuple(self.shape), dtype, gathered, self.placement)
+
+    def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
+        """The unsharded form over memory `whole`, made once."""
+        if self.tp_spec is not None:
+            meta = self.tp_spec.tensor_meta
+            assert meta is not None
+            spec = _compat.DTensorSpec(
+                self.tp_spec.mesh,
+                self.tp_spec.placements,
+                tensor_meta=_compat.TensorMeta(meta.shape, meta.stride, whole.dtype),
+            )
+            whole = _compat.dtensor(whole, spec)
+        return nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+
+    # Gradients
+
+    @property
+    def has_grad_hooks(self) -> bool:
+        return bool(_compat.post_accumulate_grad_hooks(self.sharded))
+
+    def plain_grad(self, grad: Tensor) -> Tensor:
+        """The local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
+
+        Collective over the tensor-parallel mesh where the gradient's placements differ (partial
+        sums of sequence-parallel norms, say). Data-parallel dims stay for the reduce-scatter.
+        """
+        if self.tp_spec is None:
+            return grad
+        if not isinstance(grad, DTensor):
+            raise ShardingError(f"{here()}: '{self.name}' is a DTensor but its gradient is a {type(grad)}")
+        wanted = list(self.tp_spec.placements)
+        dims, names = self.info.dp_mesh_dims, self.tp_spec.mesh.mesh_dim_names
+        if dims is not None and names is not None:
+            for name in (*dims.shard_names, *dims.replicate_names):
+                wanted[names.index(name)] = grad.placements[names.index(name)]
+        if tuple(wanted) != tuple(grad.placements):
+            grad = grad.redistribute(placements=wanted)
+        local = _compat.local_tensor(grad)
+        return local.wait() if hasattr(local, "wait") else local
+
+    def set_sharded_grad(self, shard: Tensor) -> None:
+        """Set, or add to, the sharded parameter's gradient."""
+        grad = self.sharded.grad
+        if grad is None:
+            self.sharded.grad = _compat.dtensor(shard, self.spec)
+        else:
+            local = _compat.local_tensor(grad)
+            local += shard
+        for hook in _compat.post_accumulate_grad_hooks(self.sharded):
+            hook(self.sharded)

@@ -1,0 +1,198 @@
+"""How a parameter group's unsharded gradients become sharded gradients.
+
+take      collect what autograd left on the unsharded parameters; without synchronisation it
+          stays there, or in the reduction's dtype, for a later backward
+reduce    one reduction for all gradients of one dtype (`comm.foreach_reduce`)
+give      views of the reduced shard become, or add to, the sharded parameters' gradients
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
+from shardwise.comm.foreach import Reduction, current_stream
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.parameter import ShardedParam
+from shardwise.fsdp.policy import CPUOffloadPolicy
+from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
+
+Taken = list[tuple[ShardedParam, Tensor]]
+
+
+@dataclass
+class GradReducer:
+    """A group's reductions, and what they keep from one backward to the next.
+
+    Attributes:
+        partials: HSDP gradients that were reduce-scattered but not yet all-reduced, by what was
+            reduced together.
+        results: reductions whose buffers accelerator streams may still use.
+        offload_events: copies of gradients to CPU that the optimizer must wait for.
+    """
+
+    group: ParamGroup
+    partials: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    results: list[ReduceResult] = field(default_factory=list)
+    offload_events: list[torch.Event] = field(default_factory=list)
+    _plans: dict[tuple[torch.dtype, torch.dtype], Reduction] = field(default_factory=dict)
+
+    def forget_plans(self) -> None:
+        """The group's settings or streams changed."""
+        self._plans.clear()
+
+    def accumulate(self) -> None:
+        """Add this backward's gradients to those kept in the reduction's dtype."""
+        for param in self.group.params:
+            if param.accumulated is not None and param.unsharded is not None:
+                grad = param.unsharded.grad
+                if grad is not None:
+                    param.accumulated += grad
+                    param.unsharded.grad = None
+
+    def keep(self) -> None:
+        """Without synchronisation: keep gradients unsharded, in the reduction's dtype."""
+        wanted = self.group.policy.reduce_dtype
+        if wanted is None or wanted == self.group.policy.param_dtype:
+            return
+        for param in self.group.params:
+            grad = None if param.unsharded is None else param.unsharded.grad
+            if grad is not None and grad.dtype != wanted:
+                assert param.unsharded is not None
+                param.unsharded.grad = None
+                param.accumulated = grad.to(wanted)
+
+    def take(self) -> Taken:
+        """The gradients of this backward and of those before it that were not synchronised."""
+        taken: Taken = []
+        reduce_unused = self.group.settings.reduce_unused
+        for param in self.group.params:
+            unsharded = param.unsharded
+            if unsharded is None:
+                continue
+            if param.accumulated is not None:
+                taken.append((param, param.plain_grad(param.accumulated)))
+                param.accumulated = None
+            elif (grad := unsharded.grad) is not None:
+                taken.append((param, param.plain_grad(grad)))
+                unsharded.grad = None
+            elif reduce_unused and unsharded.requires_grad:
+                taken.append(
+                    (param, torch.zeros(param.shape, dtype=unsharded.dtype, device=unsharded.device))
+                )
+        return taken
+
+    def reduce(self, taken: Taken, *, streams: CommStreams | None) -> None:
+        """Reduce gradients and give them to the sharded parameters.
+
+        Collective over the group's shard and replicate ranks: one reduction for each pair of stored
+        and gradient dtype, in order of first appearance. Consumes `taken`.
+        """
+        batches: dict[tuple[torch.dtype, torch.dtype], Taken] = {}
+        for param, grad in taken:
+            batches.setdefault((param.sharded.dtype, grad.dtype), []).append((param, grad))
+        taken.clear()
+        for (stored, computed), batch in batches.items():
+            plan = self._plans.get((stored, computed)) or self._plan(stored, computed, streams)
+            self._reduce_batch(batch, plan)
+
+    def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
+        group, settings, info = self.group, self.group.settings, self.group.info
+        shard_group = replicate_group = None
+        if isinstance(info, FSDPMeshInfo):
+            shard_group = info.reduce_scatter_process_group or info.shard_process_group
+        if isinstance(info, DDPMeshInfo):
+            replicate_group = info.replicate_process_group
+        dtype = group.policy.reduce_dtype or computed
+        device_group = shard_group or replicate_group
+        assert device_group is not None
+        factors = divide_factors(
+            shard_size=shard_group.size() if shard_group is not None else 1,
+            replicate_size=replicate_group.size() if replicate_group is not None else 1,
+            reduce_dtype=dtype,
+            backend=dist.get_backend(device_group),
+            factor=settings.divide_factor,
+            force_sum=settings.force_sum,
+        )
+        plan = Reduction(
+            shard_group=shard_group,
+            replicate_group=replicate_group,
+            dtype=dtype,
+            result_dtype=stored,
+            factors=factors,
+            comm=settings.reduce_scatter,
+            device=group.device,
+            align_bytes=group.align_bytes,
+            all_reduce=settings.all_reduce_grads,
+            hook=settings.all_reduce_hook,
+            streams=streams,
+            hook_stream=settings.all_reduce_hook_stream,
+        )
+        self._plans[stored, computed] = plan
+        return plan
+
+    def _reduce_batch(self, batch: Taken, plan: Reduction) -> None:
+        params = [param for param, _ in batch]
+        grads = [grad for _, grad in batch]
+        batch.clear()
+        key: tuple[str, ...] = ()
+        partial = None
+        if self.partials or not plan.all_reduce:
+            key = tuple(param.name for param in params)
+            partial = self._partial(key)
+        result = foreach_reduce(grads, [p.placement.dim for p in params], plan, partial=partial)
+        if plan.streams is not None:
+            self.results.append(result)
+        if result.partial is not None:
+            self.partials[key] = result.partial
+        if result.shard is not None:
+            with nullcontext() if result.stream is None else result.stream:
+                self._view_out(params, result.shard)
+
+    def _partial(self, key: tuple[str, ...]) -> Tensor | None:
+        partial = self.partials.pop(key, None)
+        if partial is None and self.partials:
+            known = {name for names in self.partials for name in names}
+            changed = sorted(known.symmetric_difference(key))
+            if known & set(key):
+                raise ShardingError(
+                    f"{here()}: gradients of group '{self.group.name}' are accumulated without all-reduce, but"
+                    f" this backward used other parameters than the last: {changed}. Call"
+                    " set_reduce_scatter_unused_params(True), or all-reduce in every backward"
+                )
+        return partial
+
+    def _view_out(self, params: list[ShardedParam], shard: Tensor) -> None:
+        offload = self.group.offload
+        if isinstance(offload, CPUOffloadPolicy) and shard.device.type != "cpu":
+            # The copy may run behind the CPU only if nothing on the CPU reads it before the end.
+            waits = any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
+            shard = shard.to("cpu", non_blocking=offload.pin_memory and not waits)
+            if offload.pin_memory and not waits:
+                self.offload_events.append(current_stream(self.group.device).record_event())
+        offset = 0
+        for param in params:
+            param.set_sharded_grad(shard.as_strided(param.shard_shape, param.shard_stride, offset))
+            offset += param.padded_shard_numel
+
+    def finish(self) -> None:
+        """At the end of the last backward: wait for gradients on their way to CPU."""
+        for event in self.offload_events:
+            event.synchronize()
+        self.offload_events.clear()
+        self.results.clear()
+
+    def reset(self) -> None:
+        """Drop every gradient that was not reduced yet."""
+        self.finish()
+        self.partials.clear()
+        for param in self.group.params:
+            param.accumulated = None
+            if param.unsharded is not None:
+                param.unsharded.grad = None

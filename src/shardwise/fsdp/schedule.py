@@ -1,0 +1,112 @@
+"""What the sharded modules under one root share during an iteration.
+
+The first module to run forward is the root. Its schedule knows in which order modules ran, so that
+backward can gather one module ahead; which module's release is put off, because it may be the last
+of forward and so the first of backward; and what accelerator streams still use.
+
+References to modules' states are weak: the schedule belongs to them, not the reverse.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.comm import AllGatherResult, CommStreams
+from shardwise.comm.foreach import current_stream
+from shardwise.comm.streams import record_event
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.state import FSDPState
+
+
+@dataclass
+class Schedule:
+    """One iteration's bookkeeping, shared by all states under a root.
+
+    Attributes:
+        device: where parameters are gathered.
+        streams: None on devices without streams.
+        root: the state whose forward runs the iteration's first.
+        forward_root: the state that entered forward first in this pass; None outside forward.
+        order: states in the order in which their forwards ended, once a call.
+        kept: the state that ended forward last and has not been released yet.
+        callback_queued: whether the end of this backward is already awaited.
+        is_last_backward: False while more backwards follow before the optimizer step.
+        post_optim_event: what the next gathers wait for instead of the current stream.
+        held_gather: a gather whose buffer the copy-out may still read; kept until the next copy-out,
+            so that the next gather can run meanwhile.
+        reduce_inputs: reduce-scatter inputs in flight, oldest first.
+        max_reduce_inputs: how many of them may be.
+        reduced: for each stream, when its latest reduction will have finished.
+    """
+
+    device: torch.device
+    streams: CommStreams | None
+    root: weakref.ref[FSDPState]
+    forward_root: weakref.ref[FSDPState] | None = None
+    order: list[weakref.ref[FSDPState]] = field(default_factory=list)
+    kept: weakref.ref[FSDPState] | None = None
+    callback_queued: bool = False
+    is_last_backward: bool = True
+    post_optim_event: torch.Event | None = None
+    held_gather: tuple[AllGatherResult, torch.Event] | None = None
+    reduce_inputs: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)
+    max_reduce_inputs: int = 1
+    reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)
+
+    def release_kept(self, *, unless: FSDPState | None = None) -> None:
+        """Release the state whose release was put off, unless it is the one that runs next."""
+        kept = None if self.kept is None else self.kept()
+        self.kept = None
+        if kept is not None and kept is not unless:
+            kept.release()
+
+    # Accelerator streams only
+
+    def begin_forward(self) -> None:
+        """Let gathers start only after the optimizer step that came before."""
+        if self.streams is None:
+            return
+        if self.post_optim_event is not None:
+            self.streams.wait(self.post_optim_event)
+            self.post_optim_event = None
+        else:
+            self.streams.wait(record_event(current_stream(self.device)))
+
+    def finish_gather(self, result: AllGatherResult, *, forward: bool) -> None:
+        """Keep a gather's buffer from being reused before it was copied out."""
+        if self.streams is None:
+            return
+        copied_out = record_event(current_stream(self.device))
+        if forward and result.work is None:
+            self.drop_held_gather()
+            self.held_gather = (result, copied_out)
+        else:
+            self.streams.wait(copied_out)
+
+    def drop_held_gather(self) -> None:
+        if self.held_gather is not None and self.streams is not None:
+            self.streams.wait(self.held_gather[1])
+        self.held_gather = None
+
+    def make_room_for_reduction(self) -> None:
+        """Wait for the oldest reduce-scatter inputs until one more may be in flight."""
+        while len(self.reduce_inputs) >= self.max_reduce_inputs:
+            _, event = self.reduce_inputs.pop(0)
+            current_stream(self.device).wait_event(event)
+
+    def wait_for_reductions(self) -> None:
+        """Let the current stream wait for every reduction, and free their buffers."""
+        if self.streams is None:
+            return
+        stream = current_stream(self.device)
+        for event in self.reduced.values():
+            stream.wait_event(event)
+        self.reduced.clear()
+        for _, event in self.reduce_inputs:
+            stream.wait_event(event)
+        self.reduce_inputs.clear()

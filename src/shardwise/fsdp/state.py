@@ -1,0 +1,443 @@
+"""What happens when: one sharded module (or list of modules) going through its iterations.
+
+    enter forward    gather, show whole parameters, mark the inputs: their gradients end backward
+    exit forward     release, mark the outputs: their gradients begin backward
+    enter backward   gather again, start gathering the module that backward reaches next
+    exit backward    free, reduce gradients
+    end of backward  the same for modules that autograd did not pass, then back to rest
+
+Which of these does what in which state is `lifecycle.TABLE`. How parameters change form is the
+group's business, how gradients are reduced the reducer's.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import _compat
+from shardwise.comm import CommStreams, check_fingerprint
+from shardwise.comm.foreach import current_stream
+from shardwise.errors import LifecycleError, ShardingError, here
+from shardwise.fsdp import guard, optimizer_watch
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
+from shardwise.fsdp.policy import MixedPrecisionPolicy
+from shardwise.fsdp.reduction import GradReducer
+from shardwise.fsdp.schedule import Schedule
+from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors
+from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
+
+_KEY = "_shardwise_state"
+_ENTER_FORWARD = TABLE[Event.ENTER_FORWARD]
+_EXIT_FORWARD = TABLE[Event.EXIT_FORWARD]
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state of a module that `fully_shard` was applied to, else None."""
+    return module.__dict__.get(_KEY)
+
+
+class FSDPState:
+    """The state of one `fully_shard` call.
+
+    Args:
+        modules: the modules of the call; they own the state.
+        groups: their parameter groups, one per pair of shard and replicate groups.
+        device: where parameters are gathered.
+        policy: dtypes.
+        reshard_is_automatic: nobody chose `reshard_after_forward`, so the root keeps its parameters.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: list[ParamGroup],
+        *,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        reshard_is_automatic: bool,
+    ) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.groups = groups
+        self.reducers = [GradReducer(group) for group in groups]
+        self.device = device
+        self.policy = policy
+        self.reshard_is_automatic = reshard_is_automatic
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.name = ""
+        self.training_state = TrainingState.IDLE
+        self.schedule: Schedule | None = None
+        self.is_root = False
+        self.below: list[FSDPState] = []  # root only: the states of the modules inside it
+        self.guards: list[guard.Guard] = []  # root only
+        self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
+        self.prefetch_in_forward: list[weakref.ref[FSDPState]] = []
+        self.prefetch_in_backward: list[weakref.ref[FSDPState]] = []
+        self.shared_streams: CommStreams | None = None
+        self.schedule_settings: dict[str, Any] = {}  # set before there is a schedule
+        self.myself = weakref.ref(self)
+        for module in modules:
+            module.__dict__[_KEY] = self
+
+    def set_schedule(self, **settings: Any) -> None:
+        """Set attributes of the schedule, now or when there is one."""
+        self.schedule_settings.update(settings)
+        if self.schedule is not None:
+            for name, value in settings.items():
+                setattr(self.schedule, name, value)
+
+    # First forward
+
+    def become_root(self) -> Schedule:
+        """Settle names, streams and the schedule of everything under this module.
+
+        Collective over the groups' ranks: compares layouts once.
+        """
+        if len(self.modules) > 1:
+            raise LifecycleError(
+                f"{here()}: the root of a forward must be a single module, but fully_shard got a list of"
+                f" {len(self.modules)}; apply fully_shard to the module that contains them as well"
+            )
+        root = self.modules[0]()
+        assert root is not None
+        below: dict[FSDPState, None] = {}
+        for name, module in root.named_modules():
+            state = state_of(module)
+            if state is None:
+                continue
+            if state not in below and state.schedule is not None:
+                raise LifecycleError(
+                    f"{here()}: '{name}' ran forward before the root module that contains it; run the first"
+                    " forward through the root"
+                )
+            below[state] = None
+            state.name = name if not state.name or state is self else f"{state.name}, {name}"
+        states = list(below)
+        self.below, self.is_root = states[1:], True
+        if self.reshard_is_automatic:
+            for group in self.groups:
+                group.post_forward = None  # backward would gather it again at once
+        groups = [group for state in states for group in state.groups]
+        self._name_parameters(root, groups)
+        streams = self.shared_streams or CommStreams.create(self.device)
+        schedule = Schedule(self.device, streams, self.myself, **self.schedule_settings)
+        for state in states:
+            state.schedule = schedule
+            for group in state.groups:
+                group.name = state.name
+                group.check_ready()
+                schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
+        self._compare_ranks(groups)
+        self.guards = guard.guards(root, groups, gathers=lambda module: state_of(module) is not None)
+        return schedule
+
+    def _name_parameters(self, root: nn.Module, groups: list[ParamGroup]) -> None:
+        by_param = {p.sharded: p for group in groups for p in group.params}
+        if len(by_param) != sum(len(group.params) for group in groups):
+            raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
+        for name, param in root.named_parameters():
+            if (managed := by_param.get(param)) is not None:
+                managed.name = name
+
+    def _compare_ranks(self, groups: list[ParamGroup]) -> None:
+        by_ranks: dict[tuple[Any, ...], list[ParamGroup]] = {}
+        for group in groups:
+            info = group.info
+            shard = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+            replicate = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+            by_ranks.setdefault((shard, replicate), []).append(group)
+        for ranks, alike in by_ranks.items():
+            check_fingerprint(
+                "\n".join(group.describe() for group in alike),
+                groups=[group for group in ranks if group is not None],
+                device=self.device,
+            )
+
+    # Forward
+
+    def enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before `module`'s forward: returns its arguments, cast and marked."""
+        schedule = self.schedule or self.become_root()
+        action, after = _ENTER_FORWARD[self.training_state]
+        self.training_state = after
+        if action is Action.RECOMPUTE:
+            for group in self.groups:
+                self._gather(group, schedule, forward=False)
+            return self._cast_inputs(args, kwargs)
+        if len(self.modules) > 1 and not self.still_to_run:
+            self.still_to_run = {id(ref()) for ref in self.modules}
+        if action is Action.GATHER:
+            if schedule.forward_root is None:
+                args, kwargs = self._begin_pass(schedule, args, kwargs)
+            if not _compat.in_backward():
+                schedule.release_kept(unless=self)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        for group in self.groups:
+            if group.is_unsharded and group.gathered_at != optimizer_watch.steps():
+                group.reshard()  # an optimizer has stepped since: gathered values are stale
+            self._gather(group, schedule, forward=True)
+        if action is Action.GATHER:
+            if torch.is_grad_enabled():
+                args, kwargs = self._mark_inputs(args, kwargs)
+            for ref in self.prefetch_in_forward:
+                self._prefetch(ref(), schedule)
+        return args, kwargs
+
+    def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        schedule.forward_root = self.myself
+        if self.is_root:
+            guard.lift(self.guards)
+        schedule.begin_forward()
+        if self.device.type == "cpu":
+            return args, kwargs
+        args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
+        return args, kwargs
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.input_dtype is None:
+            return args, kwargs
+        return cast(args, self.input_dtype), cast(kwargs, self.input_dtype) if kwargs else kwargs
+
+    def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Let autograd call `exit_backward` when it has every input's gradient."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            return (_EndOfBackward.apply(self, *args) if args[0].requires_grad else args), kwargs
+        tensors = grad_tensors((args, kwargs))
+        if not tensors:
+            return args, kwargs
+        marked = iter(_EndOfBackward.apply(self, *tensors))
+        args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
+        return args, kwargs
+
+    def exit_forward(self, module: nn.Module, output: Any) -> Any:
+        """After `module`'s forward: returns its output, marked and cast."""
+        schedule = self.schedule
+        assert schedule is not None
+        if len(self.modules) > 1 and self.training_state is TrainingState.FORWARD:
+            self.still_to_run.discard(id(module))
+            if self.still_to_run:  # the list's other modules are yet to run
+                return self._cast_output(output)
+        action, self.training_state = advance(self.training_state, Event.EXIT_FORWARD, module=self.name)
+        if action is Action.KEEP:
+            return self._cast_output(output)
+        output = self._leave(schedule, output)
+        if schedule.forward_root is self.myself:
+            output = self._end_pass(schedule, output)
+        return self._cast_output(output)
+
+    def _leave(self, schedule: Schedule, output: Any) -> Any:
+        """Put off this module's release until the next module runs, and mark its output."""
+        grad_enabled = torch.is_grad_enabled()
+        if not _compat.in_backward():
+            if any(group.post_forward is not None for group in self.groups):
+                schedule.release_kept(unless=self)
+                schedule.kept = self.myself
+            if grad_enabled:
+                schedule.order.append(self.myself)
+        if grad_enabled:
+            self._mark_outputs(output)
+        return output
+
+    def _end_pass(self, schedule: Schedule, output: Any) -> Any:
+        """The pass's first module has ended: complete unfinished lists; keep what backward needs first.
+
+        Whoever lets the root reshard wants the memory between forward and backward, and without
+        gradients there is no backward; then nothing is kept.
+        """
+        schedule.forward_root = None
+        for state in reversed(self.below):
+            if state.still_to_run:
+                state.still_to_run.clear()
+                state.training_state = TrainingState.IDLE
+                output = state._cast_output(state._leave(schedule, output))
+        if not torch.is_grad_enabled() or any(group.post_forward is not None for group in self.groups):
+            schedule.release_kept()
+        schedule.drop_held_gather()
+        guard.install(self.guards)
+        return output
+
+    def release(self) -> None:
+        """Free, keep or shrink the parameters after forward. Local."""
+        for group in self.groups:
+            group.release_after_forward()
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast(output, dtype)
+
+    def _mark_outputs(self, output: Any) -> None:
+        """Let autograd call `enter_backward` when the first of the outputs' gradients arrives."""
+        for tensor in grad_tensors(output):
+            if _compat.is_view(tensor):
+                warnings.warn(
+                    f"the sharded module '{self.name}' returns a view; changing it in place would lose the"
+                    " hook that gathers its parameters in backward. Use out-of-place operations on it",
+                    stacklevel=5,
+                )
+            tensor.register_hook(self.enter_backward)
+
+    # Backward
+
+    def enter_backward(self, grad: Tensor) -> Tensor:
+        """Gather for this module's backward; called with the gradient of each of its outputs."""
+        schedule = self.schedule
+        assert schedule is not None
+        action, self.training_state = advance(self.training_state, Event.ENTER_BACKWARD, module=self.name)
+        root = schedule.root()
+        if not schedule.callback_queued and root is not None:
+            schedule.callback_queued = True
+            _compat.queue_backward_callback(root.end_of_backward)
+        if action is Action.KEEP:
+            return grad
+        schedule.kept = None  # from here on backward decides
+        for group in self.groups:
+            if group.settings.unshard_in_backward:
+                self._gather(group, schedule, forward=False)
+        if self.prefetch_in_backward:
+            for ref in self.prefetch_in_backward:
+                self._prefetch(ref(), schedule)
+        elif (ahead := self._next_in_backward(schedule)) is not None:
+            self._prefetch(ahead, schedule)
+        return grad
+
+    def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
+        """The state whose forward ended before this one's latest: the one backward reaches next."""
+        order = schedule.order
+        for i in range(len(order) - 1, -1, -1):
+            if order[i] is self.myself:
+                del order[i]
+                return order[i - 1]() if i > 0 else None
+        return None
+
+    def exit_backward(self) -> None:
+        """Free the parameters and reduce their gradients."""
+        schedule = self.schedule
+        assert schedule is not None
+        partly_run = len(self.modules) > 1 and self.training_state is TrainingState.FORWARD
+        _, self.training_state = advance(self.training_state, Event.EXIT_BACKWARD, module=self.name)
+        self._reduce(schedule)
+        if partly_run and schedule.streams is not None:
+            # No hook of this module begins its next backward: order it after this one here.
+            for event in schedule.reduced.values():
+                current_stream(self.device).wait_event(event)
+
+    def _reduce(self, schedule: Schedule) -> None:
+        for group, reducer in zip(reversed(self.groups), reversed(self.reducers), strict=True):
+            settings = group.settings
+            reducer.accumulate()
+            if not settings.reduce_grads:
+                if settings.reshard_after_backward:
+                    group.reshard()
+                reducer.keep()
+                continue
+            taken = reducer.take()
+            if settings.reshard_after_backward:
+                group.reshard()
+            if not taken:
+                continue
+            if schedule.streams is not None:
+                schedule.make_room_for_reduction()
+            reducer.reduce(taken, streams=schedule.streams)
+            for result in reducer.results:
+                if result.input_event is not None:
+                    schedule.reduce_inputs.append((result.input, result.input_event))
+                if result.event is not None and result.stream is not None:
+                    schedule.reduced[result.stream] = result.event
+
+    def end_of_backward(self) -> None:
+        """Root only, when autograd has finished: reduce what it passed by, and rest."""
+        schedule = self.schedule
+        assert schedule is not None
+        schedule.callback_queued = False
+        schedule.forward_root = None
+        schedule.kept = None
+        for state in (self, *self.below):
+            state.still_to_run.clear()
+            action, state.training_state = advance(
+                state.training_state, Event.END_OF_BACKWARD, module=state.name
+            )
+            if action is Action.REDUCE:
+                state._reduce(schedule)
+        if schedule.is_last_backward:
+            schedule.order.clear()
+            schedule.wait_for_reductions()
+            for state in (self, *self.below):
+                for group, reducer in zip(state.groups, state.reducers, strict=True):
+                    group.abandon_gather()
+                    reducer.finish()
+        guard.install(self.guards)
+
+    # Gathering
+
+    def _gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
+        if group.is_unsharded:
+            return
+        group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
+        result = group.wait_for_unshard()
+        if result is not None:
+            group.gathered_at = optimizer_watch.steps()
+            schedule.finish_gather(result, forward=forward)
+
+    def _prefetch(self, state: FSDPState | None, schedule: Schedule) -> None:
+        """Start another state's gathers; it waits for them when it runs."""
+        if state is None:
+            return
+        for group in state.groups:
+            if group.settings.unshard_in_backward:
+                # Without streams only an asynchronous gather runs beside computation.
+                async_op = group.settings.unshard_async_op or schedule.streams is None
+                group.unshard(async_op=async_op, streams=schedule.streams)
+
+    def unshard(self, *, async_op: bool) -> None:
+        """Gather now, for the user. Collective over the groups' ranks."""
+        streams = None if self.schedule is None else self.schedule.streams
+        for group in self.groups:
+            if self.schedule is None:
+                group.check_ready()
+            group.unshard(async_op=async_op, streams=streams)
+            group.gathered_at = optimizer_watch.steps()
+
+    def wait_for_unshard(self) -> None:
+        for group in self.groups:
+            result = group.wait_for_unshard()
+            if result is not None and self.schedule is not None:
+                self.schedule.finish_gather(result, forward=False)
+
+    def reset(self) -> None:
+        """Root only: forget an iteration that raised."""
+        schedule = self.schedule
+        if schedule is None:
+            return
+        schedule.drop_held_gather()
+        schedule.wait_for_reductions()
+        schedule.order.clear()
+        schedule.forward_root = schedule.kept = None
+        schedule.callback_queued = False
+        for state in (self, *self.below):
+            state.still_to_run.clear()
+            state.training_state = TrainingState.IDLE
+            for group, reducer in zip(state.groups, state.reducers, strict=True):
+                group.abandon_gather()
+                group.reshard()
+                reducer.reset()
+        guard.install(self.guards)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity on a module's inputs, whose backward ends the module's."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.state.exit_backward()
+        return (None, *grads)

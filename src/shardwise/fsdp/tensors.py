@@ -1,0 +1,58 @@
+"""Tensors inside the nested arguments and outputs of a module's forward.
+
+Plain tensors, tuples and dicts of tensors are the usual case and cost no recursion; nested lists,
+named tuples, mappings and dataclasses are walked. Containers are rebuilt only if a tensor changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(fn, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        new = {key: map_tensors(fn, item) for key, item in value.items()}
+        if all(new[key] is item for key, item in value.items()):
+            return value
+        return new if type(value) is dict else type(value)(**{str(k): v for k, v in new.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {}
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name)
+            if (item := map_tensors(fn, old)) is not old:
+                changes[field.name] = item
+        return dataclasses.replace(value, **changes) if changes else value
+    return value
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors cast to `dtype`."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)
+
+
+def grad_tensors(value: Any) -> list[Tensor]:
+    """The tensors in `value` that require grad, in order of appearance."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    found: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(see, value)
+    return found

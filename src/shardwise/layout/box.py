@@ -1,0 +1,78 @@
+"""Boxes: hyper-rectangles of a logical tensor.
+
+A box is the unit in which this library says who holds what. Every placement of a tensor over
+ranks is a list of boxes, one or more per rank, and a right placement is an exact, disjoint
+cover of the tensor's shape::
+
+    shape (4, 6) over two ranks     rank 0: Box((0, 0), (2, 6))     rank 1: Box((2, 0), (2, 6))
+
+Scalars are the box with no dims (one element); a box with a zero size is empty and may lie
+anywhere inside the shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import ShardingError
+
+
+@dataclass(frozen=True)
+class Box:
+    """`sizes[d]` elements from `offsets[d]` on, in every dim of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise ShardingError(f"box has {len(self.offsets)} offsets but {len(self.sizes)} sizes")
+        if any(v < 0 for v in (*self.offsets, *self.sizes)):
+            raise ShardingError(
+                f"box has a negative offset or size: offsets {self.offsets}, sizes {self.sizes}"
+            )
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.numel == 0
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both boxes, or None where there is none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(min(a, b) - s for a, b, s in zip(self.ends, other.ends, starts, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
+    """Check that `boxes` cover a tensor of `shape` exactly once.
+
+    Raises ShardingError naming the box that leaves the shape, the two boxes that overlap, or
+    how many elements no box holds. Sorts by first offset and compares only boxes whose extents
+    in dim 0 meet, so row shards cost O(n log n).
+    """
+    held = 0
+    for box in boxes:
+        if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
+            raise ShardingError(f"{box} leaves the tensor of shape {tuple(shape)}")
+        held += box.numel
+    open_boxes: list[Box] = []
+    for box in sorted((b for b in boxes if not b.is_empty), key=lambda b: b.offsets):
+        open_boxes = [o for o in open_boxes if not shape or o.ends[0] > box.offsets[0]]
+        for other in open_boxes:
+            if box.intersect(other) is not None:
+                raise ShardingError(f"{other} and {box} overlap in a tensor of shape {tuple(shape)}")
+        open_boxes.append(box)
+    if held != math.prod(shape):
+        raise ShardingError(
+            f"the boxes hold {held} of the {math.prod(shape)} elements of shape {tuple(shape)}"
+        )

@@ -1,0 +1,200 @@
+"""Which mesh axes data parallelism uses: the shard axis, the replicate axis, or both.
+
+    1-D mesh                       FSDPMeshInfo    shard over the axis
+    2-D mesh                       HSDPMeshInfo    replicate over axis 0, shard over axis 1
+    larger mesh and named dims     whichever the `DataParallelMeshDims` name; several names are
+                                   flattened into one axis
+
+Creating an info takes the process groups from the mesh and communicates nothing, except that
+flattening several named dims creates a group (collective over the whole mesh).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+
+MeshDimNames = str | tuple[str, ...] | None
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Names of the dims of a larger mesh that are data parallel.
+
+    Attributes:
+        shard: dim or dims to shard parameters over.
+        replicate: dim or dims to replicate over. At least one of the two is set.
+    """
+
+    shard: MeshDimNames = None
+    replicate: MeshDimNames = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ShardingError("DataParallelMeshDims: set at least one of shard and replicate")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(names: MeshDimNames) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass
+class DataParallelMeshInfo:
+    """The data-parallel mesh and which of its dims shard and replicate.
+
+    Attributes:
+        mesh: 1-D or 2-D mesh of the data-parallel ranks.
+        shard_mesh_dim: its dim to shard over, if any.
+        replicate_mesh_dim: its dim to replicate over, if any.
+        dp_mesh_dims: the names by which the dims were picked from `spmd_mesh`.
+        spmd_mesh: the larger mesh on which the parameters already are DTensors.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
+            raise ShardingError("a data-parallel mesh needs a shard dim, a replicate dim, or both")
+
+    @property
+    def is_spmd_mesh(self) -> bool:
+        return self.dp_mesh_dims is not None
+
+    def require(self, axis: int | None, kind: str) -> int:
+        """The mesh dim `axis`, which must be set and exist."""
+        if axis is None:
+            raise ShardingError(f"{type(self).__name__} needs {kind}_mesh_dim, a dim of {self.mesh}")
+        if not -self.mesh.ndim <= axis < self.mesh.ndim:
+            raise ShardingError(f"{kind}_mesh_dim {axis} is not a dim of {self.mesh}")
+        return axis
+
+
+@dataclass
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """Adds `shard_mesh_size`, `shard_mesh_rank` and `shard_process_group`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axis = self.require(self.shard_mesh_dim, "shard")
+        self.shard_mesh_size: int = self.mesh.size(axis)
+        self.shard_process_group: dist.ProcessGroup = self.mesh.get_group(axis)
+        self.shard_mesh_rank: int = self.shard_process_group.rank()
+        # A group of its own lets reduce-scatters overlap all-gathers; None: the shard group.
+        self.reduce_scatter_process_group: dist.ProcessGroup | None = None
+
+
+@dataclass
+class DDPMeshInfo(DataParallelMeshInfo):
+    """Adds `replicate_mesh_size`, `replicate_mesh_rank` and `replicate_process_group`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axis = self.require(self.replicate_mesh_dim, "replicate")
+        self.replicate_mesh_size: int = self.mesh.size(axis)
+        self.replicate_process_group: dist.ProcessGroup = self.mesh.get_group(axis)
+        self.replicate_mesh_rank: int = self.replicate_process_group.rank()
+
+
+@dataclass
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
+    """Shards over one axis and replicates over the other."""
+
+
+def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
+    """The data-parallel axes of `mesh`.
+
+    Args:
+        mesh: 1-D (shard), 2-D (replicate, shard), or any mesh of which `dims` names dims. None
+            makes a 1-D mesh of all ranks (collective), on the accelerator if there is one.
+        dims: names of the data-parallel dims of a larger mesh.
+
+    Raises:
+        ShardingError: a mesh of another rank, without dim names where they are needed, or
+            without the named dims.
+    """
+    if mesh is None:
+        mesh = default_mesh()
+    if dims is not None:
+        return _named(mesh, dims)
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    if mesh.ndim != 2:
+        raise ShardingError(
+            f"{here()}: fully_shard expects a 1-D or 2-D mesh, got {mesh.ndim} dims: {mesh}."
+            " Pass a sub-mesh such as mesh['shard'], or name the data-parallel dims in dp_mesh_dims"
+        )
+    if mesh.mesh_dim_names is None:
+        raise ShardingError(
+            f"{here()}: the 2-D mesh {mesh} has no dim names;"
+            " make it with mesh_dim_names=('replicate', 'shard')"
+        )
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1-D mesh of every rank, on the accelerator if there is one, else on CPU."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def shard_mesh(info: DataParallelMeshInfo) -> DeviceMesh:
+    """The 1-D mesh of the ranks among which this rank's parameters are cut."""
+    mesh, axis = info.mesh, info.shard_mesh_dim
+    if mesh.ndim == 1 or axis is None or mesh.mesh_dim_names is None:
+        return mesh
+    return mesh[mesh.mesh_dim_names[axis]]
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank that the mesh computes on."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    if mesh.mesh_dim_names is None:
+        raise ShardingError(f"{here()}: dp_mesh_dims needs a mesh with mesh_dim_names, got {mesh}")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ShardingError(
+                f"{here()}: mesh dim name '{name}' of dp_mesh_dims not found in {mesh.mesh_dim_names}"
+            )
+    shard, replicate = (_flat(mesh, names) for names in (dims.shard_names, dims.replicate_names))
+    if replicate is None and shard is not None:
+        return FSDPMeshInfo(shard, shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    if shard is None and replicate is not None:
+        return DDPMeshInfo(replicate, replicate_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    assert shard is not None
+    assert replicate is not None
+    both = _compat.concatenate_meshes([replicate, shard])
+    return HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+
+
+def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    if len(names) < 2:
+        return mesh[names[0]] if names else None
+    return _compat.flatten_mesh(mesh[names], "_".join(names))

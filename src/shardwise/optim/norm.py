@@ -1,0 +1,128 @@
+"""The norm of a model's gradients, and clipping by it, across shards and meshes.
+
+Local pieces first, then one all-reduce for each set of mesh axes that any gradient is sharded over::
+
+    total^p = sum over meshes of  all-reduce(SUM over sharding axes) of  sum over gradients of |g|^p
+
+A replicated axis holds equal copies, which must count once: it is left out of the all-reduce. Models
+with parameters on several meshes (tensor parallel and not, experts and not) thus get one right norm.
+The infinity norm takes MAX in place of SUM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+
+Axes = tuple[tuple[DeviceMesh, int], ...]
+
+
+@torch.no_grad()
+def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all elements of `tensors` taken together, as if each were whole.
+
+    Collective over every mesh of a DTensor in `tensors`; all ranks must pass the same tensors in the
+    same order.
+
+    Args:
+        tensors: plain tensors (equal on all ranks) and DTensors, sharded or replicated.
+        norm_type: the p of the p-norm, positive or infinite.
+
+    Returns:
+        A scalar on the device of the first tensor, fp32 or wider, equal on all ranks; zero for no
+        tensors.
+
+    Raises:
+        ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
+    """
+    if not norm_type > 0:
+        raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
+    by_axes: dict[Axes, list[Tensor]] = {}
+    for tensor in tensors:
+        axes, local = _pieces(tensor)
+        by_axes.setdefault(axes, []).append(local)
+    if not by_axes:
+        return torch.tensor(0.0)
+    infinite = math.isinf(norm_type)
+    totals = []
+    for axes, locals_ in by_axes.items():
+        total = _local_power_sum(locals_, norm_type)
+        for mesh, axis in axes:
+            op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(total, op=op, group=mesh.get_group(axis))
+        totals.append(total)
+    device = totals[0].device
+    stacked = torch.stack([total.to(device) for total in totals])
+    return stacked.amax() if infinite else stacked.sum().pow(1 / norm_type)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
+
+    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters and DTensors on
+    any meshes, in two all-reduces at most for parameters on one mesh.
+
+    Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
+
+    Returns:
+        The norm before clipping: a scalar, equal on all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [p.grad for p in parameters if p.grad is not None]
+    total = get_total_norm(grads, norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"{here()}: the {norm_type}-norm of the gradients is {total.item()}, so they cannot be clipped;"
+            " lower the learning rate or loss scale, or pass error_if_nonfinite=False"
+        )
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        local = _compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
+        by_device.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), locals_ in by_device.items():
+        torch._foreach_mul_(locals_, scale.to(device, dtype))
+    return total
+
+
+def _pieces(tensor: Tensor) -> tuple[Axes, Tensor]:
+    """The mesh axes over which `tensor` is cut, and this rank's piece."""
+    if not isinstance(tensor, DTensor):
+        return (), tensor
+    axes: list[tuple[DeviceMesh, int]] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Partial):
+            raise ShardingError(
+                f"{here()}: a gradient of shape {tuple(tensor.shape)} holds partial sums on mesh axis {axis};"
+                " redistribute it before taking its norm"
+            )
+        if not isinstance(placement, Replicate):
+            axes.append((tensor.device_mesh, axis))
+    return tuple(axes), _compat.local_tensor(tensor)
+
+
+def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
+    """Sum of |x|^p over all elements (their maximum for infinity), in fp32 or wider."""
+    filled = [t for t in tensors if t.numel()]
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if not filled:
+        return torch.zeros((), dtype=wide, device=tensors[0].device)
+    norms = torch.stack([n.to(wide) for n in torch._foreach_norm(filled, norm_type, dtype=wide)])
+    return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
