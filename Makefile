@@ -1,0 +1,63 @@
+# make help        what there is
+# make train       RANKS=4 STEPS=300 LAYOUT=interleaved DTYPE=float32 DATA=dir HSDP=1 RESUME=0
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+RANKS  ?= 4
+STEPS  ?= 300
+LAYOUT ?= interleaved
+DTYPE  ?= float32
+DATA   ?=
+HSDP   ?=
+RESUME ?= 1
+OUT    ?= runs/train_gpt
+ARGS   ?=
+
+TRAIN_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) \
+	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) $(if $(filter 0,$(RESUME)),--no-resume)
+
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+export OMP_NUM_THREADS ?= 1
+
+.DELETE_ON_ERROR:
+.PHONY: help train test lint bench verify clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp per set of dependencies: pip runs again only when what it would read has changed.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	touch $@
+
+train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to resume
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(TRAIN_FLAGS) $(ARGS)
+
+test: lint ## lint, types and every test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step
+	$(BIN)/shardwise verify examples/train_gpt.py --ranks $(RANKS)
+
+bench: $(VENV)/.installed ## host cost against torch, about 2 minutes
+	$(BIN)/python benchmarks/host_cost.py --vs torch
+
+clean: ## remove what make and the tools created
+	rm -rf $(VENV) runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,480 @@
+"""Train a small GPT on real text, every parameter cut over the ranks.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
+    python examples/train_gpt.py --ranks 4            # the same: starts torchrun itself
+
+The script reads top to bottom as the whole of sharded training: the text, the model, where it is
+cut (`shard`), the step, the checkpoint that any number of ranks can resume, and the page that
+says what it cost. It needs no network and no GPU: the text is the Python standard library's own
+source unless --data names a folder. Importing from `torch.distributed.fsdp` instead of
+`shardwise` in the one line below trains the same model to the same losses.
+
+stdout holds only what the seed and the number of ranks determine; what depends on time or on
+memory goes to stderr and to the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from shardwise.checkpoint import latest_step, load, save
+from shardwise.comm.count import CommCounter
+from shardwise.report import TrainingReport
+
+if TYPE_CHECKING:
+    from shardwise.verify import Case
+
+VOCABULARY = 256  # a token is a byte
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT, sharded over ranks.")
+    add = parser.add_argument
+    add("--ranks", type=int, help="ranks to start when torchrun did not start this script (default: 1)")
+    add("--steps", type=int, default=300, help="optimizer steps in all, earlier runs' included")
+    add("--layout", choices=["interleaved", "contiguous"], default="interleaved")
+    add("--hsdp", action="store_true", help="2-D mesh: replicate over 2, shard over the rest")
+    add(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on from --out's checkpoint, or drop it",
+    )
+    add(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters while they compute"
+    )
+    add("--out", type=Path, default=Path("runs/train_gpt"), help="checkpoints and the page go here")
+    add("--data", type=Path, help="folder of text (default: Python's standard library)")
+    add("--seed", type=int, default=0)
+    add("--batch", type=int, default=12, help="windows per step over all ranks, rounded up to share evenly")
+    add("--seq", type=int, default=128, help="bytes per window")
+    add("--width", type=int, default=224)
+    add("--depth", type=int, default=4)
+    add("--heads", type=int, default=7)
+    add("--lr", type=float, default=2e-3)
+    add("--log-every", type=int, default=10, help="steps between printed losses")
+    add("--save-every", type=int, default=50, help="steps between checkpoints")
+    add("--eval-windows", type=int, default=96, help="windows of held-out text in the final loss")
+    add("--sample", type=int, default=240, help="bytes of text to write at the end")
+    add("--prompt", default="def ", help="what the sampled text starts with")
+    add("--temperature", type=float, default=0.7, help="of sampling; 0 takes the likeliest byte")
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------------------------------- text
+
+
+def read_text(folder: Path | None, seq: int) -> tuple[Tensor, Tensor]:
+    """Training bytes and held-out bytes (uint8, 1-D): of the sorted files, every 16th is held out."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+    files = sorted(root.rglob("*" if folder else "*.py"))
+    files = [f for f in files if f.is_file() and (folder or skipped.isdisjoint(f.relative_to(root).parts))]
+    train = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 16 != 15)
+    held_out = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 16 == 15)
+    if not held_out:  # few files: the last tenth of the text
+        cut = len(train) * 9 // 10
+        train, held_out = train[:cut], train[cut:]
+    if min(len(train), len(held_out)) <= seq:
+        sys.exit(f"{root}: {len(train)} + {len(held_out)} bytes of text do not fill one window of {seq}")
+    return tuple(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out))
+
+
+def unigram_entropy(text: Tensor) -> float:
+    """Nats per byte of the best model that looks at no context: what training has to beat."""
+    share = torch.bincount(text, minlength=VOCABULARY).double() / len(text)
+    return -torch.xlogy(share, share).sum().item()
+
+
+def windows(text: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+    """Inputs and the bytes that follow them, both int64 (len(starts), seq)."""
+    rows = torch.stack([text[start : start + seq + 1] for start in starts.tolist()]).long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def training_batch(text: Tensor, *, position: int, batch: int, seq: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The global batch at `position`, counted in windows drawn so far; equal on every rank.
+
+    Each window's start is drawn by a generator of its own, so a resumed run sees the windows the
+    first would have seen, also with another batch size or number of ranks.
+    """
+    drawn = range(position, position + batch)
+    starts = [random.Random(f"{seed} {window}").randrange(len(text) - seq) for window in drawn]
+    return windows(text, torch.tensor(starts), seq)
+
+
+def my_rows(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """This rank's even share of a global batch."""
+    inputs, targets = (t.chunk(dist.get_world_size())[dist.get_rank()].to(device) for t in batch)
+    return inputs, targets
+
+
+# --------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # batch, seq, 3, heads, size
+        query, key, value = heads.transpose(1, 3).unbind(2)  # batch, heads, seq, size each
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Bytes (batch, seq) to logits (batch, seq, 256); the embedding is also the output head."""
+
+    def __init__(self, *, width: int, depth: int, heads: int, seq: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(seq, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.blocks:  # the residual stream starts near the embedding, however deep
+            nn.init.normal_(block.attention_out.weight, std=0.02 / math.sqrt(2 * depth))
+            nn.init.normal_(block.mlp_out.weight, std=0.02 / math.sqrt(2 * depth))
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def next_byte_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+
+
+# ------------------------------------------------------------------------------------ sharding
+
+
+def shard(model: GPT, mesh: DeviceMesh, *, layout: str = "interleaved", dtype: str = "float32") -> None:
+    """Cut every parameter over the mesh: one group per block, one for all the rest.
+
+    A group is gathered just before it computes and freed right after, so a rank holds its
+    share of the model plus about two blocks.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if layout != "interleaved":
+        options["layout"] = layout
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def make_mesh(device: torch.device, *, hsdp: bool) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if not hsdp:
+        return init_device_mesh(device.type, (ranks,))
+    if ranks % 2:
+        sys.exit(f"--hsdp replicates over 2: {ranks} ranks cannot be halved")
+    return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, *, peak: float, step: int, warmup: int = 40) -> None:
+    """Linear warm-up, then 1 / sqrt(step): no function of the total, so a longer run is a resumed one."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    """Gradients of the global batch's mean loss, clipped to norm 1; returns that loss."""
+    loss = next_byte_loss(model, batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return mean_over_ranks(loss)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
+    """Mean nats per byte over windows spread evenly through the held-out text."""
+    ranks = dist.get_world_size()
+    count = -(-args.eval_windows // ranks) * ranks
+    starts = torch.linspace(0, len(text) - args.seq - 1, count, dtype=torch.float64).long()
+    inputs, targets = my_rows(windows(text, starts, args.seq), device)
+    pieces = list(zip(inputs.split(8), targets.split(8), strict=True))
+    total = sum(next_byte_loss(model, piece) * len(piece[0]) for piece in pieces)
+    return mean_over_ranks(total / len(inputs))
+
+
+@torch.no_grad()
+def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
+    """Text continued from the prompt. Every rank takes part: each forward gathers each group."""
+    generator = torch.Generator().manual_seed(args.seed)
+    written = list(args.prompt.encode())
+    for _ in range(args.sample):
+        context = torch.tensor([written[-args.seq :]], device=device)
+        logits = model(context)[0, -1].float().cpu()
+        if args.temperature == 0:
+            written.append(int(logits.argmax()))
+        else:
+            chances = torch.softmax(logits / args.temperature, dim=0)
+            written.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "?" for byte in written)
+
+
+# ------------------------------------------------------------------------- checkpoint and page
+
+
+def training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+) -> dict[str, Any]:
+    """All a run needs to go on: shards of parameters and moments, and plain numbers."""
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "progress": progress,
+    }
+
+
+def resume(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+) -> None:
+    state = training_state(model, optimizer, progress)
+    load(folder, state)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind this rank's part of the tensors."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
+    return sum(storages.values())
+
+
+def memory_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    moments = (value for state in optimizer.state.values() for value in state.values())
+    return {
+        "parameters": held_bytes(p for p in model.parameters()),
+        "gradients": held_bytes(p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer": held_bytes(m for m in moments if isinstance(m, Tensor)),
+    }
+
+
+def measure_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> tuple[list[dict[str, int]], list[dict[str, Any]]]:
+    """Memory of every rank, and the collectives of one forward and backward (nothing is updated)."""
+    with CommCounter() as counter:
+        backward(model, batch)
+    held = memory_held(model, optimizer)
+    optimizer.zero_grad()
+    memory: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(memory, held)
+    kinds = dict.fromkeys(call.kind for call in counter.calls)
+    collectives = [{"kind": k, "calls": counter.count(k), "bytes": counter.bytes(k)} for k in kinds]
+    return memory, collectives
+
+
+# ----------------------------------------------------------------------------------------- run
+
+
+@contextmanager
+def progress_bar(args: argparse.Namespace, start: int) -> Iterator[Callable[[str], None]]:
+    """Yields advance(text), which moves rank 0's bar on stderr by one step."""
+    if dist.get_rank() != 0:
+        yield lambda text: None
+        return
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
+        task = bar.add_task("", total=args.steps, completed=start)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    *,
+    args: argparse.Namespace,
+    device: torch.device,
+    progress: dict[str, Any],
+) -> None:
+    """From progress["step"] to args.steps, saving on the way; progress keeps up with it."""
+    draw = {"batch": args.batch, "seq": args.seq, "seed": args.seed}
+    with progress_bar(args, progress["step"]) as advance:
+        for step in range(progress["step"], args.steps):
+            began = time.perf_counter()
+            batch = training_batch(text, position=progress["position"], **draw)
+            set_learning_rate(optimizer, peak=args.lr, step=step)
+            loss = backward(model, my_rows(batch, device))
+            optimizer.step()
+            held = sum(memory_held(model, optimizer).values())
+            optimizer.zero_grad()
+
+            progress["step"] = step + 1
+            progress["position"] += args.batch
+            progress["losses"].append(loss)
+            speed = batch[0].numel() / (time.perf_counter() - began)
+            advance(f"loss {loss:.3f}  {speed:,.0f} tokens/s  {held / 2**20:.1f} MiB/rank")
+            if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+                say(f"step {step + 1:5d}  loss {loss:.6f}")
+            if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+                save(
+                    args.out / "checkpoints",
+                    training_state(model, optimizer, progress),
+                    step=step + 1,
+                    keep=2,
+                )
+
+
+def start(args: argparse.Namespace) -> torch.device:
+    """Join the process group: NCCL where every rank of this machine can have a GPU, else gloo."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    return device
+
+
+def start_ranks(args: argparse.Namespace) -> None:
+    """Replace this process by torchrun with the same arguments."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    os.execv(sys.executable, [*launcher, f"--nproc-per-node={args.ranks or 1}", *sys.argv])
+
+
+def main() -> None:
+    args = parse_arguments()
+    if "LOCAL_RANK" not in os.environ:
+        start_ranks(args)
+    device = start(args)
+    ranks = dist.get_world_size()
+    args.batch = -(-args.batch // ranks) * ranks
+    text, held_out = read_text(args.data, args.seq)
+
+    torch.manual_seed(args.seed)  # every rank builds the same model, then keeps its share
+    model = GPT(width=args.width, depth=args.depth, heads=args.heads, seq=args.seq).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    shard(model, make_mesh(device, hsdp=args.hsdp), layout=args.layout, dtype=args.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    baseline = unigram_entropy(held_out)
+    say(f"{parameters:,} parameters over {ranks} ranks ({device.type}), {args.layout} layout, {args.dtype}")
+    say(f"{len(text):,} bytes of text, {len(held_out):,} held out; unigram baseline {baseline:.6f} nats/byte")
+
+    progress: dict[str, Any] = {"step": 0, "position": 0, "losses": []}
+    checkpoints = args.out / "checkpoints"
+    if args.resume and latest_step(checkpoints) is not None:
+        resume(checkpoints, model, optimizer, progress)
+        say(f"resumed at step {progress['step']}, {progress['position']} windows into the text")
+        if progress["step"] >= args.steps:
+            say(f"nothing left of --steps {args.steps}: give more, or --no-resume to start again")
+    elif not args.resume and dist.get_rank() == 0:
+        for old in checkpoints.glob("step-*"):
+            shutil.rmtree(old)
+
+    train(model, optimizer, text, args=args, device=device, progress=progress)
+
+    final = held_out_loss(model, held_out, args, device)
+    say(f"held-out loss {final:.6f} nats/byte, {baseline - final:.6f} below the unigram baseline")
+    batch = training_batch(text, position=0, batch=args.batch, seq=args.seq, seed=args.seed)
+    memory, collectives = measure_step(model, optimizer, my_rows(batch, device))
+    written = sample(model, args, device)
+    say(f"sample:\n{written}")
+    if dist.get_rank() == 0:
+        whole = {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
+        page = TrainingReport(
+            title="A small GPT, sharded",
+            ranks=ranks,
+            parameters=parameters,
+            losses=progress["losses"],
+            baseline=baseline,
+            held_out_loss=final,
+            memory=memory,
+            unsharded_memory=whole,  # in float32, AdamW with two moments
+            collectives=collectives,
+            settings={name: str(value) for name, value in vars(args).items() if value is not None},
+            sample=written,
+        )
+        say(f"page: {page.write(args.out / 'report.html')}")
+    dist.destroy_process_group()
+
+
+def verify_case() -> Case:
+    """This model, tiny, for `shardwise verify examples/train_gpt.py`: 1 process against N ranks."""
+    from shardwise.verify import Case
+
+    text, _ = read_text(None, 32)
+
+    def build() -> GPT:
+        torch.manual_seed(0)
+        return GPT(width=32, depth=2, heads=2, seq=32)
+
+    return Case(
+        build=build,
+        shard=shard,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        batch=lambda step: training_batch(text, position=24 * step, batch=24, seq=32, seed=0),
+        loss=next_byte_loss,
+    )
+
+
+if __name__ == "__main__":
+    main()
