@@ -13,12 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# Options of the process group's own collectives (below), exported nowhere else.
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
 # comm.count: the one subclass that cannot run below an active mode that steps aside for it.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 # comm.count: a functional collective carries the name of its group, and only this knows the group.
-from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group as resolve_process_group,
+)
 from torch.distributed.tensor import DTensor, Placement
 
 # DTensor's description of itself. There is no public way to wrap a local tensor of uneven size
@@ -46,7 +51,6 @@ __all__ = [
     "group_allocator",
     "in_backward",
     "local_tensor",
-    "named_parameters_with_duplicates",
     "post_accumulate_grad_hooks",
     "queue_backward_callback",
     "reduce_scatter_single",
@@ -61,7 +65,7 @@ def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) ->
 
     `DTensor.from_local` runs under autograd and checks what the caller already knows.
     """
-    return cast(DTensor, DTensor(local, spec, requires_grad=requires_grad))  # type: ignore[no-untyped-call]
+    return DTensor(local, spec, requires_grad=requires_grad)
 
 
 def dtensor_spec(
@@ -112,7 +116,7 @@ def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """`output` (1-D, ranks x input) from every rank's `input`. Collective over `group`."""
-    options = dist.distributed_c10d.AllgatherOptions()
+    options = AllgatherOptions()
     options.asyncOp = async_op
     work = getattr(group, _GATHER)(output, input, options)
     return _finish(work, async_op)
@@ -122,7 +126,7 @@ def reduce_scatter_single(
     output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """`output` from this rank's slice of the reduced `input`s. Collective over `group`."""
-    options = dist.distributed_c10d.ReduceScatterOptions()
+    options = ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
     work = getattr(group, _SCATTER)(output, input, options)
@@ -155,7 +159,7 @@ def in_backward() -> bool:
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` once when the current backward pass has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def post_accumulate_grad_hooks(tensor: Tensor) -> Iterable[Callable[[Tensor], None]]:
@@ -179,7 +183,7 @@ def use_symmetric_memory(backend: str) -> None:
     """Choose who allocates symmetric memory; torch has no public module for it."""
     from torch.distributed import _symmetric_memory
 
-    _symmetric_memory.set_backend(backend)
+    _symmetric_memory.set_backend(cast(Any, backend))
 
 
 def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor:

@@ -229,9 +229,8 @@ def foreach_reduce(
         if partial is not None:
             shard += partial
         if how.replicate_group is not None and not how.all_reduce:
-            return ReduceResult(
-                None, shard, reduce_input, input_event, shard, input_event, streams and streams.reduce_scatter
-            )
+            stream = None if streams is None else streams.reduce_scatter
+            return ReduceResult(None, shard, reduce_input, input_event, shard, input_event, stream)
     stream = _all_reduce(shard, how)
     with nullcontext() if stream is None else stream:
         if how.factors.after is not None and how.factors.after != 1:

@@ -40,7 +40,7 @@ def _split_with_sizes_copy(
     gathered: Tensor, sizes: Sequence[int], dim: int = 0, *, out: Sequence[Tensor]
 ) -> None:
     _check_total("sizes", sum(sizes), gathered.size(dim))
-    torch.split_with_sizes_copy(gathered, sizes, dim, out=out)
+    torch.split_with_sizes_copy(gathered, sizes, dim, out=list(out))
 
 
 def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,28 +34,24 @@ from shardwise.mesh import (
     mesh_info,
 )
 
-M = TypeVar("M", bound=nn.Module)
+Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
 LAYOUTS = ("interleaved",)
-
-
-@overload
-def fully_shard(module: M, **kwargs: Any) -> M: ...
-@overload
-def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[nn.Module]: ...
+NO_MIXED_PRECISION = MixedPrecisionPolicy()
+NO_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: Sharded,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (never changed)
+    mp_policy: MixedPrecisionPolicy = NO_MIXED_PRECISION,
+    offload_policy: OffloadPolicy = NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: str = "interleaved",
-) -> nn.Module | list[nn.Module]:
+) -> Sharded:
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks, in place.
 
     Outside forward and backward each rank holds its piece of every parameter, as a DTensor. Calling

@@ -406,8 +406,8 @@ class ParamGroup:
         plan = self.smaller
         if plan is None or self.extended or any(p.tp_spec is not None for p in self.params):
             raise LifecycleError(
-                f"{here()}: group '{self.name}' cannot be resharded to a smaller mesh after forward: that needs"
-                " plain parameters, no tensor-parallel ones nor tensor subclasses. Use"
+                f"{here()}: group '{self.name}' cannot be resharded to a smaller mesh after forward: that"
+                " needs plain parameters, no tensor-parallel ones nor tensor subclasses. Use"
                 " reshard_after_forward=True or False"
             )
         plan.shards, self.post_forward_params = [], []

@@ -291,7 +291,7 @@ class FSDPModule(nn.Module):
         for group in self._groups():
             group.abandon_gather()
             group.reshard()
-        result = super()._apply(*args, **kwargs)
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for group in self._groups():
             group.pack()
         return result
@@ -314,22 +314,27 @@ class UnshardHandle:
             state.wait_for_unshard()
 
 
-@functools.cache
+_CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
+
+
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """The subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
-    return cast(
-        type[FSDPModule], type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-    )
+    if cls not in _CLASSES:
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        _CLASSES[cls] = cast(type[FSDPModule], made)
+    return _CLASSES[cls]
 
 
-@torch.compiler.disable
-def _enter_untraced(state: FSDPState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _enter(state: FSDPState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return state.enter_forward(module, args, kwargs)
 
 
-@torch.compiler.disable
-def _exit_untraced(state: FSDPState, module: nn.Module, output: Any) -> Any:
+def _exit(state: FSDPState, module: nn.Module, output: Any) -> Any:
     return state.exit_forward(module, output)
+
+
+# A tracer leaves the graph for these and compiles the forward between them.
+_enter_untraced, _exit_untraced = torch.compiler.disable(_enter), torch.compiler.disable(_exit)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

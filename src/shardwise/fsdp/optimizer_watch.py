@@ -55,9 +55,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     ]
     if stale:
         raise ShardingError(
-            f"{here()}: {type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced"
-            f" ({', '.join(stale[:5])}{', ...' if len(stale) > 5 else ''}), so its step would train nothing;"
-            " build the optimizer after fully_shard"
+            f"{here()}: {type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has"
+            f" replaced ({', '.join(stale[:5])}{', ...' if len(stale) > 5 else ''}), so its step would train"
+            " nothing; build the optimizer after fully_shard"
         )
 
 

@@ -162,8 +162,8 @@ class GradReducer:
             changed = sorted(known.symmetric_difference(key))
             if known & set(key):
                 raise ShardingError(
-                    f"{here()}: gradients of group '{self.group.name}' are accumulated without all-reduce, but"
-                    f" this backward used other parameters than the last: {changed}. Call"
+                    f"{here()}: gradients of group '{self.group.name}' are accumulated without all-reduce,"
+                    f" but this backward used other parameters than the last: {changed}. Call"
                     " set_reduce_scatter_unused_params(True), or all-reduce in every backward"
                 )
         return partial

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -207,11 +207,11 @@ class FSDPState:
     def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Let autograd call `exit_backward` when it has every input's gradient."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return (_EndOfBackward.apply(self, *args) if args[0].requires_grad else args), kwargs
+            return (_mark_end_of_backward(self, *args) if args[0].requires_grad else args), kwargs
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
-        marked = iter(_EndOfBackward.apply(self, *tensors))
+        marked = iter(_mark_end_of_backward(self, *tensors))
         args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
         return args, kwargs
 
@@ -441,3 +441,6 @@ class _EndOfBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.state.exit_backward()
         return (None, *grads)
+
+
+_mark_end_of_backward: Callable[..., tuple[Tensor, ...]] = _EndOfBackward.apply
