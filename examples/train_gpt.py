@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.checkpoint import latest_step, load, save
 from shardwise.comm.count import CommCounter
 from shardwise.report import TrainingReport
