@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -136,6 +137,32 @@ def test_forward_hooks_autograd_functions_and_gradient_hooks_are_seen() -> None:
     sizes = [(call.kind, call.bytes) for call in counter.calls]
     assert sizes[:3] == [("all_reduce", 4), ("broadcast", 24), ("all_reduce", 24)]
     assert sorted(sizes[3:]) == [("all_reduce", 12), ("all_reduce", 36)]
+
+
+class NestedBackward(torch.autograd.Function):
+    """A backward inside a backward; deep enough, autograd continues in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.depth:
+            with torch.enable_grad():
+                NestedBackward.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
+        else:
+            assert threading.current_thread() is not threading.main_thread()
+            dist.all_reduce(torch.ones(5))
+        return grad, None
+
+
+@on_ranks(2)
+def test_a_backward_that_runs_in_another_thread_is_seen() -> None:
+    with CommCounter() as counter:
+        NestedBackward.apply(torch.ones(1, requires_grad=True), 100).backward()
+    assert [(call.kind, call.bytes) for call in counter.calls] == [("all_reduce", 20)]
 
 
 @on_ranks(2)
