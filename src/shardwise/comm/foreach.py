@@ -8,8 +8,9 @@ On accelerators each step runs on a stream of its own (`CommStreams`), ordered b
 streams still read or write must outlive the call, which is why results carry their buffers. On CPU
 there are no streams and everything has completed on return, unless `async_op`.
 
-All collectives here are collective over the group they are given and issue exactly one operation of
-each kind, in the order of the arguments.
+All functions here are collective over the group they are given and issue exactly one operation of each
+kind. Shards carry no gradient, so gathering needs no `no_grad`; gradients may (`create_graph`), and
+reducing turns recording off.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ def gather_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else torch.uint8
 
 
-@torch.no_grad()
 def foreach_all_gather(
     inputs: Sequence[Tensor],
     *,
@@ -104,7 +104,6 @@ def foreach_all_gather(
         return AllGatherResult(output, inputs, record_event(side.all_gather), None)
 
 
-@torch.no_grad()
 def foreach_all_gather_copy_out(
     result: AllGatherResult, sizes: Sequence[int], out: Sequence[Tensor], *, ranks: int
 ) -> None:
@@ -180,12 +179,17 @@ class ReduceResult(NamedTuple):
 
 def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: int) -> None:
     """Cut every gradient into `ranks` rows of dim 0, padded, side by side in `out` [ranks, shard]."""
-    ops.chunk_cat(list(grads), 0, ranks, out=out.view(ranks, -1))
+    ops.chunk_cat(grads, 0, ranks, out=out.view(ranks, -1))
 
 
 @torch.no_grad()
 def foreach_reduce(
-    grads: list[Tensor], dims: Sequence[int], how: Reduction, *, partial: Tensor | None = None
+    grads: list[Tensor],
+    dims: Sequence[int],
+    how: Reduction,
+    *,
+    shard_numel: int | None = None,
+    partial: Tensor | None = None,
 ) -> ReduceResult:
     """Reduce whole gradients to this rank's shard of them.
 
@@ -195,6 +199,7 @@ def foreach_reduce(
     Args:
         grads: this rank's unsharded gradients, all of one dtype; consumed.
         dims: the dim on which each is cut; a dim other than 0 must divide evenly.
+        shard_numel: elements of one rank's padded pieces together, if the caller knows.
         partial: what an earlier call without all-reduce left.
 
     Raises:
@@ -203,12 +208,14 @@ def foreach_reduce(
     ranks = how.shard_group.size() if how.shard_group is not None else 1
     rows = _rows_first(grads, dims, ranks)
     grads.clear()
-    staging = _pad(rows, ranks, how)
-    numel = sum(-(-g.size(0) // ranks) * (g.numel() // max(1, g.size(0))) for g in staging)
+    numel = _shard_numel(rows, ranks) if shard_numel is None else shard_numel
+    padding = -numel % max(1, how.align_bytes // how.dtype.itemsize)
+    if padding:
+        rows.append(rows[0].new_zeros(ranks, padding))
+        numel += padding
     reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
-    foreach_reduce_scatter_copy_in(staging, reduce_input, ranks)
+    foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
     rows.clear()
-    staging.clear()
     streams = how.streams
     if streams is not None:
         streams.reduce_scatter.wait_stream(current_stream(how.device))
@@ -246,8 +253,10 @@ def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> lis
     if len(dtypes) != 1:
         raise ShardingError(f"{here()}: gradients reduced together must share a dtype, got {dtypes}")
     rows = list(grads)
+    if not any(dims) or ranks == 1:
+        return rows
     for i, (grad, dim) in enumerate(zip(grads, dims, strict=True)):
-        if dim == 0 or ranks == 1:
+        if dim == 0:
             continue
         if grad.size(dim) % ranks:
             raise ShardingError(
@@ -258,13 +267,9 @@ def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> lis
     return rows
 
 
-def _pad(rows: Sequence[Tensor], ranks: int, how: Reduction) -> list[Tensor]:
-    align = max(1, how.align_bytes // how.dtype.itemsize)
-    if align == 1:
-        return list(rows)
-    numel = sum(-(-g.size(0) // ranks) * (g.numel() // max(1, g.size(0))) for g in rows)
-    padding = -numel % align
-    return [*rows, rows[0].new_zeros(ranks, padding)] if padding else list(rows)
+def _shard_numel(rows: Sequence[Tensor], ranks: int) -> int:
+    """Elements of one rank's pieces, padded to equal size."""
+    return sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
 
 
 def _all_reduce(shard: Tensor, how: Reduction) -> torch.Stream | None:

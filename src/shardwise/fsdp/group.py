@@ -298,7 +298,6 @@ class ParamGroup:
     def is_unsharded(self) -> bool:
         return self.form is Form.UNSHARDED
 
-    @torch.no_grad()
     def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
         """Start gathering, unless the group is gathered or already on its way.
 
@@ -314,7 +313,8 @@ class ParamGroup:
         if self.extended:
             inputs, dtypes = list(inputs), list(dtypes)
             for extended in self.extended.values():
-                pieces = extended.inputs()
+                with torch.no_grad():
+                    pieces = extended.inputs()
                 inputs += pieces
                 dtypes += [t.dtype for t in pieces]
         self.gather = foreach_all_gather(
@@ -327,7 +327,6 @@ class ParamGroup:
             streams=streams,
         )
 
-    @torch.no_grad()
     def wait_for_unshard(self) -> AllGatherResult | None:
         """Finish a gather: copy out and register the unsharded parameters.
 
@@ -342,7 +341,8 @@ class ParamGroup:
             full.untyped_storage().resize_(full.nbytes)
         self._copy_out(result, plan)
         for extended in self.extended.values():
-            extended.finish()
+            with torch.no_grad():
+                extended.finish()
         self.gather = None
         self._show_unsharded()
         return result

@@ -87,11 +87,13 @@ class ShardedParam:
         self.shape = whole.shape
         self.numel = whole.numel()
         self.placement = self._check_placement(placement, whole)
-        self.spec = self._sharding_spec(param)
+        spec = self._sharding_spec(param)
         box = self.placement.box(tuple(self.shape), rank=self.rank, ranks=self.ranks)
         dim = self.placement.dim
         piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
-        self.sharded = nn.Parameter(_compat.dtensor(piece, self.spec), requires_grad=param.requires_grad)
+        self.sharded = nn.Parameter(_compat.dtensor(piece, spec), requires_grad=param.requires_grad)
+        # The parameter's own object, whose hash DTensor keeps: gradients must not hash another.
+        self.spec = _compat.spec_of(self.sharded)
         self.shard_shape = torch.Size(box.sizes)
         self.shard_stride = torch.empty(self.shard_shape, device="meta").stride()
         self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
@@ -233,6 +235,7 @@ class ShardedParam:
         else:
             requires_grad = self.sharded.requires_grad
             self.sharded = nn.Parameter(_compat.dtensor(piece, self.spec), requires_grad=requires_grad)
+            self.spec = _compat.spec_of(self.sharded)
             self.show(self.sharded)
 
     @property
@@ -292,5 +295,7 @@ class ShardedParam:
         else:
             local = _compat.local_tensor(grad)
             local += shard
-        for hook in _compat.post_accumulate_grad_hooks(self.sharded):
-            hook(self.sharded)
+        hooks = _compat.post_accumulate_grad_hooks(self.sharded)
+        if hooks:
+            for hook in hooks.values():
+                hook(self.sharded)

@@ -53,7 +53,7 @@ class GradReducer:
             if param.accumulated is not None and param.unsharded is not None:
                 grad = param.unsharded.grad
                 if grad is not None:
-                    param.accumulated += grad
+                    param.accumulated += grad.detach()
                     param.unsharded.grad = None
 
     def keep(self) -> None:
@@ -146,7 +146,13 @@ class GradReducer:
         if self.partials or not plan.all_reduce:
             key = tuple(param.name for param in params)
             partial = self._partial(key)
-        result = foreach_reduce(grads, [p.placement.dim for p in params], plan, partial=partial)
+        result = foreach_reduce(
+            grads,
+            [param.placement.dim for param in params],
+            plan,
+            shard_numel=sum([param.padded_shard_numel for param in params]),
+            partial=partial,
+        )
         if plan.streams is not None:
             self.results.append(result)
         if result.partial is not None:
