@@ -322,7 +322,7 @@ def measure_step(
     return memory, collectives
 
 
-# ----------------------------------------------------------------------------------------- run
+# ------------------------------------------------------------------------------------- running
 
 
 @contextmanager
@@ -380,7 +380,7 @@ def train(
                 )
 
 
-def start(args: argparse.Namespace) -> torch.device:
+def start() -> torch.device:
     """Join the process group: NCCL where every rank of this machine can have a GPU, else gloo."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
@@ -400,11 +400,8 @@ def start_ranks(args: argparse.Namespace) -> None:
     os.execv(sys.executable, [*launcher, f"--nproc-per-node={args.ranks or 1}", *sys.argv])
 
 
-def main() -> None:
-    args = parse_arguments()
-    if "LOCAL_RANK" not in os.environ:
-        start_ranks(args)
-    device = start(args)
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    """Everything between joining and leaving the process group."""
     ranks = dist.get_world_size()
     args.batch = -(-args.batch // ranks) * ranks
     text, held_out = read_text(args.data, args.seq)
@@ -454,6 +451,14 @@ def main() -> None:
             sample=written,
         )
         say(f"page: {page.write(args.out / 'report.html')}")
+
+
+def main() -> None:
+    args = parse_arguments()
+    if "LOCAL_RANK" not in os.environ:
+        start_ranks(args)
+    device = start()
+    run(args, device)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,211 @@
+"""The training example, run as a user runs it: torchrun, two ranks, a model of a few thousand weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples import train_gpt
+
+from ranks import on_ranks
+
+SCRIPT = Path(train_gpt.__file__)
+OURS = "from shardwise import MixedPrecisionPolicy, fully_shard\n"
+TORCHS = "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard\n"
+TINY = (
+    *(
+        "--steps",
+        "6",
+        "--save-every",
+        "3",
+        "--log-every",
+        "1",
+        "--batch",
+        "8",
+        "--seq",
+        "16",
+        "--width",
+        "12",
+    ),
+    *("--depth", "2", "--heads", "2", "--eval-windows", "8", "--sample", "12", "--out", "run"),
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(20):
+        (folder / f"{i:02d}.txt").write_text(f"the {i} cats sat on the {i * i} mats; " * 40)
+    return folder
+
+
+def train(script: Path, *, text: Path, cwd: Path) -> str:
+    """stdout of the script under torchrun on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*launcher, script, *TINY, "--data", text],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def train_here(*flags: str, text: Path, cwd: Path) -> str:
+    """What this rank of an existing process group prints."""
+    printed = io.StringIO()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(printed):
+        args = train_gpt.parse_arguments([*TINY, "--data", str(text), *flags])
+        train_gpt.run(args, torch.device("cpu"))
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """stdout and folder of one uninterrupted run on two ranks."""
+    cwd = tmp_path_factory.mktemp("straight")
+    return train(SCRIPT, text=text, cwd=cwd), cwd / "run"
+
+
+def test_torchs_fully_shard_in_the_same_script_prints_the_same(
+    run: tuple[str, Path], text: Path, tmp_path: Path
+) -> None:
+    source = SCRIPT.read_text()
+    assert source.count(OURS) == 1
+    copy = tmp_path / "train_gpt.py"
+    copy.write_text(source.replace(OURS, TORCHS))
+    assert train(copy, text=text, cwd=tmp_path) == run[0]
+
+
+def test_a_run_prints_every_loss_the_baseline_and_a_sample(run: tuple[str, Path]) -> None:
+    out = run[0]
+    losses = [float(found) for found in re.findall(r"^step +\d+  loss (\d+\.\d{6})$", out, flags=re.M)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] < math.log(256) + 0.5
+    assert re.search(r"unigram baseline \d\.\d{6} nats/byte", out)
+    assert re.search(r"^held-out loss \d\.\d{6} nats/byte", out, flags=re.M)
+    assert "sample:\ndef " in out
+    assert out.endswith("page: run/report.html\n")
+
+
+def test_a_resumed_run_ends_as_the_uninterrupted_one_did(
+    run: tuple[str, Path], ranks: Any, text: Path, tmp_path: Path
+) -> None:
+    out, folder = run
+    halfway = Path("checkpoints", "step-00000003")
+    shutil.copytree(folder / halfway, tmp_path / "run" / halfway)
+    resumed, silent = ranks(train_here, text=text, cwd=tmp_path, world_size=2)
+    assert silent == ""
+    assert "resumed at step 3, 24 windows into the text\n" in resumed
+    assert [line for line in resumed.splitlines() if not line.startswith("resumed")] == [
+        line for line in out.splitlines() if not re.match(r"step +[123] ", line)
+    ]
+
+
+def test_the_page_holds_what_was_printed(run: tuple[str, Path]) -> None:
+    out, folder = run
+    page = (folder / "report.html").read_text()
+    baseline = re.search(r"unigram baseline (\d\.\d{6})", out)
+    assert baseline is not None
+    assert f"unigram {float(baseline[1]):.3f}" in page
+    assert "all-gather" in page
+    assert "reduce-scatter" in page
+    assert "rank 1" in page
+
+
+@pytest.mark.parametrize("flags", [["--hsdp", "--dtype", "bfloat16"]], ids=" ".join)
+def test_other_meshes_and_dtypes_train_alike(
+    run: tuple[str, Path], ranks: Any, text: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    def last_loss(out: str) -> float:
+        return float(re.findall(r"^step +6  loss (\S+)$", out, flags=re.M)[0])
+
+    out = ranks(train_here, *flags, text=text, cwd=tmp_path, world_size=4)[0]
+    assert last_loss(out) == pytest.approx(last_loss(run[0]), abs=0.02)
+
+
+@on_ranks(2)
+def test_without_resume_an_older_run_is_dropped(text: Path, tmp_path: Path) -> None:
+    train_here("--steps", "2", text=text, cwd=tmp_path)
+    out = train_here("--steps", "1", "--no-resume", text=text, cwd=tmp_path)
+    assert "resumed" not in out
+    dist.barrier()
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_the_same_windows_are_drawn_whatever_the_batch_size() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    whole = train_gpt.training_batch(text, position=4, batch=6, seq=8, seed=3)
+    halves = [train_gpt.training_batch(text, position=p, batch=3, seq=8, seed=3) for p in (4, 7)]
+    for i in range(2):
+        assert torch.equal(whole[i], torch.cat([half[i] for half in halves]))
+    inputs, targets = whole
+    assert torch.equal(targets, inputs + 1)  # the text counts upwards
+    other = train_gpt.training_batch(text, position=4, batch=6, seq=8, seed=4)
+    assert not torch.equal(other[0], inputs)
+
+
+def test_the_unigram_baseline_is_the_entropy_of_byte_frequencies() -> None:
+    even = torch.tensor([7, 8, 9, 10] * 5, dtype=torch.uint8)
+    assert train_gpt.unigram_entropy(even) == pytest.approx(math.log(4))
+    assert train_gpt.unigram_entropy(torch.full((9,), 65, dtype=torch.uint8)) == 0
+
+
+def test_the_standard_library_is_read_without_tests_or_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_gpt.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    for name in ("abc.py", "json/decoder.py", "test/test_abc.py", "site-packages/peer.py", "readme.txt"):
+        file = tmp_path / "stdlib" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# {name}\n" * 40)
+    train, held_out = train_gpt.read_text(None, 16)
+    assert bytes(torch.cat([train, held_out]).numpy()) == b"# abc.py\n" * 40 + b"# json/decoder.py\n" * 40
+    assert len(train) == 9 * len(held_out)
+
+
+def test_a_folder_with_too_little_text_ends_with_a_message(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(SystemExit, match="do not fill one window of 128"):
+        train_gpt.read_text(tmp_path, 128)
+
+
+def test_embedding_and_head_are_one_parameter() -> None:
+    model = train_gpt.GPT(width=16, depth=1, heads=2, seq=8)
+    assert model.head.weight is model.token.weight
+    assert model(torch.zeros(2, 8, dtype=torch.long)).shape == (2, 8, 256)
+
+
+def test_the_model_sees_no_later_byte() -> None:
+    torch.manual_seed(0)
+    model = train_gpt.GPT(width=16, depth=2, heads=2, seq=8)
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] += 1
+    same = torch.isclose(model(tokens), model(changed)).all(-1)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def test_verify_case_offers_a_small_copy_of_the_model() -> None:
+    case = train_gpt.verify_case()
+    first, second = case.build(), case.build()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    loss = case.loss(first, case.batch(0))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.3)
+    assert case.optimizer(first).param_groups[0]["params"]
