@@ -146,7 +146,13 @@ def _named_group_size(group: Any) -> int:
     return group if isinstance(group, int) else resolve_process_group(group).size()
 
 
-class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+def _issues_its_own(kind: type[torch.Tensor]) -> bool:
+    """Does this tensor class implement operators itself, perhaps with collectives? (Fake tensors cannot.)"""
+    inherited = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not inherited and not issubclass(kind, FakeTensor)
+
+
+class CommCounter(TorchDispatchMode):
     """Records in `calls`, in order, every collective its thread issues while it is entered.
 
     Not collective: a counter on one rank counts that rank's calls. A coalesced call counts once,
@@ -189,6 +195,6 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = name.partition(".")[0]
         if namespace in _NAMESPACES and name not in _NOT_COLLECTIVE:
             self.calls.extend(_collectives(name, args, native=namespace == "c10d"))
-        elif any(not issubclass(kind, FakeTensor) for kind in types):
-            return NotImplemented  # the subclass may issue collectives: it runs with this counter active
+        elif any(_issues_its_own(kind) for kind in types):
+            return NotImplemented  # the subclass goes on, with this counter active
         return func(*args, **(kwargs or {}))
