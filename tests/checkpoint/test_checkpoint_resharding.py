@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
+from shardwise import fully_shard
 from shardwise.checkpoint import load, save
 
 
