@@ -1,0 +1,321 @@
+"""Trains one case with our `fully_shard`, with torch's, and in one process, and compares the three.
+
+A `Case` says what is trained (a `Task`), how it is sharded, and how a step runs; nothing in it names
+an implementation: the module that offers `fully_shard` and its policies is passed in as `api`. On
+every rank, `compare(case)` trains
+
+    ours    with shardwise             every rank its slice of the global batch
+    torchs  with torch's FSDP2         the same ranks, meshes and slices
+    alone   no sharding at all         the whole global batch
+
+and asserts `ours == torchs` bit for bit (each rank's loss, pieces of gradients and of parameters,
+at every step; names, placements and state_dict keys) and `ours ~ alone` within the case's rounding
+(mean loss at every step; full gradients and parameters at the first and at the last).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_api as torch_fsdp_api
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_fsdp_common
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.func import functional_call
+
+import shardwise
+import shardwise.comm
+from fsdp.parity.models import ROWS, Batch, Task
+
+STEPS = 10
+OURS: ModuleType = shardwise
+TORCHS: ModuleType = torch_fsdp
+
+
+def protocols(api: ModuleType) -> ModuleType:
+    """Where `api` keeps its `AllGather` and `ReduceScatter`."""
+    return shardwise.comm if api is OURS else torch_fsdp_api
+
+
+def mesh_names(api: ModuleType) -> ModuleType:
+    """Where `api` keeps `ShardPlacementResult` and the mesh infos it takes."""
+    return shardwise if api is OURS else torch_fsdp_common
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far apart two runs of the same mathematics may be, and why."""
+
+    relative: float
+    absolute: float
+    reason: str
+
+
+FP32 = Rounding(1e-4, 1e-6, "fp32 sums of 24 rows grouped by rank, through 10 AdamW steps")
+BF16 = Rounding(5e-2, 5e-3, "activations and gradients keep 8 bits; each rank rounds its own slice's")
+FP16 = Rounding(5e-3, 5e-4, "gradients are rounded to 11 bits before they are summed")
+
+
+def one_axis(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+
+
+def two_axes(replicas: int, shards: int) -> Callable[[int], DeviceMesh]:
+    return lambda world: init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def one_pass(model: nn.Module, task: Task, batch: Batch) -> Tensor:
+    loss = task.loss(model, batch)
+    loss.backward()
+    return loss.detach()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with an eps that keeps a gradient's last bit from deciding the sign of an update."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training; see the module's docstring for who runs it."""
+
+    task: Task
+    shard: Callable[[ModuleType, nn.Module, DeviceMesh], None]  # applies api.fully_shard in place
+    mesh: Callable[[int], DeviceMesh] = one_axis
+    slices: Callable[[DeviceMesh], tuple[int, int]] | None = None  # (which, of how many); by rank if None
+    step: Callable[[nn.Module, Task, Batch], Tensor] = one_pass  # sharded runs: forward and backward
+    alone: Callable[[nn.Module, Task, Batch], Tensor] = one_pass  # the reference's forward and backward
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    after_backward: Callable[[nn.Module], None] = nothing  # every run, e.g. clipping
+    after_step: Callable[[nn.Module, Task, Batch], Tensor | None] = nothing  # sharded runs, e.g. evaluation
+    compute_dtype: torch.dtype | None = None  # of the reference's forward and backward
+    cast_inputs: bool = True
+    rounding: Rounding = FP32
+    steps: int = STEPS
+
+
+@dataclass
+class Record:
+    """What one run left behind; pieces are this rank's own memory, full tensors are whole."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    observed: list[Tensor | None] = field(default_factory=list)
+    gradient_pieces: list[dict[str, Tensor | None]] = field(default_factory=list)
+    parameter_pieces: list[dict[str, Tensor | None]] = field(default_factory=list)
+    full_gradients: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    full_parameters: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    placements: dict[str, str] = field(default_factory=dict)
+    state_dict: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A copy that later steps do not change, without any subclass around it."""
+    tensor = tensor.detach()
+    held = getattr(tensor, "held", tensor)  # the subclass of the extension tests
+    return held.clone()
+
+
+def piece(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    return plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def full(tensor: Tensor | None) -> Tensor | None:
+    """Collective over the tensor's mesh."""
+    if tensor is None:
+        return None
+    return plain(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def each(
+    model: nn.Module, of: Callable[[Tensor | None], Tensor | None], *, gradient: bool
+) -> dict[str, Tensor | None]:
+    return {name: of(p.grad if gradient else p) for name, p in model.named_parameters()}
+
+
+def describe(tensor: Tensor) -> str:
+    placed = (
+        f"{tensor.placements} of {tensor.device_mesh.mesh.tolist()}" if isinstance(tensor, DTensor) else ""
+    )
+    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {placed}"
+
+
+def run_training(api: ModuleType, case: Case, mesh: DeviceMesh) -> Record:
+    """Trains `case` sharded by `api.fully_shard`. Collective over all ranks.
+
+    `api` offers the names of `torch.distributed.fsdp`.
+    """
+    which, count = case.slices(mesh) if case.slices else (dist.get_rank(), dist.get_world_size())
+    model = case.task.build()
+    case.shard(api, model, mesh)
+    optimizer = case.optimizer(model)
+    rows = slice(which * ROWS // count, (which + 1) * ROWS // count)
+    record = Record()
+    record.placements = {name: describe(p) for name, p in model.named_parameters()}
+    for step in range(case.steps):
+        batch = tuple(tensor[rows] for tensor in case.task.batch(step))
+        record.losses.append(case.step(model, case.task, batch))
+        case.after_backward(model)
+        keep_gradients(record, model, step, last=case.steps - 1)
+        optimizer.step()
+        keep_parameters(record, model, step, last=case.steps - 1)
+        optimizer.zero_grad()
+        record.observed.append(case.after_step(model, case.task, batch))
+    record.state_dict = {name: describe_state(value) for name, value in model.state_dict().items()}
+    return record
+
+
+def describe_state(value: Tensor) -> tuple[Any, ...]:
+    return (type(value).__name__, describe(value))
+
+
+def keep_gradients(record: Record, model: nn.Module, step: int, *, last: int) -> None:
+    record.gradient_pieces.append(each(model, piece, gradient=True))
+    if step in (0, last):
+        record.full_gradients[step] = each(model, full, gradient=True)
+
+
+def keep_parameters(record: Record, model: nn.Module, step: int, *, last: int) -> None:
+    record.parameter_pieces.append(each(model, piece, gradient=False))
+    if step in (0, last):
+        record.full_parameters[step] = each(model, full, gradient=False)
+
+
+class Cast:
+    """Calls a module with its parameters and float inputs in another dtype; gradients come back in
+    the parameters' own, as they do under mixed precision."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, cast_inputs: bool) -> None:
+        self.model, self.dtype, self.cast_inputs = model, dtype, cast_inputs
+
+    def __call__(self, *inputs: Any) -> Any:
+        parameters = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
+        if self.cast_inputs:
+            inputs = tuple(self.cast(value) for value in inputs)
+        return functional_call(self.model, parameters, inputs)
+
+    def cast(self, value: Any) -> Any:
+        return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def run_alone(case: Case) -> Record:
+    """Trains `case` in this process on whole batches, without sharding or communication."""
+    model = case.task.build()
+    run: Any = Cast(model, case.compute_dtype, case.cast_inputs) if case.compute_dtype else model
+    optimizer = case.optimizer(model)
+    record = Record()
+    for step in range(case.steps):
+        record.losses.append(case.alone(run, case.task, case.task.batch(step)))
+        case.after_backward(model)
+        keep_gradients(record, model, step, last=case.steps - 1)
+        optimizer.step()
+        keep_parameters(record, model, step, last=case.steps - 1)
+        optimizer.zero_grad()
+    return record
+
+
+def same_bits(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    return bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+
+
+def difference(ours: Tensor | None, theirs: Tensor | None) -> str:
+    if ours is None or theirs is None:
+        return "ours is absent" if ours is None else "torch's is absent"
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return f"{ours.dtype} {tuple(ours.shape)} against torch's {theirs.dtype} {tuple(theirs.shape)}"
+    apart = (ours.double() - theirs.double()).abs()
+    return f"{int((ours != theirs).sum())} of {ours.numel()} elements, by up to {float(apart.max()):.3g}"
+
+
+def assert_bit_equal(ours: Record, torchs: Record) -> None:
+    """Every loss, gradient and parameter the same to the last bit, under the same names."""
+    rank = dist.get_rank()
+    assert ours.placements == torchs.placements
+    assert ours.state_dict == torchs.state_dict
+    for step in range(len(torchs.losses)):
+        found: list[tuple[str, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]] = [
+            ("loss", {"": ours.losses[step]}, {"": torchs.losses[step]}),
+            ("gradient", ours.gradient_pieces[step], torchs.gradient_pieces[step]),
+            ("parameter", ours.parameter_pieces[step], torchs.parameter_pieces[step]),
+            ("observed", {"": ours.observed[step]}, {"": torchs.observed[step]}),
+        ]
+        for kind, mine, theirs in found:
+            assert list(mine) == list(theirs), f"step {step}, rank {rank}: {kind} names"
+            apart = {n: difference(mine[n], theirs[n]) for n in mine if not same_bits(mine[n], theirs[n])}
+            assert not apart, f"step {step}, rank {rank}: {kind} differs: {apart}"
+
+
+def assert_close_to_single_process(ours: Record, reference: Record, rounding: Rounding) -> None:
+    """Mean loss over ranks, full gradients and full parameters within `rounding`. Collective."""
+
+    def close(mine: Tensor, theirs: Tensor, what: str) -> None:
+        torch.testing.assert_close(
+            mine.float(),
+            theirs.float(),
+            rtol=rounding.relative,
+            atol=rounding.absolute,
+            equal_nan=True,
+            msg=lambda text: f"{what} is further from one process than '{rounding.reason}' explains: {text}",
+        )
+
+    losses = torch.stack([loss.double() for loss in ours.losses])
+    dist.all_reduce(losses)
+    close(losses / dist.get_world_size(), torch.stack(reference.losses), "mean loss")
+    if dist.get_rank() != 0:
+        return  # full tensors are the same everywhere: one comparison is enough
+    for what in ("full_gradients", "full_parameters"):
+        for step, theirs in getattr(reference, what).items():
+            mine = getattr(ours, what)[step]
+            assert list(mine) == list(theirs)
+            for name, expected in theirs.items():
+                assert (mine[name] is None) == (expected is None), f"{what} {name} at step {step}"
+                if expected is not None:
+                    close(mine[name], expected, f"{what} {name} at step {step}")
+
+
+def compare(case: Case) -> None:
+    """Ours against torch's, bit for bit, and against one process. Collective over all ranks."""
+    _clear_sharding_prop_cache()  # it may hold an equal mesh of a process group that is gone
+    mesh = case.mesh(dist.get_world_size())
+    ours = run_training(OURS, case, mesh)
+    assert_bit_equal(ours, run_training(TORCHS, case, mesh))
+    assert_close_to_single_process(ours, run_alone(case), case.rounding)
+
+
+def compare_with_one_process(case: Case) -> None:
+    """For what torch's own cannot run on gloo; the test says why."""
+    ours = run_training(OURS, case, case.mesh(dist.get_world_size()))
+    assert_close_to_single_process(ours, run_alone(case), case.rounding)
+
+
+def no_options(api: ModuleType) -> dict[str, Any]:
+    return {}
+
+
+def by_block(options: Callable[[ModuleType], dict[str, Any]] = no_options):
+    """A group for every module in `.blocks`, and one for the rest."""
+
+    def shard(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+        for block in model.blocks:
+            api.fully_shard(block, mesh=mesh, **options(api))
+        api.fully_shard(model, mesh=mesh, **options(api))
+
+    return shard

@@ -1,0 +1,197 @@
+"""What a user may put in place of the collectives, around them, or in what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.parity.extension import Narrowed, Quantized, wrap_weights
+from fsdp.parity.harness import (
+    BF16,
+    TORCHS,
+    Case,
+    Rounding,
+    by_block,
+    compare,
+    compare_with_one_process,
+    one_axis,
+    protocols,
+    run_training,
+    two_axes,
+)
+from fsdp.parity.models import LANGUAGE, RESIDUAL, UNEVEN, Batch, Task
+from ranks import RankPool, on_ranks
+
+EIGHT_BITS = Rounding(1e-1, 2e-2, "weights are rounded to 8 bits for compute, gradients are not")
+
+
+class Allocator:
+    """Buffers of its own, so that a reader of foreign memory would show."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.sizes.append(int(torch.Size(size).numel()))
+        return torch.full(tuple(size), 77, dtype=dtype, device=device)
+
+
+def broadcast_all_gather(api: ModuleType) -> Any:
+    """An all-gather made of broadcasts."""
+
+    class Broadcasts(Allocator, protocols(api).AllGather):
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            async_op: bool = False,
+        ) -> Any:
+            for rank, part in enumerate(output_tensor.chunk(group.size())):
+                if rank == group.rank():
+                    part.copy_(input_tensor)
+                dist.broadcast(part, group=group, group_src=rank)
+            return None
+
+    return Broadcasts()
+
+
+def rank_order_reduce_scatter(api: ModuleType) -> Any:
+    """A reduce-scatter that adds in rank order: gathers everything, then sums its own part."""
+
+    class InRankOrder(Allocator, protocols(api).ReduceScatter):
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            op: Any,
+            async_op: bool = False,
+        ) -> Any:
+            everyones = [torch.empty_like(input_tensor) for _ in range(group.size())]
+            dist.all_gather(everyones, input_tensor, group=group)
+            output_tensor.zero_()
+            for one in everyones:
+                output_tensor += one.chunk(group.size())[group.rank()]
+            if op == dist.ReduceOp.AVG:
+                output_tensor /= group.size()
+            return None
+
+    return InRankOrder()
+
+
+def own_collectives(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    by_block()(api, model, mesh)
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(broadcast_all_gather(api))
+        module.set_custom_reduce_scatter(rank_order_reduce_scatter(api))
+
+
+def own_collectives_in_one_group(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    by_block()(api, model, mesh)
+    model.blocks[0].set_custom_all_gather(broadcast_all_gather(api))
+    model.blocks[1].set_custom_reduce_scatter(rank_order_reduce_scatter(api))
+
+
+def halve_reduced(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    by_block()(api, model, mesh)
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
+
+
+def halved(model: nn.Module, task: Task, batch: Batch) -> Tensor:
+    loss = task.loss(model, batch)
+    (loss / 2).backward()
+    return loss.detach()
+
+
+def divide_by(factor: float, *, force_sum: bool, fp16: bool = False) -> Any:
+    def shard(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+        policy = api.MixedPrecisionPolicy(reduce_dtype=torch.float16 if fp16 else None)
+        by_block(lambda _: {"mp_policy": policy})(api, model, mesh)
+        for module in (*model.blocks, model):
+            module.set_force_sum_reduction_for_comms(force_sum)
+            module.set_gradient_divide_factor(factor)
+
+    return shard
+
+
+def divided(by: float) -> Any:
+    """The reference's backward when ranks' gradients are added and divided by `by` x their count."""
+
+    def step(model: nn.Module, task: Task, batch: Batch) -> Tensor:
+        loss = task.loss(model, batch)
+        (loss / by).backward()
+        return loss.detach()
+
+    return step
+
+
+def force_sum(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    by_block()(api, model, mesh)
+    for module in (*model.blocks, model):
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def more_buffers(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    by_block()(api, model, mesh)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_separate_reduce_scatter_group(True)
+
+
+CASES: dict[str, tuple[tuple[int, ...], Case]] = {
+    "own collectives": ((2, 3), Case(LANGUAGE, own_collectives)),
+    "own collectives, uneven dims": ((4,), Case(UNEVEN, own_collectives)),
+    "own collectives in one group": ((2,), Case(RESIDUAL, own_collectives_in_one_group)),
+    "own collectives over replicas": ((4,), Case(RESIDUAL, own_collectives, mesh=two_axes(2, 2))),
+    "hook after reduce-scatter": ((2, 3), Case(RESIDUAL, halve_reduced, alone=halved)),
+    "hook after all-reduce": ((4,), Case(RESIDUAL, halve_reduced, mesh=two_axes(2, 2), alone=halved)),
+    "divided by the world size": ((2,), Case(RESIDUAL, divide_by(2.0, force_sum=False))),
+    "divided by 6 of 3, summed": (
+        (3,),
+        Case(RESIDUAL, divide_by(6.0, force_sum=True), alone=divided(2.0)),
+    ),
+    "divided by 6 of 3, in fp16": (
+        (3,),
+        Case(RESIDUAL, divide_by(6.0, force_sum=False, fp16=True), alone=divided(2.0), rounding=BF16),
+    ),
+    "divided by 8 of 2 x 2, summed": (
+        (4,),
+        Case(RESIDUAL, divide_by(8.0, force_sum=True), mesh=two_axes(2, 2), alone=divided(2.0)),
+    ),
+    "summed by force": ((2, 3), Case(LANGUAGE, force_sum)),
+    "replicas summed by force": ((4,), Case(RESIDUAL, force_sum, mesh=two_axes(2, 2))),
+    "more buffers and a group for reductions": ((2,), Case(RESIDUAL, more_buffers)),
+    "weights sent in bf16": ((2,), Case(RESIDUAL.but(wrap_weights(Narrowed)), by_block(), rounding=BF16)),
+    "weights sent in int8": (
+        (2, 4),
+        Case(RESIDUAL.but(wrap_weights(Quantized)), by_block(), rounding=EIGHT_BITS),
+    ),
+}
+
+
+def train(name: str) -> None:
+    compare(CASES[name][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
+)
+def test_own_communication_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
+    ranks(train, name, world_size=world_size)
+
+
+@on_ranks(3)
+def test_gradients_may_be_divided_by_any_number() -> None:
+    """torch asks for a pre-multiplied sum here, which gloo does not have."""
+    case = Case(RESIDUAL, divide_by(6.0, force_sum=False), alone=divided(2.0))
+    with pytest.raises(RuntimeError, match="ReduceOp"):
+        run_training(TORCHS, case, one_axis(3))
+    compare_with_one_process(case)

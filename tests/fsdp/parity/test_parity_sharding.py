@@ -1,0 +1,165 @@
+"""Which parameters are cut, where, over which ranks, and what happens to them after forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fsdp.parity.harness import Case, by_block, compare, mesh_names, one_axis, two_axes
+from fsdp.parity.models import BRANCHES, BUFFERED, DEEP, LANGUAGE, RESIDUAL, UNEVEN, Task, freeze
+from ranks import RankPool
+
+Shards = Callable[[ModuleType, nn.Module, DeviceMesh], None]
+
+
+def one_group(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    api.fully_shard(model, mesh=mesh)
+
+
+def reshard(value: bool | int | None) -> Shards:
+    return by_block(lambda api: {"reshard_after_forward": value})
+
+
+def reshard_set_later(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    by_block()(api, model, mesh)
+    model.blocks[0].set_reshard_after_forward(False)
+    model.set_reshard_after_forward(True, recurse=False)
+
+
+def nested(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Groups inside groups: each block's attention, the block, the model."""
+    for block in model.blocks:
+        api.fully_shard(block.attention, mesh=mesh)
+        api.fully_shard(block, mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+
+
+def lists(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    blocks = list(model.blocks)
+    api.fully_shard(blocks[:2], mesh=mesh)
+    api.fully_shard(blocks[2:], mesh=mesh, reshard_after_forward=False)
+    api.fully_shard([model.inward, model.outward], mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+
+
+def norm_and_head(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    """The last norm travels with the tied head and embedding."""
+    for block in model.blocks:
+        api.fully_shard(block, mesh=mesh)
+    api.fully_shard([model.tokens, model.norm, model.head], mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+
+
+def siblings(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    """No group around the groups: each runs as a root of its own."""
+    for child in (model.inward, *model.blocks, model.outward):
+        api.fully_shard(child, mesh=mesh)
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 else None
+
+
+def last_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def two_meshes(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Half of each block is replicated over two halves of the ranks, the rest cut over all of them."""
+    names = mesh_names(api)
+    everyone = names.FSDPMeshInfo(one_axis(mesh.size()), shard_mesh_dim=0)
+    pairs = names.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        info = pairs if parameter.shape[0] == 16 else everyone
+        return names.ShardPlacementResult(placement=Shard(0), mesh_info=info)
+
+    for block in model.blocks:
+        api.fully_shard(block, mesh=mesh, shard_placement_fn=place)
+    api.fully_shard(model, mesh=mesh)
+
+
+def ignore_outward(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        api.fully_shard(block, mesh=mesh)
+    freeze("outward")(model)
+    api.fully_shard(model, mesh=mesh, ignored_params=set(model.outward.parameters()))
+
+
+def meta(task: Task) -> Shards:
+    """Shards a model without storage, then gives it storage and the values of `task.build()`."""
+
+    def shard(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+        values = {name: p.detach().clone() for name, p in model.state_dict().items()}
+        model.to("meta")
+        by_block()(api, model, mesh)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(torch.distributed.tensor.distribute_tensor(values[name], mesh, p.placements))
+
+    return shard
+
+
+CASES: dict[str, tuple[tuple[int, ...], Case]] = {
+    "uneven dims": ((1, 2, 3, 4), Case(UNEVEN, by_block())),
+    "uneven dims in one group": ((3, 4), Case(UNEVEN, one_group)),
+    "tied language model": ((1, 2, 3, 4), Case(LANGUAGE, by_block())),
+    "language model in one group": ((2, 4), Case(LANGUAGE, one_group)),
+    "nested groups": ((2, 3), Case(LANGUAGE, nested)),
+    "norm, head and embedding in a list": ((2,), Case(LANGUAGE, norm_and_head)),
+    "lists of modules": ((2, 3), Case(DEEP, lists)),
+    "sibling groups": ((2, 3), Case(RESIDUAL, siblings)),
+    "2 replicas of 2 shards": ((4,), Case(LANGUAGE, by_block(), mesh=two_axes(2, 2))),
+    "2 replicas of 2 uneven shards": ((4,), Case(UNEVEN, by_block(), mesh=two_axes(2, 2))),
+    "4 replicas of 1 shard": ((4,), Case(RESIDUAL, by_block(), mesh=two_axes(4, 1))),
+    "3 replicas of 1 shard": ((3,), Case(UNEVEN, by_block(), mesh=two_axes(3, 1))),
+    "1 replica of 4 shards": ((4,), Case(RESIDUAL, by_block(), mesh=two_axes(1, 4))),
+    "reshard always": ((2, 3), Case(LANGUAGE, reshard(True))),
+    "reshard never": ((2, 3), Case(LANGUAGE, reshard(False))),
+    "reshard to 2 of 4": ((4,), Case(RESIDUAL, reshard(2))),
+    "reshard uneven dims to 2 of 4": ((4,), Case(UNEVEN, reshard(2))),
+    "reshard replicas": ((4,), Case(RESIDUAL, reshard(True), mesh=two_axes(2, 2))),
+    "reshard set later": ((2,), Case(LANGUAGE, reshard_set_later)),
+    "columns": ((2, 4), Case(RESIDUAL, by_block(lambda api: {"shard_placement_fn": columns}))),
+    "last dim": ((2, 4), Case(RESIDUAL, by_block(lambda api: {"shard_placement_fn": last_dim}))),
+    "columns of replicas": (
+        (4,),
+        Case(RESIDUAL, by_block(lambda api: {"shard_placement_fn": columns}), mesh=two_axes(2, 2)),
+    ),
+    "offloaded": (
+        (2, 3),
+        Case(UNEVEN, by_block(lambda api: {"offload_policy": api.CPUOffloadPolicy(pin_memory=False)})),
+    ),
+    "buffers": ((2, 3), Case(BUFFERED, by_block())),
+    "biases frozen": ((2, 3), Case(LANGUAGE.but(freeze("bias")), by_block())),
+    "embeddings and a block frozen": (
+        (2, 3),
+        Case(LANGUAGE.but(freeze("blocks.0", "tokens", "positions")), by_block()),
+    ),
+    "last block frozen": ((2,), Case(LANGUAGE.but(freeze("blocks.1")), by_block())),
+    "all frozen but two": ((2, 3), Case(LANGUAGE.but(freeze("blocks", "tokens", "positions")), by_block())),
+    "two meshes in a block": ((4,), Case(RESIDUAL, two_meshes, mesh=two_axes(2, 2))),
+    "ignored parameters": ((2,), Case(RESIDUAL.but(freeze("outward")), ignore_outward)),
+    "unused branch": ((2, 3), Case(BRANCHES, by_block())),
+    "made on meta": ((2, 3), Case(UNEVEN, meta(UNEVEN))),
+}
+
+
+def train(name: str) -> None:
+    compare(CASES[name][1])
+
+
+@pytest.mark.filterwarnings("ignore:.*returns a view")  # an attention ends in a linear layer over 3-d input
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
+)
+def test_sharded_training_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
+    ranks(train, name, world_size=world_size)
