@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-windows", type=int, default=96, help="windows of held-out text in the final loss")
     add("--sample", type=int, default=240, help="bytes of text to write at the end")
     add("--prompt", default="def ", help="what the sampled text starts with")
-    add("--temperature", type=float, default=0.7, help="of sampling; 0 takes the likeliest byte")
+    add("--temperature", type=float, default=0.9, help="of sampling; 0 takes the likeliest byte")
     return parser.parse_args(argv)
 
 
