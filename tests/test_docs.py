@@ -1,0 +1,188 @@
+"""The documentation against the project: its examples run, and what it names exists."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise
+from ranks import on_ranks
+from shardwise.cli import app
+from shardwise.fsdp import lifecycle
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
+)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", ".ci")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def python_blocks(text: str) -> list[str]:
+    return [body for language, body in FENCE.findall(text) if language == "python"]
+
+
+def code(text: str) -> list[str]:
+    """What a page shows as code: the contents of fences and of code spans."""
+    return [body for _, body in FENCE.findall(text)] + CODE_SPAN.findall(FENCE.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing_links(page: str) -> list[str]:
+    missing = []
+    for link in LINK.findall(FENCE.sub("", read(page))):
+        if re.match(r"\w+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / target if target else ROOT / page
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text(encoding="utf-8"))):
+            missing.append(link)
+    return missing
+
+
+def missing_paths(page: str) -> list[str]:
+    """Paths in code spans that begin with a folder of the repository, or stand in its root."""
+    named = [word for span in CODE_SPAN.findall(FENCE.sub("", read(page))) for word in span.split()]
+    paths = [word.split("::")[0] for word in named if word.split("/")[0] in FOLDERS and "/" in word]
+    paths += [word for word in named if re.fullmatch(r"[A-Z]+(\.md)?|Makefile|[\w.-]+\.toml", word)]
+    root_files = {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile"}
+    checked = [path for path in paths if "/" in path or path in root_files or path.endswith(".toml")]
+    return [path for path in checked if not any(ROOT.glob(path.rstrip("/"))) and not (ROOT / path).exists()]
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def public_methods(cls: type) -> set[str]:
+    return {
+        name for name, value in vars(cls).items() if not name.startswith("_") and inspect.isroutine(value)
+    }
+
+
+def test_the_pages_expected_are_there() -> None:
+    assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= set(PAGES)
+    assert {"docs/fsdp.md", "docs/migrating.md", "docs/checkpoint.md"} <= set(PAGES)
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+
+
+def test_the_readmes_example_trains_as_it_stands(tmp_path: Path) -> None:
+    (script,) = python_blocks(read("README.md"))
+    file = tmp_path / "train.py"
+    file.write_text(script)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", ended.stdout)]
+    assert len(losses) > 1
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("page", ["docs/fsdp.md", "docs/checkpoint.md"])
+@on_ranks(4)
+def test_a_pages_examples_run_in_order(page: str, tmp_path: Path) -> None:
+    blocks = python_blocks(read(page))
+    assert len(blocks) > 2
+    names: dict[str, Any] = {"__name__": "example"}
+    with contextlib.chdir(tmp_path):
+        for number, block in enumerate(blocks, start=1):
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_everything_a_page_links_to_exists(page: str) -> None:
+    assert missing_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_a_page_names_exists(page: str) -> None:
+    assert missing_paths(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_make_target_a_page_names_exists(page: str) -> None:
+    named = {target for text in code(read(page)) for target in re.findall(r"\bmake ([a-z]+)\b", text)}
+    assert named <= make_targets()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_a_page_names_exists(page: str) -> None:
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    lines = [line for text in code(read(page)) for line in text.splitlines()]
+    named = {found[1] for line in lines if (found := re.match(r"(?:\$ )?shardwise ([a-z]+)", line.strip()))}
+    assert named <= known
+
+
+def test_every_public_name_is_in_the_guide_or_the_readme() -> None:
+    text = read("docs/fsdp.md") + read("README.md")
+    assert [name for name in shardwise.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_method_of_a_sharded_module_is_in_the_guide_and_the_guide_invents_none() -> None:
+    methods = public_methods(shardwise.FSDPModule)
+    spans = CODE_SPAN.findall(FENCE.sub("", read("docs/fsdp.md")))
+    named = {found[0] for span in spans if (found := re.match(r"\w+(?=\()", span))}
+    assert sorted(methods - named) == []
+    assert sorted(name for name in named if name.startswith("set_") and name not in methods) == []
+
+
+def test_every_argument_of_fully_shard_has_a_section_in_the_guide() -> None:
+    headings = re.findall(r"^### (\w+)$", read("docs/fsdp.md"), re.MULTILINE)
+    assert headings == list(inspect.signature(shardwise.fully_shard).parameters)
+
+
+def test_the_architecture_names_every_package_and_shows_the_lifecycle_table_as_it_is() -> None:
+    text = read("ARCHITECTURE.md")
+    packages = {path.stem for path in (ROOT / "src" / "shardwise").iterdir() if path.suffix == ".py"}
+    packages |= {path.parent.name for path in (ROOT / "src" / "shardwise").glob("*/__init__.py")}
+    assert [name for name in sorted(packages - {"__init__"}) if not re.search(rf"`{name}`", text)] == []
+    table = inspect.cleandoc(lifecycle.__doc__ or "").split("::\n\n")[1].split("\n\n")[0]
+    assert inspect.cleandoc(table) in "\n".join(body for _, body in FENCE.findall(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("[a](nowhere.md)", ["nowhere.md"]),
+        ("[a](README.md#no-such-heading)", ["README.md#no-such-heading"]),
+        ("[a](README.md) and [b](https://example.org)", []),
+    ],
+)
+def test_a_broken_link_is_noticed(text: str, broken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "read", lambda page: text)
+    assert missing_links("made-up.md") == broken
+
+
+def test_a_wrong_path_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "`src/shardwise/nowhere.py`, `docs/*.md` and `pytest tests/nothing.py::test_x`"
+    monkeypatch.setattr(sys.modules[__name__], "read", lambda page: text)
+    assert missing_paths("made-up.md") == ["src/shardwise/nowhere.py", "tests/nothing.py"]
