@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import os
@@ -158,6 +159,26 @@ def test_every_method_of_a_sharded_module_is_in_the_guide_and_the_guide_invents_
 def test_every_argument_of_fully_shard_has_a_section_in_the_guide() -> None:
     headings = re.findall(r"^### (\w+)$", read("docs/fsdp.md"), re.MULTILINE)
     assert headings == list(inspect.signature(shardwise.fully_shard).parameters)
+
+
+def messages() -> list[str]:
+    """Every string in the package's source, with "..." for what is filled in."""
+    found = []
+    for path in (ROOT / "src" / "shardwise").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            literal = [part.value if isinstance(part, ast.Constant) else "..." for part in parts]
+            found.append("".join(text for text in literal if isinstance(text, str)))
+    return found
+
+
+def test_every_error_the_guide_explains_is_raised_somewhere() -> None:
+    section = read("docs/fsdp.md").split("\n## Errors\n")[1]
+    explained = re.findall(r"^\| ([^|]+?)(?: \(a warning\))? \|", section, re.MULTILINE)
+    explained.remove("message says")
+    known = messages()
+    assert len(explained) > 5
+    assert [text for text in explained if not any(text in message for message in known)] == []
 
 
 def test_the_architecture_names_every_package_and_shows_the_lifecycle_table_as_it_is() -> None:
