@@ -155,6 +155,21 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor)
     torch._chunk_cat(list(tensors), dim, num_chunks, out=out)
 
 
+def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors in one kernel where the device has one; foreach functions have no public names."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply many tensors in place by one scalar tensor."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
+    """The p-norm of each of many tensors, computed in `dtype`."""
+    return torch._foreach_norm(list(tensors), p, dtype)
+
+
 def in_backward() -> bool:
     """Is autograd running a backward pass in this thread? (Activation checkpointing recomputes there.)"""
     return torch._C._current_graph_task_id() != -1

@@ -21,6 +21,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 
 MeshDimNames = str | tuple[str, ...] | None
+Axis = int | None
 
 
 @dataclass
@@ -67,8 +68,8 @@ class DataParallelMeshInfo:
     """
 
     mesh: DeviceMesh
-    shard_mesh_dim: int | None = None
-    replicate_mesh_dim: int | None = None
+    shard_mesh_dim: Axis = None
+    replicate_mesh_dim: Axis = None
     dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
@@ -80,7 +81,7 @@ class DataParallelMeshInfo:
     def is_spmd_mesh(self) -> bool:
         return self.dp_mesh_dims is not None
 
-    def require(self, axis: int | None, kind: str) -> int:
+    def require(self, axis: Axis, kind: str) -> int:
         """The mesh dim `axis`, which must be set and exist."""
         if axis is None:
             raise ShardingError(f"{type(self).__name__} needs {kind}_mesh_dim, a dim of {self.mesh}")

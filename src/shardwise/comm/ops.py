@@ -33,7 +33,7 @@ def _all_gather_copy_in(inputs: Sequence[Tensor], *, out: Tensor) -> None:
         inputs = [t.view(torch.uint8) for t in inputs]
     _check_total("inputs", sum(t.numel() for t in inputs), out.numel())
     pieces = out.split([t.numel() for t in inputs])
-    torch._foreach_copy_(pieces, tuple(inputs))
+    _compat.foreach_copy(pieces, inputs)
 
 
 def _split_with_sizes_copy(

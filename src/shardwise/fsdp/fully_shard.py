@@ -20,6 +20,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.guard import guards, install
 from shardwise.fsdp.module import sharded_class
 from shardwise.fsdp.parameter import Owner, ShardedParam, ShardPlacementFn, ShardPlacementResult
 from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -127,7 +128,7 @@ def fully_shard(
         )
         for params in sharded
     ]
-    FSDPState(
+    state = FSDPState(
         modules,
         groups,
         device=device,
@@ -138,6 +139,8 @@ def fully_shard(
         _reshard_for_state_dict(group, managed)
     for one in modules:
         one.__class__ = sharded_class(type(one))
+    state.guards = guards([one for one in managed if state_of(one) is None], groups)
+    install(state.guards)
     optimizer_watch.watch(replaced)
     return module
 
@@ -170,20 +173,20 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
     """Every module inside `roots` that no earlier call manages, inner ones first."""
-    seen: set[nn.Module] = set()
-    ordered: list[nn.Module] = []
-
-    def visit(one: nn.Module) -> None:
-        if one in seen or state_of(one) is not None:
-            return
-        seen.add(one)
-        for child in one.children():
-            visit(child)
-        ordered.append(one)
-
+    ordered: dict[nn.Module, None] = {}
     for root in roots:
-        visit(root)
-    return ordered
+        _visit(root, ordered, set())
+    return list(ordered)
+
+
+def _visit(one: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Module]) -> None:
+    # A function of its own: a nested one would refer to itself and keep the modules alive.
+    if one in ordered or one in entered or state_of(one) is not None:
+        return
+    entered.add(one)
+    for child in one.children():
+        _visit(child, ordered, entered)
+    ordered[one] = None
 
 
 Places = dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]
@@ -206,6 +209,11 @@ def _find_params(managed: list[nn.Module], roots: list[nn.Module], ignored: set[
                 found[param] = (found[param][0] if places else full, places)
                 places.append((one, name))
     for param, (name, _) in found.items():
+        if optimizer_watch.was_replaced(param):
+            raise ShardingError(
+                f"{here()}: '{name}' is tied to a parameter that an earlier fully_shard call manages; shard"
+                " both owners in one call, fully_shard([a, b]), or in the call for a module that holds both"
+            )
         if param.ndim == 0:
             raise ShardingError(
                 f"{here()}: '{name}' is a scalar parameter, which cannot be sharded; make it 1-D with one"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +21,25 @@ from shardwise.errors import LifecycleError, here
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import ParamGroup
+    from shardwise.fsdp.parameter import ShardedParam
 
 
 class Guard:
     """Stands in for one submodule's `forward` between passes."""
 
-    def __init__(self, module: nn.Module, group: ParamGroup, *, param: str) -> None:
+    def __init__(self, module: nn.Module, group: ParamGroup, param: ShardedParam) -> None:
         self.module = weakref.ref(module)
         self.group = weakref.ref(group)
-        self.param = param
+        self.param = weakref.ref(param)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, group = self.module(), self.group()
-        if module is None or group is None or group.is_unsharded:
+        group = self.group()
+        if group is None or group.is_unsharded:
             return self._forward()(*args, **kwargs)
         raise LifecycleError(
-            f"{here()}: '{self.param}' is sharded outside the forward of its fully_shard module, but"
-            f" {type(module).__name__} was called on its own. Call the sharded module; or make the method"
-            " that calls this a forward with register_fsdp_forward_method; or call unshard() on the"
+            f"{here()}: {self._name} is sharded outside the forward of its fully_shard module, but"
+            f" {type(self.module()).__name__} was called on its own. Call the sharded module; or make the"
+            " method that calls this a forward with register_fsdp_forward_method; or call unshard() on the"
             " sharded module first"
         )
 
@@ -47,30 +48,34 @@ class Guard:
         return MethodType(type(module).forward, module) if module is not None else None
 
     @property
+    def _name(self) -> str:
+        param = self.param()
+        return "its parameter" if param is None else f"'{param.name}'"
+
+    @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._forward())
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise LifecycleError(f"'{self.param}' is sharded; copy modules before fully_shard")
+        raise LifecycleError(f"{self._name} is sharded; copy modules before fully_shard")
 
 
-def guards(
-    root: nn.Module, groups: Iterable[ParamGroup], *, gathers: Callable[[nn.Module], bool]
-) -> list[Guard]:
-    """Guards for the submodules of `root` that own parameters of `groups`.
+def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[Guard]:
+    """Guards for those of `modules` that own parameters of `groups`.
 
-    Modules that gather by themselves need none, and an instance's own `forward` stays.
+    An instance's own `forward` stays.
     """
-    by_param = {p.sharded: (group, p.name) for group in groups for p in group.params}
+    owners = {
+        id(owner.parameters): (group, param)
+        for group in groups
+        for param in reversed(group.params)
+        for owner in param.owners
+    }
     found = []
-    for module in root.modules():
-        if gathers(module) or "forward" in module.__dict__:
-            continue
-        for param in _compat.parameters_of(module).values():
-            if param is not None and param in by_param:
-                group, name = by_param[param]
-                found.append(Guard(module, group, param=name))
-                break
+    for module in modules:
+        owned = owners.get(id(_compat.parameters_of(module)))
+        if owned is not None and "forward" not in module.__dict__:
+            found.append(Guard(module, *owned))
     return found
 
 

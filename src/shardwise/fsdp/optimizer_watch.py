@@ -44,6 +44,11 @@ def watch(replaced: dict[str, nn.Parameter]) -> None:
         _names[id(param)] = name
 
 
+def was_replaced(param: Tensor) -> bool:
+    """Has a sharded parameter taken this one's place?"""
+    return id(param) in _replaced
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _replaced:
         return

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+MaybeDtype = torch.dtype | None
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -19,18 +21,18 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: cast floating-point inputs of forward to `param_dtype`.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    param_dtype: MaybeDtype = None
+    reduce_dtype: MaybeDtype = None
+    output_dtype: MaybeDtype = None
     cast_forward_inputs: bool = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class OffloadPolicy:
     """No offloading: sharded parameters, gradients and optimizer state stay on the device."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters and gradients, and so the optimizer step, live on CPU.
 

@@ -75,7 +75,7 @@ class FSDPState:
         self.schedule: Schedule | None = None
         self.is_root = False
         self.below: list[FSDPState] = []  # root only: the states of the modules inside it
-        self.guards: list[guard.Guard] = []  # root only
+        self.guards: list[guard.Guard] = []
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
         self.prefetch_in_forward: list[weakref.ref[FSDPState]] = []
         self.prefetch_in_backward: list[weakref.ref[FSDPState]] = []
@@ -134,7 +134,6 @@ class FSDPState:
                 group.check_ready()
                 schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
         self._compare_ranks(groups)
-        self.guards = guard.guards(root, groups, gathers=lambda module: state_of(module) is not None)
         return schedule
 
     def _name_parameters(self, root: nn.Module, groups: list[ParamGroup]) -> None:
@@ -191,8 +190,8 @@ class FSDPState:
 
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         schedule.forward_root = self.myself
-        if self.is_root:
-            guard.lift(self.guards)
+        for state in (self, *self.below):
+            guard.lift(state.guards)
         schedule.begin_forward()
         if self.device.type == "cpu":
             return args, kwargs
@@ -259,8 +258,12 @@ class FSDPState:
         if not torch.is_grad_enabled() or any(group.post_forward is not None for group in self.groups):
             schedule.release_kept()
         schedule.drop_held_gather()
-        guard.install(self.guards)
+        self.install_guards()
         return output
+
+    def install_guards(self) -> None:
+        for state in (self, *self.below):
+            guard.install(state.guards)
 
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""
@@ -371,7 +374,7 @@ class FSDPState:
                 for group, reducer in zip(state.groups, state.reducers, strict=True):
                     group.abandon_gather()
                     reducer.finish()
-        guard.install(self.guards)
+        self.install_guards()
 
     # Gathering
 
@@ -426,7 +429,7 @@ class FSDPState:
                 group.abandon_gather()
                 group.reshard()
                 reducer.reset()
-        guard.install(self.guards)
+        self.install_guards()
 
 
 class _EndOfBackward(torch.autograd.Function):

@@ -17,13 +17,12 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 
-Axes = tuple[tuple[DeviceMesh, int], ...]
+Axes = tuple[dist.ProcessGroup, ...]
 
 
 @torch.no_grad()
@@ -47,18 +46,26 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
     by_axes: dict[Axes, list[Tensor]] = {}
+    axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
     for tensor in tensors:
-        axes, local = _pieces(tensor)
-        by_axes.setdefault(axes, []).append(local)
+        if isinstance(tensor, DTensor):
+            spec = _compat.spec_of(tensor)
+            key = (id(spec.mesh), spec.placements)
+            if key not in axes_of:
+                axes_of[key] = _sharded_axes(tensor)
+            axes, tensor = axes_of[key], _compat.local_tensor(tensor)
+        else:
+            axes = ()
+        by_axes.setdefault(axes, []).append(tensor)
     if not by_axes:
         return torch.tensor(0.0)
     infinite = math.isinf(norm_type)
     totals = []
     for axes, locals_ in by_axes.items():
         total = _local_power_sum(locals_, norm_type)
-        for mesh, axis in axes:
+        for group in axes:
             op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, op=op, group=mesh.get_group(axis))
+            dist.all_reduce(total, op=op, group=group)
         totals.append(total)
     device = totals[0].device
     stacked = torch.stack([total.to(device) for total in totals])
@@ -98,15 +105,13 @@ def clip_grad_norm_(
         local = _compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
         by_device.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), locals_ in by_device.items():
-        torch._foreach_mul_(locals_, scale.to(device, dtype))
+        _compat.foreach_mul(locals_, scale.to(device, dtype))
     return total
 
 
-def _pieces(tensor: Tensor) -> tuple[Axes, Tensor]:
-    """The mesh axes over which `tensor` is cut, and this rank's piece."""
-    if not isinstance(tensor, DTensor):
-        return (), tensor
-    axes: list[tuple[DeviceMesh, int]] = []
+def _sharded_axes(tensor: DTensor) -> Axes:
+    """The mesh axes over which `tensor` is cut, the mesh's dims by process group."""
+    axes: list[dist.ProcessGroup] = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
             raise ShardingError(
@@ -114,8 +119,8 @@ def _pieces(tensor: Tensor) -> tuple[Axes, Tensor]:
                 " redistribute it before taking its norm"
             )
         if not isinstance(placement, Replicate):
-            axes.append((tensor.device_mesh, axis))
-    return tuple(axes), _compat.local_tensor(tensor)
+            axes.append(tensor.device_mesh.get_group(axis))
+    return tuple(axes)
 
 
 def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
@@ -124,5 +129,5 @@ def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     if not filled:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
-    norms = torch.stack([n.to(wide) for n in torch._foreach_norm(filled, norm_type, dtype=wide)])
+    norms = torch.stack(list(_compat.foreach_norm(filled, norm_type, wide)))
     return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()

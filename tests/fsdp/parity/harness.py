@@ -10,7 +10,7 @@ every rank, `compare(case)` trains
 
 and asserts `ours == torchs` bit for bit (each rank's loss, pieces of gradients and of parameters,
 at every step; names, placements and state_dict keys) and `ours ~ alone` within the case's rounding
-(mean loss at every step; full gradients and parameters at the first and at the last).
+(mean loss at every step; full gradients at the first and the last, full parameters at the last).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def one_pass(model: nn.Module, task: Task, batch: Batch) -> Tensor:
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW with an eps that keeps a gradient's last bit from deciding the sign of an update."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, foreach=True)
 
 
 def nothing(*_: Any) -> None:
@@ -116,7 +116,7 @@ class Record:
     gradient_pieces: list[dict[str, Tensor | None]] = field(default_factory=list)
     parameter_pieces: list[dict[str, Tensor | None]] = field(default_factory=list)
     full_gradients: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
-    full_parameters: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    full_parameters: dict[str, Tensor | None] = field(default_factory=dict)
     placements: dict[str, str] = field(default_factory=dict)
     state_dict: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -154,10 +154,10 @@ def describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {placed}"
 
 
-def run_training(api: ModuleType, case: Case, mesh: DeviceMesh) -> Record:
+def run_training(api: ModuleType, case: Case, mesh: DeviceMesh, *, whole: bool) -> Record:
     """Trains `case` sharded by `api.fully_shard`. Collective over all ranks.
 
-    `api` offers the names of `torch.distributed.fsdp`.
+    `api` offers the names of `torch.distributed.fsdp`; `whole` records full tensors besides the pieces.
     """
     which, count = case.slices(mesh) if case.slices else (dist.get_rank(), dist.get_world_size())
     model = case.task.build()
@@ -170,9 +170,13 @@ def run_training(api: ModuleType, case: Case, mesh: DeviceMesh) -> Record:
         batch = tuple(tensor[rows] for tensor in case.task.batch(step))
         record.losses.append(case.step(model, case.task, batch))
         case.after_backward(model)
-        keep_gradients(record, model, step, last=case.steps - 1)
+        record.gradient_pieces.append(each(model, piece, gradient=True))
+        if whole and step in (0, case.steps - 1):
+            record.full_gradients[step] = each(model, full, gradient=True)
         optimizer.step()
-        keep_parameters(record, model, step, last=case.steps - 1)
+        record.parameter_pieces.append(each(model, piece, gradient=False))
+        if whole and step == case.steps - 1:
+            record.full_parameters = each(model, full, gradient=False)
         optimizer.zero_grad()
         record.observed.append(case.after_step(model, case.task, batch))
     record.state_dict = {name: describe_state(value) for name, value in model.state_dict().items()}
@@ -181,18 +185,6 @@ def run_training(api: ModuleType, case: Case, mesh: DeviceMesh) -> Record:
 
 def describe_state(value: Tensor) -> tuple[Any, ...]:
     return (type(value).__name__, describe(value))
-
-
-def keep_gradients(record: Record, model: nn.Module, step: int, *, last: int) -> None:
-    record.gradient_pieces.append(each(model, piece, gradient=True))
-    if step in (0, last):
-        record.full_gradients[step] = each(model, full, gradient=True)
-
-
-def keep_parameters(record: Record, model: nn.Module, step: int, *, last: int) -> None:
-    record.parameter_pieces.append(each(model, piece, gradient=False))
-    if step in (0, last):
-        record.full_parameters[step] = each(model, full, gradient=False)
 
 
 class Cast:
@@ -221,10 +213,11 @@ def run_alone(case: Case) -> Record:
     for step in range(case.steps):
         record.losses.append(case.alone(run, case.task, case.task.batch(step)))
         case.after_backward(model)
-        keep_gradients(record, model, step, last=case.steps - 1)
+        if step in (0, case.steps - 1):
+            record.full_gradients[step] = each(model, full, gradient=True)
         optimizer.step()
-        keep_parameters(record, model, step, last=case.steps - 1)
         optimizer.zero_grad()
+    record.full_parameters = each(model, full, gradient=False)
     return record
 
 
@@ -263,47 +256,51 @@ def assert_bit_equal(ours: Record, torchs: Record) -> None:
             assert not apart, f"step {step}, rank {rank}: {kind} differs: {apart}"
 
 
-def assert_close_to_single_process(ours: Record, reference: Record, rounding: Rounding) -> None:
-    """Mean loss over ranks, full gradients and full parameters within `rounding`. Collective."""
-
-    def close(mine: Tensor, theirs: Tensor, what: str) -> None:
-        torch.testing.assert_close(
-            mine.float(),
-            theirs.float(),
-            rtol=rounding.relative,
-            atol=rounding.absolute,
-            equal_nan=True,
-            msg=lambda text: f"{what} is further from one process than '{rounding.reason}' explains: {text}",
-        )
-
+def assert_close_to_single_process(ours: Record, case: Case) -> None:
+    """Mean loss over ranks, full gradients and full parameters within the case's rounding. Collective."""
     losses = torch.stack([loss.double() for loss in ours.losses])
     dist.all_reduce(losses)
-    close(losses / dist.get_world_size(), torch.stack(reference.losses), "mean loss")
     if dist.get_rank() != 0:
-        return  # full tensors are the same everywhere: one comparison is enough
-    for what in ("full_gradients", "full_parameters"):
-        for step, theirs in getattr(reference, what).items():
-            mine = getattr(ours, what)[step]
-            assert list(mine) == list(theirs)
-            for name, expected in theirs.items():
-                assert (mine[name] is None) == (expected is None), f"{what} {name} at step {step}"
-                if expected is not None:
-                    close(mine[name], expected, f"{what} {name} at step {step}")
+        return  # what follows is the same everywhere
+    reference = run_alone(case)
+    mean = losses / dist.get_world_size()
+    assert_close("mean loss", {"": mean}, {"": torch.stack(reference.losses)}, case.rounding)
+    for step, expected in reference.full_gradients.items():
+        assert_close(f"gradient at step {step}", ours.full_gradients[step], expected, case.rounding)
+    assert_close("parameter", ours.full_parameters, reference.full_parameters, case.rounding)
+
+
+def assert_close(
+    what: str, ours: dict[str, Tensor | None], alone: dict[str, Tensor | None], rounding: Rounding
+) -> None:
+    assert list(ours) == list(alone), f"names of {what}"
+    for name, expected in alone.items():
+        found = ours[name]
+        assert (found is None) == (expected is None), f"{what} {name}: present in one run only"
+        if found is not None and expected is not None:
+            torch.testing.assert_close(
+                found.float(),
+                expected.float(),
+                rtol=rounding.relative,
+                atol=rounding.absolute,
+                equal_nan=True,
+                msg=lambda text, name=name: f"{what} {name}: more than '{rounding.reason}': {text}",
+            )
 
 
 def compare(case: Case) -> None:
     """Ours against torch's, bit for bit, and against one process. Collective over all ranks."""
     _clear_sharding_prop_cache()  # it may hold an equal mesh of a process group that is gone
     mesh = case.mesh(dist.get_world_size())
-    ours = run_training(OURS, case, mesh)
-    assert_bit_equal(ours, run_training(TORCHS, case, mesh))
-    assert_close_to_single_process(ours, run_alone(case), case.rounding)
+    ours = run_training(OURS, case, mesh, whole=True)
+    assert_bit_equal(ours, run_training(TORCHS, case, mesh, whole=False))
+    assert_close_to_single_process(ours, case)
 
 
 def compare_with_one_process(case: Case) -> None:
     """For what torch's own cannot run on gloo; the test says why."""
-    ours = run_training(OURS, case, case.mesh(dist.get_world_size()))
-    assert_close_to_single_process(ours, run_alone(case), case.rounding)
+    ours = run_training(OURS, case, case.mesh(dist.get_world_size()), whole=True)
+    assert_close_to_single_process(ours, case)
 
 
 def no_options(api: ModuleType) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""Small models for the tests of `fully_shard`, and how to shard them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import fully_shard
+
+
+class Block(nn.Module):
+    """A residual MLP of 4 parameters: 2 * width * 2 * width + 3 * width elements."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """An embedding-like input layer, blocks, and a head; the root owns the first and the last."""
+
+    def __init__(self, *, blocks: int = 3, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * 1.0
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x))
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def sharded_net(*, blocks: int = 3, width: int = 8, **options: Any) -> Net:
+    """A `Net` with every block and the root sharded."""
+    net = Net(blocks=blocks, width=width)
+    for block in net.blocks:
+        fully_shard(block, **options)
+    fully_shard(net, **options)
+    return net
+
+
+def step(model: nn.Module, *, width: int = 8, then: Callable[[], None] | None = None) -> Tensor:
+    """One forward and backward on this rank's batch; returns the loss."""
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = model(x).square().mean()
+    if then is not None:
+        then()
+    loss.backward()
+    return loss.detach()
+
+
+def raises_on_every_rank(kind: type[Exception], act: Callable[[], Any]) -> str:
+    """Check that `act` raises `kind` on this and every other rank; returns this rank's message."""
+    message = None
+    try:
+        act()
+    except kind as error:
+        message = str(error)
+    raised = [None] * dist.get_world_size()
+    dist.all_gather_object(raised, message)
+    assert all(raised), f"raised on each rank: {[m is not None for m in raised]}"
+    assert message is not None
+    return message

@@ -1,0 +1,154 @@
+"""Exactly which collectives a step issues, how many bytes they carry, and what stays gathered."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp.models import Net, sharded_net, step
+from ranks import on_ranks
+from shardwise import FSDPModule, fully_shard
+from shardwise.comm.count import CommCounter
+from shardwise.fsdp.state import state_of
+
+BLOCK_NUMEL, ROOT_NUMEL = 2 * 8 * 16 + 16 + 8, 8 * 8 + 8 + 2 * 8 + 2
+
+
+def kinds(counter: CommCounter) -> dict[str, int]:
+    return {kind: counter.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+def warm(model: nn.Module) -> nn.Module:
+    """Past the first forward, whose ranks compare their layouts."""
+    step(model)
+    model.zero_grad()
+    return model
+
+
+@on_ranks(2, 4)
+def test_a_step_gathers_each_group_twice_but_the_root_and_the_last_block_once() -> None:
+    model = warm(sharded_net(blocks=3))
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 2 * 2 + 1 + 1, "reduce_scatter": 4, "all_reduce": 0}
+
+
+@on_ranks(2)
+def test_the_bytes_of_a_step_are_those_of_the_padded_parameters() -> None:
+    model = warm(sharded_net(blocks=3))
+    with CommCounter() as counter:
+        step(model)
+    assert counter.bytes("all_gather") == 4 * ((2 * 2 + 1) * BLOCK_NUMEL + ROOT_NUMEL)
+    assert counter.bytes("reduce_scatter") == 4 * (3 * BLOCK_NUMEL + ROOT_NUMEL)
+
+
+@on_ranks(2)
+def test_without_resharding_each_group_is_gathered_once() -> None:
+    model = warm(sharded_net(blocks=3, reshard_after_forward=False))
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 0}
+
+
+@on_ranks(2)
+def test_a_root_that_reshards_is_gathered_again_and_keeps_nothing_between() -> None:
+    model = warm(sharded_net(blocks=3, reshard_after_forward=True))
+    shown = []
+    with CommCounter() as counter:
+        step(model, then=lambda: shown.extend(unsharded_groups(model)))
+    assert shown == []
+    assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
+
+
+@on_ranks(4)
+def test_hsdp_adds_one_all_reduce_of_the_shard_per_group() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = warm(sharded_net(blocks=3, mesh=mesh))
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 4}
+    assert counter.bytes("all_reduce") == counter.bytes("reduce_scatter") // 2
+
+
+@on_ranks(4)
+def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups() -> None:
+    model = warm(sharded_net(blocks=3, reshard_after_forward=2))
+    with CommCounter() as counter:
+        step(model)
+    sizes = [call.group_size for call in counter.calls if call.kind == "all_gather"]
+    assert sizes.count(4) == 4  # forward, root included
+    assert sizes.count(2) == 4  # backward: three blocks and the root, which was told to reshard too
+
+
+@on_ranks(2)
+def test_evaluation_gathers_each_group_once_and_keeps_only_the_root() -> None:
+    model = warm(sharded_net(blocks=3))
+    with CommCounter() as counter, torch.no_grad():
+        model(torch.ones(1, 8))
+    assert kinds(counter) == {"all_gather": 4, "reduce_scatter": 0, "all_reduce": 0}
+    assert unsharded_groups(model) == [""]
+
+
+@on_ranks(2)
+def test_accumulation_without_sync_and_without_resharding_communicates_only_once() -> None:
+    model = warm(sharded_net(blocks=3))
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    with CommCounter() as first:
+        step(model)
+    with CommCounter() as second:
+        step(model)
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    with CommCounter() as last:
+        step(model)
+    assert kinds(first) == {"all_gather": 6, "reduce_scatter": 0, "all_reduce": 0}
+    # Forward still frees the blocks: only the parameters that backward left gathered are reused.
+    assert kinds(second)["reduce_scatter"] == 0
+    assert second.count("all_gather") < first.count("all_gather")
+    assert kinds(last)["reduce_scatter"] == 4
+
+
+@on_ranks(2)
+def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
+    net = Net(blocks=2)
+    for block in net.blocks:
+        block.up.requires_grad_(False)
+        fully_shard(block)
+    fully_shard(net)
+    warm(net)
+    with CommCounter() as counter:
+        step(net)
+    up = 8 * 16 + 16
+    assert counter.bytes("reduce_scatter") == 4 * (2 * (BLOCK_NUMEL - up) + ROOT_NUMEL)
+
+
+@on_ranks(2)
+def test_a_module_called_twice_in_a_row_is_gathered_once_for_both_calls() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = fully_shard(nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(torch.relu(self.inner(x)))
+
+    model = warm(fully_shard(Twice()))
+    with CommCounter() as counter, torch.no_grad():
+        model(torch.ones(1, 8))
+    assert counter.count("all_gather") == 1
+
+
+@on_ranks(2)
+def test_parameters_of_several_dtypes_travel_in_one_gather() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.float64).requires_grad_(False))
+    fully_shard(model)
+    with CommCounter() as counter, torch.no_grad():
+        model.unshard()
+    assert [call.dtype for call in counter.calls if call.kind == "all_gather"] == [torch.uint8]
+    assert counter.bytes("all_gather") == (4 + 8) * (64 + 8)
+
+
+def unsharded_groups(model: nn.Module) -> list[str]:
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    return [group.name for state in states for group in state.groups if group.is_unsharded]

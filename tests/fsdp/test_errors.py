@@ -1,0 +1,234 @@
+"""Bad input raises on every rank, before any collective can hang, and names what, where and the fix."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fsdp.models import Net, mesh_of_all, raises_on_every_rank, sharded_net, step
+from ranks import on_ranks
+from shardwise import (
+    DataParallelMeshDims,
+    LifecycleError,
+    RankMismatchError,
+    ShardingError,
+    fully_shard,
+)
+
+
+def mentions(message: str, *words: str) -> None:
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+@on_ranks(4)
+def test_a_mesh_of_the_wrong_shape_names_its_dims_and_what_to_pass() -> None:
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    net = Net()
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(net, mesh=cube))
+    mentions(message, f"rank {dist.get_rank()}", "3 dims", "dp_mesh_dims")
+    unnamed = init_device_mesh("cpu", (2, 2))
+    mentions(raises_on_every_rank(ShardingError, lambda: fully_shard(net, mesh=unnamed)), "mesh_dim_names")
+    dims = DataParallelMeshDims(shard="z")
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(net, mesh=cube, dp_mesh_dims=dims))
+    mentions(message, "'z'", "('a', 'b', 'c')")
+    assert type(net) is Net, "a refused model stays as it was"
+
+
+@on_ranks(2)
+def test_a_module_sharded_twice_is_refused() -> None:
+    net = sharded_net()
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(net))
+    mentions(message, "FSDPNet", "already applied", "inner modules before outer")
+
+
+@on_ranks(2)
+def test_a_list_without_a_forward_is_refused() -> None:
+    blocks = nn.ModuleList([nn.Linear(2, 2)])
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(blocks))
+    mentions(message, "ModuleList", "no forward")
+    assert raises_on_every_rank(ShardingError, lambda: fully_shard([]))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_built_before_sharding_is_caught_at_its_first_step(kind: type) -> None:
+    net = Net(blocks=1)
+    optimizer = kind(net.parameters(), lr=0.1)
+    fully_shard(net)
+    step(net)
+    message = raises_on_every_rank(ShardingError, optimizer.step)
+    mentions(message, kind.__name__, "blocks.0.up.weight", "after fully_shard")
+
+
+@on_ranks(2)
+def test_optimizers_of_other_models_step_as_ever() -> None:
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    sharded_net()
+    other(torch.ones(1, 2)).sum().backward()
+    before = other.bias.detach().clone()
+    optimizer.step()
+    assert not torch.equal(other.bias, before)
+
+
+@on_ranks(2)
+def test_a_shard_dim_out_of_range_names_the_parameter_and_the_dims_it_has() -> None:
+    net = Net()
+    message = raises_on_every_rank(
+        ShardingError, lambda: fully_shard(net, shard_placement_fn=lambda p: Shard(2))
+    )
+    mentions(message, "'inner.weight'", "(8, 8)", "no dim 2", "0 <= d < 2")
+    assert all(type(p) is nn.Parameter for p in net.parameters()), "nothing was sharded"
+
+
+@on_ranks(3)
+def test_an_uneven_dim_other_than_0_is_refused() -> None:
+    message = raises_on_every_rank(
+        ShardingError,
+        lambda: fully_shard(nn.Linear(8, 3, bias=False), shard_placement_fn=lambda p: Shard(1)),
+    )
+    mentions(message, "'weight'", "(3, 8)", "dim 1", "3 ranks")
+
+
+@on_ranks(2)
+def test_a_wrong_answer_of_shard_placement_fn_names_the_parameter() -> None:
+    net = nn.Linear(4, 4)
+    message = raises_on_every_rank(
+        ShardingError,
+        lambda: fully_shard(net, shard_placement_fn=lambda p: 1),  # type: ignore[arg-type, return-value]
+    )
+    mentions(message, "'weight'", "got 1")
+
+
+@on_ranks(2)
+def test_scalar_and_non_contiguous_parameters_are_refused_by_name() -> None:
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    mentions(raises_on_every_rank(ShardingError, lambda: fully_shard(scalar)), "'scale'", "ignored_params")
+    turned = nn.Linear(4, 2)
+    turned.weight = nn.Parameter(torch.ones(4, 2).t())
+    mentions(raises_on_every_rank(ShardingError, lambda: fully_shard(turned)), "'weight'", "contiguous")
+
+
+@on_ranks(4)
+def test_a_number_of_ranks_to_reshard_to_must_divide_the_shard_axis() -> None:
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(Net(), reshard_after_forward=3))
+    mentions(message, "reshard_after_forward=3", "4 ranks")
+
+
+@on_ranks(2)
+def test_an_unknown_layout_is_refused() -> None:
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(Net(), layout="diagonal"))
+    mentions(message, "'diagonal'", "interleaved")
+
+
+@on_ranks(2, 3)
+def test_different_models_on_different_ranks_raise_on_each_rank_with_both_sides() -> None:
+    width = 8 if dist.get_rank() == 0 else 9
+    net = fully_shard(nn.Linear(width, 4))
+    message = raises_on_every_rank(RankMismatchError, lambda: net(torch.ones(1, width)))
+    mentions(message, "weight: shape [4, 8]", "weight: shape [4, 9]", "Build the same model")
+
+
+@on_ranks(2)
+def test_freezing_a_parameter_on_one_rank_only_is_caught_before_its_reduction_hangs() -> None:
+    net = Net(blocks=1)
+    net.head.requires_grad_(dist.get_rank() == 0)
+    fully_shard(net)
+    message = raises_on_every_rank(RankMismatchError, lambda: step(net))
+    mentions(message, "head.weight")
+
+
+@on_ranks(2)
+def test_calling_a_part_of_a_sharded_model_names_the_parameter_and_the_ways_out() -> None:
+    net = sharded_net()
+    step(net)
+    message = raises_on_every_rank(LifecycleError, lambda: net.head(torch.ones(1, 8)))
+    mentions(message, "'head.weight'", "register_fsdp_forward_method", "unshard()")
+    net.unshard()
+    assert net.head(torch.ones(1, 8)).shape == (1, 2)
+    net.reshard()
+    with pytest.raises(LifecycleError, match=r"head\.weight"):
+        net.head(torch.ones(1, 8))
+
+
+@on_ranks(2)
+def test_calling_a_part_before_the_first_forward_is_refused_as_well() -> None:
+    net = sharded_net()
+    message = raises_on_every_rank(LifecycleError, lambda: net.features(torch.ones(1, 8)))
+    mentions(message, "'inner.weight'")
+
+
+@on_ranks(2)
+def test_parameters_left_on_the_meta_device_are_named() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net)
+    message = raises_on_every_rank(ShardingError, lambda: net(torch.ones(1, 4)))
+    mentions(message, "'0.weight'", "meta", "to_empty")
+
+
+@on_ranks(2)
+def test_a_parameter_moved_to_the_wrong_device_is_named() -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    net[1].to("meta")
+    message = raises_on_every_rank(ShardingError, lambda: net(torch.ones(1, 4)))
+    mentions(message, "'1.weight'", "meta")
+
+
+@on_ranks(2)
+def test_one_parameter_in_two_groups_is_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    tied = Tied()
+    fully_shard(tied.a)
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(tied.b))
+    mentions(message, "'weight'", "fully_shard([")
+
+
+@on_ranks(2)
+def test_a_list_cannot_be_the_root() -> None:
+    a, b = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+    message = raises_on_every_rank(LifecycleError, lambda: a(torch.ones(1, 2)))
+    mentions(message, "root", "list of 2")
+    assert b is not None
+
+
+@on_ranks(2)
+def test_an_inner_module_must_not_run_before_its_root() -> None:
+    net = sharded_net()
+    net.blocks[0](torch.ones(1, 8))
+    message = raises_on_every_rank(LifecycleError, lambda: net(torch.ones(1, 8)))
+    mentions(message, "'blocks.0'", "through the root")
+
+
+@on_ranks(2)
+def test_replacing_a_sharded_parameter_by_a_plain_one_is_refused() -> None:
+    net = fully_shard(nn.Linear(4, 4))
+    net.weight = nn.Parameter(torch.ones(4, 4))
+    message = raises_on_every_rank(ShardingError, lambda: net(torch.ones(1, 4)))
+    mentions(message, "'weight'", "DTensor of shape (4, 4)")
+
+
+@on_ranks(2)
+def test_setters_refuse_what_they_cannot_use() -> None:
+    net = sharded_net(mesh=mesh_of_all())
+    mentions(raises_on_every_rank(ShardingError, lambda: net.set_reshard_after_forward(2)), "bool")
+    mentions(raises_on_every_rank(ShardingError, lambda: net.set_reduce_scatter_max_input_buffers(0)), "1")
+    mentions(raises_on_every_rank(ShardingError, net.set_symm_mem_for_comm), "'gloo'", "NCCL")
+    mentions(
+        raises_on_every_rank(ShardingError, lambda: net.set_modules_to_forward_prefetch([nn.Linear(1, 1)])),
+        "Linear",
+    )
+    net.set_gradient_divide_factor(-1.0)
+    mentions(raises_on_every_rank(ShardingError, lambda: step(net)), "positive", "-1.0")

@@ -1,0 +1,109 @@
+"""Memory: what is freed when, in bytes of storage and by weak references."""
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from fsdp.models import Net, sharded_net, step
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.fsdp.state import state_of
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of unsharded buffers that exist now."""
+    states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
+    return sum(full.untyped_storage().nbytes() for s in states for g in s.groups for full in g.full)
+
+
+@on_ranks(2)
+def test_unsharded_memory_exists_only_inside_a_step() -> None:
+    model = sharded_net(blocks=3)
+    root, block = 4 * (8 * 8 + 8 + 2 * 8 + 2), 4 * (2 * 8 * 16 + 16 + 8)
+    between = []
+    step(model, then=lambda: between.append(gathered_bytes(model)))
+    assert between == [root + block]  # the root, and the last block, which backward needs first
+    assert gathered_bytes(model) == 0
+
+
+@on_ranks(2)
+def test_forward_never_holds_more_than_two_groups_and_the_root() -> None:
+    model = sharded_net(blocks=5)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *unused: seen.append(gathered_bytes(model)))
+        block.register_forward_hook(lambda *unused: seen.append(gathered_bytes(model)))
+    step(model)
+    root, block = 4 * (8 * 8 + 8 + 2 * 8 + 2), 4 * (2 * 8 * 16 + 16 + 8)
+    assert max(seen) == root + block
+
+
+@on_ranks(2)
+def test_backward_never_holds_more_than_two_groups_and_the_root() -> None:
+    model = sharded_net(blocks=5)
+    seen: list[int] = []
+    step(model)
+    for state in (state_of(block) for block in model.blocks):
+        assert state is not None
+        for group in state.groups:
+            for param in group.params:
+                assert param.unsharded is not None
+                param.unsharded.register_hook(lambda grad: seen.append(gathered_bytes(model)))
+    step(model)
+    root, block = 4 * (8 * 8 + 8 + 2 * 8 + 2), 4 * (2 * 8 * 16 + 16 + 8)
+    assert len(seen) == 5 * 4
+    assert max(seen) <= root + 2 * block
+
+
+@on_ranks(2)
+def test_each_rank_stores_its_share_of_parameters_gradients_and_optimizer_state() -> None:
+    model = sharded_net(blocks=3)
+    whole = sum(p.numel() for p in Net(blocks=3).parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model)
+    optimizer.step()
+    held = sum(p.to_local().numel() for p in model.parameters())
+    grads = sum(p.grad.to_local().numel() for p in model.parameters())
+    moments = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
+    assert held == grads == moments == whole // 2
+
+
+@on_ranks(2)
+def test_a_deleted_model_is_gone_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded_net(blocks=2)
+        step(model)
+        model.zero_grad()
+        watched = [weakref.ref(model), weakref.ref(model.blocks[0]), weakref.ref(state_of(model))]
+        watched += [weakref.ref(g) for g in state_of(model).groups]
+        del model
+        assert [ref() for ref in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
+def test_gathered_memory_does_not_grow_over_steps() -> None:
+    model = sharded_net(blocks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = []
+    for _ in range(6):
+        step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    assert counts[2:] == [counts[2]] * 4
+
+
+@on_ranks(2)
+def test_the_whole_parameters_are_freed_when_sharded() -> None:
+    net = nn.Linear(64, 64)
+    data = weakref.ref(net.weight)
+    fully_shard(net)
+    gc.collect()
+    assert data() is None
