@@ -1,0 +1,128 @@
+"""The `shardwise` command: argument parsing and printing; the work is in the modules it calls.
+
+Exit status of every command: 0 all well, 1 the command ran and found something wrong, 2 it could
+not run.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+OK, FOUND, NOT_RUN = 0, 1, 2
+
+app = typer.Typer(
+    help="Sharded training for PyTorch models too large for one device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Layout(StrEnum):
+    """The memory layouts of `fully_shard`."""
+
+    interleaved = "interleaved"
+    contiguous = "contiguous"
+
+
+class Precision(StrEnum):
+    """The dtypes a tolerance can be derived from."""
+
+    float64 = "float64"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+@app.callback()
+def main() -> None:
+    """Sharded training for PyTorch models too large for one device."""
+
+
+@app.command(
+    epilog="Exit status: 0 all within tolerance; 1 some loss, gradient or parameter beyond tolerance; "
+    "2 the case could not be run (no such script or verify_case, a rank raised, died or hung)."
+)
+def verify(
+    case: Annotated[
+        str, typer.Argument(help="script.py[:FUNCTION] or package.module[:FUNCTION]; FUNCTION is verify_case")
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Local processes to shard over.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 5,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Largest difference relative to a tensor's scale. Default: derived."),
+    ] = None,
+    dtype: Annotated[
+        Precision | None,
+        typer.Option(
+            help="Derive the tolerance from this dtype. Default: the coarsest parameter or gradient."
+        ),
+    ] = None,
+    hsdp: Annotated[int, typer.Option(min=1, help="Replicas R of a (R, ranks / R) mesh.")] = 1,
+    layout: Annotated[
+        Layout | None, typer.Option(help="Layout to ask the case's shard function for.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of every process.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds without progress that count as a hang.")] = 120.0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write every difference to this file.")
+    ] = None,
+) -> None:
+    """Compare training on one process with the same training sharded over local ranks, step by step."""
+    import torch
+
+    from shardwise import verify as verification
+
+    console = Console()
+    try:
+        result = verification.verify(
+            case,
+            ranks=ranks,
+            steps=steps,
+            tolerance=tolerance,
+            dtype=getattr(torch, dtype.value) if dtype else None,
+            replicas=hsdp,
+            layout=layout.value if layout else None,
+            seed=seed,
+            timeout=timeout,
+        )
+    except verification.CaseError as error:
+        if json_path is not None:
+            failure = {"verdict": "not run", "case": case, "error": str(error), "traceback": error.traceback}
+            json_path.write_text(json.dumps(failure, indent=1) + "\n")
+        _print_failure(error, error.traceback)
+        raise typer.Exit(NOT_RUN) from None
+    if json_path is not None:
+        result.write_json(json_path)
+    console.print(verification.table(result))
+    console.print(f"Tolerance: {result.tolerance.base:.2g} ({result.tolerance.reason})", highlight=False)
+    console.print(verification.verdict(result), markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(OK if result.ok else FOUND)
+
+
+@app.command(epilog="Exit status: 0 everything needed works; 1 something needed is broken.")
+def doctor() -> None:
+    """Check that this machine can run sharded training, and say what to mend."""
+    from shardwise.doctor import Status, examine, table
+
+    results = examine()
+    Console().print(table(results))
+    raise typer.Exit(FOUND if any(result.status is Status.BROKEN for result in results) else OK)
+
+
+def _print_failure(error: Exception, trace: str) -> None:
+    console = Console(stderr=True)
+    if trace:
+        console.print(trace.rstrip(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,24 @@
+"""Is the sharded run the same training as the unsharded one? Step by step, parameter by parameter.
+
+case.py finds a script's `Case`; reference.py runs it on one process, sharded.py on N ranks, both
+started by processes.py; compare.py says what is allowed and what is beyond; result.py reports.
+"""
+
+from .case import Case, CaseError, load_case
+from .compare import START, Difference, Tolerance
+from .result import VerifyResult, describe, table, verdict
+from .run import verify
+
+__all__ = [
+    "START",
+    "Case",
+    "CaseError",
+    "Difference",
+    "Tolerance",
+    "VerifyResult",
+    "describe",
+    "load_case",
+    "table",
+    "verdict",
+    "verify",
+]

@@ -1,0 +1,141 @@
+"""What a script offers to be verified: one training step taken apart, and how it is found.
+
+A `Case` holds the five pieces that a training step is made of, so that the same step can run
+unsharded in one process and sharded on many. A spec names where it comes from:
+
+    train.py                       verify_case() of that file
+    train.py:small_case            another function of that file
+    package.module                 verify_case() of an importable module
+    package.module:small_case      another function of that module
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+
+DEFAULT_FACTORY = "verify_case"
+
+
+class CaseError(ShardwiseError):
+    """A case that cannot be found, built or run.
+
+    `traceback` is the traceback, stack or log of the process that failed; empty where the message
+    says it all.
+    """
+
+    def __init__(self, message: str, *, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step in five functions. Every process calls them with the same arguments.
+
+    `build` must give the same weights wherever it is called. `shard` applies `fully_shard` in place
+    over the mesh; with a parameter named `layout` it can be asked for one. `batch` returns the
+    *global* batch of a step, counted from 0: tensors whose dim 0 is cut evenly over the ranks.
+    `loss` returns the mean over the samples it is given, a scalar. The step must not mix samples
+    (batch statistics) nor draw random numbers (dropout), or it has no equal on several ranks.
+    """
+
+    build: Callable[[], nn.Module]
+    shard: Callable[..., None]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batch: Callable[[int], tuple[torch.Tensor, ...]]
+    loss: Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.Tensor]
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """(file or module, name of the factory) of a case spec."""
+    target, colon, factory = spec.rpartition(":")
+    if not colon or not factory.isidentifier():
+        return spec, DEFAULT_FACTORY
+    return target, factory
+
+
+def load_case(spec: str) -> Case:
+    """Import what `spec` names, in this process, and call its factory.
+
+    The script sees what it would see when run directly: its own directory and the current one on
+    `sys.path`, and no command-line arguments. Raises `CaseError` where there is no such case;
+    whatever the script itself raises passes through.
+    """
+    target, name = split_spec(spec)
+    module = _import_script(Path(target)) if target.endswith(".py") else _import_name(target)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise CaseError(
+            f"{target} has no function `{name}()`. Expected a module-level function returning "
+            f"shardwise.verify.Case; name another one with `{target}:FUNCTION`."
+        )
+    case = factory()
+    if not isinstance(case, Case):
+        raise CaseError(
+            f"`{name}()` of {target} returned {type(case).__name__}, expected shardwise.verify.Case."
+        )
+    return case
+
+
+def apply_shard(case: Case, module: nn.Module, mesh: Any, *, layout: str | None) -> None:
+    """Run `case.shard`, passing `layout` on when one was asked for.
+
+    Raises `CaseError` when a layout was asked for and `case.shard` takes none.
+    """
+    if layout is None:
+        case.shard(module, mesh)
+        return
+    parameters = inspect.signature(case.shard).parameters.values()
+    if not any(p.name == "layout" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        raise CaseError(
+            f"layout {layout!r} was asked for, but this case's shard function takes no `layout`. "
+            "Declare it `def shard(module, mesh, layout='interleaved')` and pass it to fully_shard."
+        )
+    case.shard(module, mesh, layout=layout)
+
+
+def _import_script(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CaseError(f"No such file: {path}")
+    _put_on_path(str(path.resolve().parent), os.getcwd())
+    name = f"shardwise_case_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CaseError(f"{path} cannot be imported as a Python file.")
+    sys.argv = [str(path)]
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_name(name: str) -> ModuleType:
+    _put_on_path(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise
+        raise CaseError(
+            f"No module named {error.name!r}. Give a file ending in .py, or a module importable from here."
+        ) from None
+
+
+def _put_on_path(*folders: str) -> None:
+    for folder in reversed(folders):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)

@@ -1,0 +1,226 @@
+"""How far apart two runs may be, and how far apart they are. Pure functions over tensors.
+
+    allowed difference of element i = tolerance * scale + slack[i]
+    tolerance   relative; from the dtype and the number of terms summed, or given by the user
+    scale       largest magnitude in the reference tensor, at least SCALE_FLOOR of the largest over
+                all tensors of its kind in that step (a gradient that cancels to nearly nothing has
+                the rounding of the terms that cancelled)
+    slack       parameters only: what the optimizer may make of a gradient difference that is itself
+                allowed; Adam's first step is lr * sign(gradient), so an element whose gradient is
+                rounding noise may move either way
+
+docs/verify.md derives each term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["loss", "gradient", "parameter"]
+KINDS: tuple[Kind, ...] = ("loss", "gradient", "parameter")
+
+START = -1  # the step number of the comparison before the first step
+SCALE_FLOOR = 1e-3
+SAFETY = 8.0
+CHUNK_NUMEL = 1 << 20  # elements compared at once, so that float64 copies stay small
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest difference allowed, relative to the tensor's scale."""
+
+    base: float  # at step 0 and before it
+    growth: float  # added at every later step, as a fraction of base
+    reason: str  # one line for the reader of a report
+
+    def at(self, step: int) -> float:
+        """Relative tolerance of a step; `START` counts as step 0."""
+        return self.base * (1.0 + self.growth * max(step, 0))
+
+
+def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Tolerance:
+    """The tolerance that rounding alone explains, with a safety factor.
+
+    `dtype` is the coarsest one that values are stored in, `terms` the number of terms a gradient
+    element sums over the global batch, `layers` the number of operations between input and loss.
+    """
+    stored = torch.finfo(dtype).eps / 2
+    accumulated = min(stored, torch.finfo(torch.float32).eps / 2)
+    base = SAFETY * (stored * math.sqrt(layers) + accumulated * math.sqrt(terms))
+    name = str(dtype).removeprefix("torch.")
+    return Tolerance(
+        base=base, growth=1.0, reason=f"rounding of {name}: {layers} layers, {terms} terms, growing by step"
+    )
+
+
+def fixed_tolerance(value: float) -> Tolerance:
+    """The same relative tolerance at every step; 0 asks for equal bits."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"tolerance must be a finite number >= 0, got {value}")
+    return Tolerance(base=value, growth=0.0, reason="given")
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The floating-point dtype with the largest rounding error; float32 where there is none."""
+    floating = {d for d in dtypes if d.is_floating_point}
+    return max(floating, key=lambda d: (torch.finfo(d).eps, str(d)), default=torch.float32)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor (or the loss) of one step is from the reference."""
+
+    kind: Kind
+    step: int  # START before the first step
+    name: str  # fully qualified name of the parameter; "loss" for the loss
+    absolute: float = 0.0  # largest |found - expected|
+    relative: float = 0.0  # absolute over the tensor's scale
+    used: float = 0.0  # largest share of its allowed difference that an element uses
+    problem: str = ""  # what is wrong where numbers cannot say it
+    rank: int = 0  # the rank that found it
+
+    @property
+    def beyond(self) -> bool:
+        """Whether this is more than rounding explains."""
+        return bool(self.problem) or not self.used <= 1.0
+
+    @property
+    def severity(self) -> tuple[bool, float, float]:
+        """Sorts differences from harmless to worst."""
+        return (bool(self.problem), _orderable(self.used), _orderable(self.relative))
+
+
+def _orderable(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def scale_of(tensor: torch.Tensor) -> float:
+    """Largest finite magnitude in `tensor`; 0.0 for one without elements."""
+    largest = 0.0
+    for chunk in _chunks(tensor):
+        magnitude = chunk.abs()
+        largest = max(largest, float(torch.where(magnitude.isfinite(), magnitude, 0.0).max()))
+    return largest
+
+
+def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
+    """The scale that differences of `tensor` are measured against; `overall` is the largest of its kind."""
+    return max(scale_of(tensor), SCALE_FLOOR * overall)
+
+
+def compare_tensors(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    kind: Kind,
+    step: int,
+    name: str,
+    scale: float,
+    tolerance: float,
+    slack: torch.Tensor | None = None,
+    rank: int = 0,
+) -> Difference:
+    """Compare two tensors of one shape element by element, in float64.
+
+    `slack` (shape of `expected`) is an absolute difference allowed on top of `tolerance * scale`.
+    A value that is not finite on either side is a problem whatever the tolerance.
+    """
+    if found.shape != expected.shape:
+        problem = f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+        return Difference(kind=kind, step=step, name=name, problem=problem, rank=rank)
+    absolute = used = 0.0
+    broken_found = broken_expected = 0
+    slacks = _chunks(slack) if slack is not None else None
+    for left, right in zip(_chunks(found), _chunks(expected), strict=True):
+        extra = next(slacks) if slacks is not None else torch.zeros((), dtype=torch.float64)
+        broken_found += int((~left.isfinite()).sum())
+        broken_expected += int((~right.isfinite()).sum())
+        distance = (left - right).abs().nan_to_num(nan=math.inf)
+        allowed = tolerance * scale + extra
+        share = torch.where(distance == 0, 0.0, distance / allowed)
+        absolute = max(absolute, float(distance.max()))
+        used = max(used, float(share.max()))
+    return Difference(
+        kind=kind,
+        step=step,
+        name=name,
+        absolute=absolute,
+        relative=_ratio(absolute, scale),
+        used=used,
+        problem=_not_finite(broken_found, broken_expected),
+        rank=rank,
+    )
+
+
+def compare_losses(found: float, expected: float, *, step: int, tolerance: float) -> Difference:
+    """Compare the mean loss over ranks with the reference's."""
+    left, right = (torch.tensor([value], dtype=torch.float64) for value in (found, expected))
+    scale = scale_of(right)
+    return compare_tensors(left, right, kind="loss", step=step, name="loss", scale=scale, tolerance=tolerance)
+
+
+def optimizer_slack(
+    before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor | None, *, allowed_gradient: float
+) -> torch.Tensor:
+    """What one optimizer step may add to a parameter's difference, per element, in its dtype.
+
+    An element's update depends on its gradient at most in proportion (SGD, momentum, Adam and
+    their kind): a gradient off by the share d / |g| moves the update by no more than that share of
+    the largest update in the tensor, and an update can at most turn around. Zero without gradient.
+    """
+    if gradient is None or allowed_gradient == 0.0 or before.numel() == 0:
+        return torch.zeros_like(after)
+    largest = scale_of(after - before)
+    magnitude = gradient.abs().to(after.dtype)
+    share = torch.where(magnitude > allowed_gradient, allowed_gradient / magnitude, 1.0)
+    return (2.0 * largest * share).to(after.dtype)
+
+
+def first_beyond(differences: Iterable[Difference]) -> Difference | None:
+    """The first difference beyond tolerance, in the order given."""
+    return next((difference for difference in differences if difference.beyond), None)
+
+
+def worst(differences: Iterable[Difference]) -> Difference | None:
+    """The most severe difference; the earliest where several are equal."""
+    return max(differences, key=lambda difference: difference.severity, default=None)
+
+
+def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
+    """One difference per (kind, name) out of what several ranks found: the worst, in first-seen order."""
+    merged: dict[tuple[Kind, str], Difference] = {}
+    for differences in by_rank:
+        for difference in differences:
+            key = (difference.kind, difference.name)
+            known = merged.get(key)
+            if known is None or difference.severity > known.severity:
+                merged[key] = difference
+    return list(merged.values())
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`tensor` as flat float64 pieces on the CPU (complex numbers as pairs); none when it is empty."""
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
+    for start in range(0, flat.numel(), CHUNK_NUMEL):
+        yield flat[start : start + CHUNK_NUMEL].to(device="cpu", dtype=torch.float64)
+
+
+def _ratio(value: float, scale: float) -> float:
+    if value == 0.0:
+        return 0.0
+    return value / scale if scale > 0.0 else math.inf
+
+
+def _not_finite(found: int, expected: int) -> str:
+    sides = [
+        f"{count} value{'s' if count > 1 else ''} not finite {where}"
+        for count, where in ((found, "on the ranks"), (expected, "in the reference"))
+        if count
+    ]
+    return " and ".join(sides)

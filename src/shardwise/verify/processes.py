@@ -1,0 +1,265 @@
+"""Run a function on N local processes joined by gloo, and say which one failed and why.
+
+Every process reports over its own pipe: ("alive",) now and then, then ("done", value) or
+("failed", time, message, traceback). The parent kills all of them when one fails, dies, or when
+none has reported for `timeout` seconds, and names the earliest cause: once one rank is gone, the
+others fail too, with errors about lost connections. Rendezvous is by a file in a temporary folder,
+so that any number of runs at once never clash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+
+GRACE_S = 1.0  # how long to listen for an earlier cause after the first failure is heard of
+LOG_LINES = 30
+STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
+
+
+class RankError(ShardwiseError):
+    """A local rank raised, died or hung. `traceback` is its traceback, stack or last output."""
+
+    def __init__(self, message: str, *, rank: int, traceback: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+@dataclass
+class _Child:
+    rank: int
+    label: str  # how messages call it
+    process: BaseProcess
+    pipe: Connection
+    log: Path
+    done: bool = False
+    value: Any = None
+    failure: tuple[float, str, str] | None = field(default=None)  # time, message, traceback
+
+
+def run_ranks(
+    target: Callable[..., Any], *args: Any, world_size: int, timeout: float, name: str = "rank"
+) -> list[Any]:
+    """Call `target(alive, *args)` on `world_size` new local processes; values returned by rank.
+
+    `target` (a module-level function) finds a gloo default process group of that size, one thread
+    per process, and `alive`, a function to call whenever it gets somewhere. `timeout` is in seconds
+    without any process getting anywhere. What the processes print is kept out of sight and quoted
+    when they fail. Raises `RankError`; no process outlives the call.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
+        children: list[_Child] = []
+        try:
+            for rank in range(world_size):
+                label = f"{name} {rank}" if world_size > 1 else name
+                children.append(_start(target, args, rank, world_size, Path(folder), timeout, label))
+            _listen(children, timeout)
+            _raise_failure(children)
+            return [child.value for child in children]
+        finally:
+            _end(children)
+
+
+def _start(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    timeout: float,
+    label: str,
+) -> _Child:
+    context = _context()
+    ours, theirs = context.Pipe(duplex=False)
+    log = folder / f"log{rank}"
+    process = context.Process(  # type: ignore[attr-defined]
+        target=_main,
+        args=(target, args, rank, world_size, str(folder), str(log), timeout, theirs),
+        daemon=True,
+    )
+    process.start()
+    theirs.close()
+    return _Child(rank=rank, label=label, process=process, pipe=ours, log=log)
+
+
+def _context() -> mp.context.BaseContext:
+    """Processes forked from a server that has imported torch and started no threads.
+
+    The import, seconds long, is then paid once instead of once per rank.
+    """
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.verify"])
+    return context
+
+
+def _main(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: str,
+    log: str,
+    timeout: float,
+    pipe: Connection,
+) -> None:
+    """The life of one rank, from its first line to its report."""
+    _write_output_to(log)
+    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # also where the host name does not resolve
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout + 60.0),  # the parent notices a hang first
+        )
+        value = target(lambda: pipe.send(("alive",)), *args)
+        pipe.send(("done", value))
+        pipe.close()
+        dist.barrier()  # nobody closes its connections while another still uses them
+        dist.destroy_process_group()
+    except BaseException as error:
+        if not pipe.closed:
+            pipe.send(("failed", time.monotonic(), _one_line(error), traceback.format_exc()))
+        os._exit(1)
+
+
+def _write_output_to(log: str) -> None:
+    """Send everything this process prints, and its stack when asked by signal, to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=sys.stderr)
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=False)
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _listen(children: list[_Child], timeout: float) -> None:
+    """Take in reports until all are done, or one failed and its grace is over, or nobody moves."""
+    deadline = time.monotonic() + timeout
+    ending = math.inf
+    while open_children := [child for child in children if not child.done and child.failure is None]:
+        remaining = min(deadline, ending) - time.monotonic()
+        ready = wait([child.pipe for child in open_children], max(remaining, 0.0))
+        if not ready:
+            if ending == math.inf:
+                _record_hang(open_children, timeout)
+            return
+        deadline = time.monotonic() + timeout
+        for child in open_children:
+            if child.pipe in ready:
+                _take(child)
+            if child.failure is not None:
+                ending = min(ending, time.monotonic() + GRACE_S)
+
+
+def _take(child: _Child) -> None:
+    try:
+        report = child.pipe.recv()
+    except (EOFError, OSError):
+        child.process.join(GRACE_S)
+        # a death goes before every error it causes elsewhere
+        child.failure = (-math.inf, f"{child.label}: died ({_death(child.process.exitcode)})", "")
+        return
+    if report[0] == "done":
+        child.done, child.value = True, report[1]
+    elif report[0] == "failed":
+        _, when, message, trace = report
+        child.failure = (when, f"{child.label}: {message}", trace)
+
+
+def _death(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit status {exitcode}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-exitcode).name}"
+    return f"signal {-exitcode}"
+
+
+def _record_hang(children: list[_Child], timeout: float) -> None:
+    """Ask every process that is still running for its stack, and fail the first with all of them."""
+    if STACK_SIGNAL is not None:
+        before = {child.rank: _log_size(child) for child in children}
+        for child in children:
+            if child.process.pid is not None and child.process.is_alive():
+                os.kill(child.process.pid, STACK_SIGNAL)
+        give_up = time.monotonic() + GRACE_S
+        while time.monotonic() < give_up and any(_log_size(c) == before[c.rank] for c in children):
+            time.sleep(0.02)
+        time.sleep(0.05)  # a stack is written line by line
+    stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in children)
+    waiting = ", ".join(child.label for child in children)
+    message = f"nothing moved for {timeout:g} s; still running: {waiting}"
+    children[0].failure = (time.monotonic(), message, stacks)
+
+
+def _log_size(child: _Child) -> int:
+    return child.log.stat().st_size if child.log.exists() else 0
+
+
+def _raise_failure(children: list[_Child]) -> None:
+    failed = [child for child in children if child.failure is not None]
+    if not failed:
+        return
+    first = min(failed, key=lambda child: (child.failure or (0.0, "", ""))[0])
+    assert first.failure is not None
+    _, message, trace = first.failure
+    raise RankError(message, rank=first.rank, traceback=trace or _tail(first.log))
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-LOG_LINES:])
+
+
+def _end(children: list[_Child]) -> None:
+    """Let finished processes leave by themselves, kill the others, and wait for all."""
+    finished = bool(children) and all(child.done for child in children)
+    for child in _until(children, GRACE_S * 5 if finished else 0.0):
+        child.process.kill()
+    for child in children:
+        child.process.join()
+        child.process.close()
+        child.pipe.close()
+
+
+def _until(children: list[_Child], seconds: float) -> Iterator[_Child]:
+    """The children still running after waiting up to `seconds` for all of them."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.process.join(max(deadline - time.monotonic(), 0.0))
+        if child.process.is_alive():
+            yield child

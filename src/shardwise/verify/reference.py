@@ -1,0 +1,163 @@
+"""The run everything is measured against: one process, no sharding, the whole batch.
+
+Leaves files in a folder, read back by the ranks one tensor at a time:
+
+    start.pt      parameters before the first step, names that are tied to them, scales
+    step<i>.pt    loss, gradients, parameters after the step, scales, slack
+
+Only tensors, numbers and strings are stored, and they are loaded as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .case import Case, CaseError, load_case
+from .compare import (
+    START,
+    Tolerance,
+    coarsest,
+    derived_tolerance,
+    fixed_tolerance,
+    floored_scale,
+    optimizer_slack,
+    scale_of,
+)
+
+Parameters = dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run; the same object goes to every process."""
+
+    spec: str
+    ranks: int
+    steps: int
+    seed: int
+    folder: str
+    tolerance: float | None  # None: derived
+    dtype: torch.dtype | None  # None: found out from the reference
+    replicas: int  # 1: a mesh of one axis
+    layout: str | None  # None: the case's own choice
+
+
+def file_of(folder: str, step: int) -> Path:
+    """Where the reference leaves a step; `START` is the state before the first."""
+    return Path(folder) / ("start.pt" if step == START else f"step{step}.pt")
+
+
+def read_step(folder: str, step: int) -> dict[str, Any]:
+    """What the reference left of a step, mapped into memory and read as tensors are touched."""
+    loaded: dict[str, Any] = torch.load(
+        file_of(folder, step), map_location="cpu", weights_only=True, mmap=True
+    )
+    return loaded
+
+
+def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
+    """(parameters by name, each once; {further name: first name} of those that are tied)."""
+    first: Parameters = {}
+    tied: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        name = raw.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        if id(parameter) in names:
+            tied[name] = names[id(parameter)]
+        else:
+            names[id(parameter)] = name
+            first[name] = parameter
+    return first, tied
+
+
+def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
+    """The global batch of a step. Raises `CaseError` for anything but tensors of one length."""
+    batch = case.batch(step)
+    batch = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
+    for index, entry in enumerate(batch):
+        if not isinstance(entry, torch.Tensor) or entry.dim() == 0:
+            raise CaseError(
+                f"batch({step})[{index}] is {entry!r:.60}; expected a tensor whose dim 0 is the batch."
+            )
+    if len({entry.shape[0] for entry in batch}) != 1:
+        raise CaseError(
+            f"batch({step}) has tensors of lengths {[e.shape[0] for e in batch]}; expected one length."
+        )
+    return batch
+
+
+def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The scalar loss. Raises `CaseError` for anything else."""
+    loss = case.loss(module, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise CaseError(f"loss() returned {loss!r:.60}; expected a tensor with one element.")
+    return loss
+
+
+def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
+    """Run every step unsharded, leave the files in `plan.folder`, and return the tolerance."""
+    torch.manual_seed(plan.seed)
+    case = load_case(plan.spec)
+    module = case.build()
+    parameters, tied = named(module)
+    if not parameters:
+        raise CaseError("build() returned a module without parameters; there is nothing to compare.")
+    optimizer = case.optimizer(module)
+    before = _copies(parameters)
+    slack = {name: torch.zeros_like(value) for name, value in before.items()}
+    start = {"parameters": before, "parameter_scales": _scales(before), "tied": tied}
+    torch.save(start, file_of(plan.folder, START))
+    tolerance: Tolerance | None = None
+    for step in range(plan.steps):
+        alive()
+        torch.manual_seed(plan.seed + step)
+        batch = take_batch(case, step)
+        optimizer.zero_grad()
+        loss = take_loss(case, module, batch)
+        torch.autograd.backward(loss)
+        gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
+        tolerance = tolerance or _tolerance(plan, parameters, gradients, batch)
+        gradient_scales = _scales(gradients)
+        kept = {name: gradient.clone() for name, gradient in gradients.items()}  # step() may change them
+        optimizer.step()
+        after = _copies(parameters)
+        for name, value in slack.items():
+            allowed = tolerance.at(step) * gradient_scales.get(name, 0.0)
+            value += optimizer_slack(before[name], after[name], kept.get(name), allowed_gradient=allowed)
+        record = {
+            "loss": float(loss.detach()),
+            "gradients": kept,
+            "gradient_scales": gradient_scales,
+            "parameters": after,
+            "parameter_scales": _scales(after),
+            "slack": slack,
+        }
+        torch.save(record, file_of(plan.folder, step))
+        before = after
+    assert tolerance is not None
+    return tolerance
+
+
+def _tolerance(
+    plan: Plan, parameters: Parameters, gradients: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]
+) -> Tolerance:
+    if plan.tolerance is not None:
+        return fixed_tolerance(plan.tolerance)
+    found = coarsest([p.dtype for p in parameters.values()] + [g.dtype for g in gradients.values()])
+    terms = max(entry.numel() for entry in batch)
+    return derived_tolerance(plan.dtype or found, terms=terms, layers=len(parameters))
+
+
+def _copies(parameters: Parameters) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _scales(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    overall = max((scale_of(tensor) for tensor in tensors.values()), default=0.0)
+    return {name: floored_scale(tensor, overall=overall) for name, tensor in tensors.items()}

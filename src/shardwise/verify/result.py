@@ -1,0 +1,150 @@
+"""What a verification found, as data, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .compare import KINDS, START, Difference, Kind, Tolerance, first_beyond, worst
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """All differences of one verification, in the order in which they were met."""
+
+    spec: str
+    ranks: int
+    replicas: int  # ranks are (replicas, ranks / replicas)
+    steps: int
+    seed: int
+    layout: str | None  # None: the case's own choice
+    tolerance: Tolerance
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is within tolerance."""
+        return self.first is None
+
+    @property
+    def first(self) -> Difference | None:
+        """The first beyond tolerance: parameters at the start, then loss, gradients, parameters by step."""
+        return first_beyond(self.differences)
+
+    @property
+    def first_parameter(self) -> Difference | None:
+        """The first gradient or parameter beyond tolerance."""
+        return first_beyond(d for d in self.differences if d.kind != "loss")
+
+    def worst(self, kind: Kind, step: int) -> Difference | None:
+        """The most severe difference of a kind in a step; None where nothing was compared."""
+        return worst(d for d in self.differences if d.kind == kind and d.step == step)
+
+    def largest(self, kind: Kind, step: int) -> tuple[float, float]:
+        """Largest (absolute, relative) difference of a kind in a step, each over all its tensors."""
+        found = [d for d in self.differences if d.kind == kind and d.step == step]
+        return max((d.absolute for d in found), default=0.0), max((d.relative for d in found), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; numbers that are not finite become the strings "inf" and "nan"."""
+        first, parameter = self.first, self.first_parameter
+        return {
+            "verdict": "within tolerance" if self.ok else "beyond tolerance",
+            "case": self.spec,
+            "ranks": self.ranks,
+            "replicas": self.replicas,
+            "steps": self.steps,
+            "seed": self.seed,
+            "layout": self.layout,
+            "tolerance": asdict(self.tolerance),
+            "first": _plain(first) if first else None,
+            "first_parameter": _plain(parameter) if parameter else None,
+            "differences": [_plain(difference) for difference in self.differences],
+        }
+
+    def write_json(self, path: str | Path) -> None:
+        """Write `to_dict()` to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+
+def step_name(step: int) -> str:
+    """How reports call a step."""
+    return "start" if step == START else str(step)
+
+
+def table(result: VerifyResult) -> Table:
+    """One row per step: the largest difference of each kind, and the tensor nearest to its limit."""
+    rendered = Table(title=_title(result))
+    rendered.add_column("step", justify="right")
+    for kind in KINDS:
+        rendered.add_column(f"{kind}\nabsolute", justify="right")
+        rendered.add_column(f"{kind}\nrelative", justify="right")
+    rendered.add_column("tolerance\nrelative", justify="right")
+    rendered.add_column("nearest to its limit", overflow="fold")
+    for step in range(START, result.steps):
+        cells: list[str] = []
+        for kind in KINDS:
+            tightest = result.worst(kind, step)
+            style = "[red]{}[/red]" if tightest is not None and tightest.beyond else "{}"
+            numbers = result.largest(kind, step) if tightest is not None else ()
+            cells += [style.format(f"{n:.1e}") for n in numbers] or ["", ""]
+        nearest = worst(d for d in result.differences if d.step == step)
+        rendered.add_row(
+            step_name(step), *cells, f"{result.tolerance.at(step):.1e}", _share(nearest) if nearest else ""
+        )
+    return rendered
+
+
+def verdict(result: VerifyResult) -> str:
+    """One or two lines: whether the runs agree, else the first difference and the first parameter."""
+    first, parameter = result.first, result.first_parameter
+    if first is None:
+        return f"Within tolerance: {result.steps} steps on {result.ranks} ranks follow one process."
+    lines = [f"Beyond tolerance, first at {describe(first)}"]
+    if parameter is not None and parameter is not first:
+        lines.append(f"First parameter beyond tolerance: {describe(parameter)}")
+    beyond = {d.name for d in result.differences if d.beyond and d.kind != "loss"}
+    if len(beyond) > 1:
+        lines.append(f"{len(beyond)} parameters are beyond tolerance in some step.")
+    return "\n".join(lines)
+
+
+def describe(difference: Difference) -> str:
+    """A difference in one line, for a reader who has to find the fault."""
+    what = "the loss" if difference.kind == "loss" else f"the {difference.kind} {difference.name}"
+    if difference.kind == "gradient":
+        what = f"the gradient of {difference.name}"
+    where = "before the first step" if difference.step == START else f"step {difference.step}"
+    on = f" (rank {difference.rank})" if difference.rank else ""
+    if difference.problem:
+        return f"{where}: {what}{on}: {difference.problem}"
+    return (
+        f"{where}: {what}{on} differs by {difference.absolute:.3g}, {difference.relative:.3g} of its scale, "
+        f"{difference.used:.3g} times what is allowed"
+    )
+
+
+def _title(result: VerifyResult) -> str:
+    mesh = (
+        f"{result.replicas} x {result.ranks // result.replicas}" if result.replicas > 1 else f"{result.ranks}"
+    )
+    layout = f", {result.layout} layout" if result.layout else ""
+    return f"{result.spec}: {mesh} ranks{layout} against one process"
+
+
+def _share(difference: Difference) -> str:
+    label = "loss" if difference.kind == "loss" else f"{difference.kind} {difference.name}"
+    if difference.problem:
+        return f"[red]{label}: {difference.problem}[/red]"
+    share = f"{100 * difference.used:.2g}%" if difference.used <= 1 else f"{difference.used:.3g} times"
+    return f"[red]{label}: {share}[/red]" if difference.beyond else f"{label}: {share}"
+
+
+def _plain(difference: Difference) -> dict[str, Any]:
+    values = asdict(difference) | {"step": step_name(difference.step), "beyond": difference.beyond}
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

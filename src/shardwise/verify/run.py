@@ -1,0 +1,83 @@
+"""Run a case on one process, then on N ranks, and compare: the two halves joined."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from .case import CaseError, split_spec
+from .compare import fixed_tolerance
+from .processes import RankError, run_ranks
+from .reference import Plan, run_reference
+from .result import VerifyResult
+from .sharded import run_sharded
+
+
+def verify(
+    case_spec: str,
+    *,
+    ranks: int = 2,
+    steps: int = 5,
+    tolerance: float | None = None,
+    dtype: torch.dtype | None = None,
+    replicas: int = 1,
+    layout: str | None = None,
+    seed: int = 0,
+    timeout: float = 120.0,
+) -> VerifyResult:
+    """Compare `steps` training steps on one process with the same steps on `ranks` local ranks.
+
+    `case_spec` is `script.py`, `script.py:function`, `package.module` or `package.module:function`;
+    the function, `verify_case` unless named, returns a `Case`. `tolerance` is relative to each
+    tensor's scale and holds for losses, gradients and parameters at every step; without it, one is
+    derived from `dtype` (by default the coarsest among parameters and gradients) and the batch.
+    `replicas` > 1 gives a mesh ("replicate", "shard") of shape (replicas, ranks / replicas).
+    `layout` is passed to the case's shard function. `timeout` is in seconds without progress.
+
+    Starts `ranks` + 1 processes (never more than `ranks` at once) and needs room in the temporary
+    folder for `steps` times three times the parameters. Raises `CaseError` when the case cannot be
+    run, with the traceback of the process that failed. A script that calls this does so under
+    `if __name__ == "__main__":`, as with every function that starts Python processes.
+    """
+    _check_arguments(case_spec, ranks=ranks, steps=steps, replicas=replicas)
+    if tolerance is not None:
+        fixed_tolerance(tolerance)
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
+        plan = Plan(
+            spec=case_spec,
+            ranks=ranks,
+            steps=steps,
+            seed=seed,
+            folder=folder,
+            tolerance=tolerance,
+            dtype=dtype,
+            replicas=replicas,
+            layout=layout,
+        )
+        try:
+            [used] = run_ranks(run_reference, plan, world_size=1, timeout=timeout, name="reference")
+            differences, *_ = run_ranks(run_sharded, plan, used, world_size=ranks, timeout=timeout)
+        except RankError as failure:
+            raise CaseError(f"{case_spec} could not be run. {failure}", traceback=failure.traceback) from None
+    return VerifyResult(
+        spec=case_spec,
+        ranks=ranks,
+        replicas=replicas,
+        steps=steps,
+        seed=seed,
+        layout=layout,
+        tolerance=used,
+        differences=tuple(differences),
+    )
+
+
+def _check_arguments(case_spec: str, *, ranks: int, steps: int, replicas: int) -> None:
+    target, _ = split_spec(case_spec)
+    if target.endswith(".py") and not Path(target).is_file():
+        raise CaseError(f"No such file: {target}")
+    if ranks < 1 or steps < 1:
+        raise CaseError(f"ranks and steps must be at least 1, got ranks={ranks}, steps={steps}.")
+    if replicas < 1 or ranks % replicas:
+        raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")

@@ -1,0 +1,182 @@
+"""The run under test, on one of N ranks: shard, step, and compare each step with the reference.
+
+A sharded tensor is made whole one parameter at a time, which is collective, so before that the
+ranks tell each other which parameters and gradients they hold: a gradient missing on one rank is
+a difference to report, not a hang. Whole tensors are equal within a shard group, so one rank of
+each replica compares; tensors that are not sharded are compared on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .case import CaseError, apply_shard, load_case
+from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
+from .reference import Parameters, Plan, named, read_step, take_batch, take_loss
+
+ABSENT, EMPTY, PRESENT = 0, 1, 2  # no such parameter; parameter without this tensor; with it
+DESCRIBED = {ABSENT: "no such parameter", EMPTY: "none", PRESENT: "present"}
+
+
+def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> list[Difference]:
+    """Run every step sharded and compare. All differences on rank 0, in order; empty elsewhere.
+
+    Collective over the default process group.
+    """
+    torch.manual_seed(plan.seed)
+    case = load_case(plan.spec)
+    module = case.build()
+    mesh = _mesh(plan)
+    apply_shard(case, module, mesh, layout=plan.layout)
+    parameters, tied = named(module)
+    optimizer = case.optimizer(module)
+    start = read_step(plan.folder, START)
+    compares = mesh.get_local_rank("shard") == 0
+    differences = _compare_all(
+        "parameter", START, parameters, start, tolerance=tolerance, compares=compares, tied=tied
+    )
+    for step in range(plan.steps):
+        alive()
+        torch.manual_seed(plan.seed + step)
+        batch = _local_batch(take_batch(case, step), step)
+        optimizer.zero_grad()
+        loss = take_loss(case, module, batch)
+        torch.autograd.backward(loss)
+        expected = read_step(plan.folder, step) | {"tied": start["tied"]}
+        found = _mean_over_ranks(loss)
+        differences.append(compare_losses(found, expected["loss"], step=step, tolerance=tolerance.at(step)))
+        differences += _compare_all(
+            "gradient", step, parameters, expected, tolerance=tolerance, compares=compares, tied=tied
+        )
+        optimizer.step()
+        differences += _compare_all(
+            "parameter", step, parameters, expected, tolerance=tolerance, compares=compares, tied=tied
+        )
+    return differences if dist.get_rank() == 0 else []
+
+
+def _mesh(plan: Plan) -> DeviceMesh:
+    if plan.replicas == 1:
+        return init_device_mesh("cpu", (plan.ranks,), mesh_dim_names=("shard",))
+    shape = (plan.replicas, plan.ranks // plan.replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _local_batch(batch: tuple[torch.Tensor, ...], step: int) -> tuple[torch.Tensor, ...]:
+    length, ranks, rank = batch[0].shape[0], dist.get_world_size(), dist.get_rank()
+    if length % ranks or length == 0:
+        raise CaseError(
+            f"batch({step}) has {length} samples, which cannot be cut evenly over {ranks} ranks. "
+            f"Return a multiple of {ranks}, or choose another number of ranks."
+        )
+    size = length // ranks
+    return tuple(entry[rank * size : (rank + 1) * size] for entry in batch)
+
+
+def _mean_over_ranks(loss: torch.Tensor) -> float:
+    mean = loss.detach().to(torch.float64).reshape(1).clone()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+@torch.no_grad()
+def _compare_all(
+    kind: Kind,
+    step: int,
+    parameters: Parameters,
+    expected: dict[str, Any],
+    *,
+    tolerance: Tolerance,
+    compares: bool,
+    tied: dict[str, str],
+) -> list[Difference]:
+    """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
+    start_names = list(expected["parameters"])
+    wanted: dict[str, torch.Tensor] = expected[f"{kind}s"]
+    slack = expected.get("slack", {}) if kind == "parameter" else {}
+    by_rank = _held_by_rank(kind, parameters, start_names)
+    differences: list[Difference] = []
+    for index, name in enumerate(start_names):
+        reference = PRESENT if name in wanted else EMPTY
+        held = [states[index] for states in by_rank]
+        if problem := _presence_problem(held, reference):
+            differences.append(Difference(kind=kind, step=step, name=name, problem=problem))
+            continue
+        if reference == EMPTY:
+            continue
+        source = parameters[name] if kind == "parameter" else parameters[name].grad
+        assert source is not None
+        is_sharded = hasattr(source, "full_tensor")
+        whole = source.full_tensor() if is_sharded else source  # type: ignore[attr-defined]
+        if compares or not is_sharded:
+            differences.append(
+                compare_tensors(
+                    whole,
+                    wanted[name],
+                    kind=kind,
+                    step=step,
+                    name=name,
+                    scale=expected[f"{kind}_scales"][name],
+                    tolerance=tolerance.at(step),
+                    slack=slack.get(name),
+                    rank=dist.get_rank(),
+                )
+            )
+    if step == START:
+        differences += _name_problems(parameters, tied, start_names, expected["tied"])
+    return _gather_differences(differences)
+
+
+def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[list[int]]:
+    held = []
+    for name in names:
+        parameter = parameters.get(name)
+        if parameter is None:
+            held.append(ABSENT)
+        else:
+            held.append(PRESENT if kind == "parameter" or parameter.grad is not None else EMPTY)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, held)
+    return gathered
+
+
+def _presence_problem(held: list[int], reference: int) -> str:
+    """What is wrong with who holds a tensor: its state on every rank against the reference's."""
+    if all(state == reference for state in held):
+        return ""
+    if len(set(held)) == 1:
+        return f"{DESCRIBED[held[0]]} on the ranks, {DESCRIBED[reference]} in the reference"
+    states = [
+        f"{DESCRIBED[state]} on rank {', '.join(str(r) for r, s in enumerate(held) if s == state)}"
+        for state in sorted(set(held))
+    ]
+    return f"{'; '.join(states)}; {DESCRIBED[reference]} in the reference"
+
+
+def _name_problems(
+    parameters: Parameters, tied: dict[str, str], expected: list[str], expected_tied: dict[str, str]
+) -> list[Difference]:
+    """Parameters the reference does not have, and names that are tied on one side only."""
+    problems = []
+    for name in parameters:
+        if name in expected_tied:
+            problems.append((name, f"tied to {expected_tied[name]} in the reference, separate on the ranks"))
+        elif name not in expected:
+            problems.append((name, "present on the ranks, no such parameter in the reference"))
+    for name, first in tied.items():
+        if name in expected:
+            problems.append((name, f"tied to {first} on the ranks, separate in the reference"))
+    return [Difference(kind="parameter", step=START, name=name, problem=text) for name, text in problems]
+
+
+def _gather_differences(differences: list[Difference]) -> list[Difference]:
+    """What all ranks found, merged, on rank 0; empty elsewhere."""
+    is_first = dist.get_rank() == 0
+    gathered: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(differences, gathered)
+    return merge_ranks(gathered) if gathered is not None else []

@@ -1,0 +1,1 @@
+"""A script that offers nothing to verify."""

@@ -1,0 +1,45 @@
+"""Cases that cannot be run, each for another reason."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import torch.distributed as dist
+from right import verify_case as right
+
+from shardwise.verify import Case
+
+
+def raises_on_rank_1() -> Case:
+    return _misbehaving(_raise)
+
+
+def dies_on_rank_1() -> Case:
+    return _misbehaving(lambda: os._exit(3))
+
+
+def hangs_on_rank_1() -> Case:
+    return _misbehaving(lambda: time.sleep(600))
+
+
+def odd_batch() -> Case:
+    return replace(right(), batch=lambda step: tuple(entry[:5] for entry in right().batch(step)))
+
+
+def returns_no_case() -> dict:
+    return {}
+
+
+def _raise() -> None:
+    raise RuntimeError("rank 1 has had enough")
+
+
+def _misbehaving(action) -> Case:
+    def loss(module, batch):
+        if dist.get_rank() == 1:
+            action()
+        return right().loss(module, batch)
+
+    return replace(right(), loss=loss)

@@ -1,0 +1,144 @@
+"""The `shardwise` command: what it prints and the status it leaves with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwise import doctor, verify
+from shardwise.cli import app
+from shardwise.doctor import CheckResult, Status
+from shardwise.verify import START, CaseError, Difference, VerifyResult
+from shardwise.verify.compare import fixed_tolerance
+
+CASES = Path(__file__).parent / "cases"
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def result_with(*differences: Difference) -> VerifyResult:
+    return VerifyResult(
+        spec="case.py",
+        ranks=4,
+        replicas=2,
+        steps=2,
+        seed=0,
+        layout="contiguous",
+        tolerance=fixed_tolerance(0.01),
+        differences=differences,
+    )
+
+
+@pytest.fixture
+def outcome(monkeypatch):
+    """Set what the next verification returns or raises; holds the arguments it was called with."""
+    seen = {}
+
+    def set_outcome(value) -> dict:
+        def stand_in(spec, **arguments):
+            seen.update(arguments, spec=spec)
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        monkeypatch.setattr(verify, "verify", stand_in)
+        return seen
+
+    return set_outcome
+
+
+def test_a_verification_within_tolerance_exits_0_with_a_row_per_step(outcome):
+    seen = outcome(
+        result_with(
+            Difference(kind="parameter", step=START, name="a.weight"),
+            Difference(kind="loss", step=0, name="loss", absolute=0.125, relative=0.005, used=0.5),
+            Difference(kind="gradient", step=1, name="b.weight", absolute=0.25, relative=0.0075, used=0.75),
+        )
+    )
+    result = run("verify", "case.py", "--ranks", "4", "--hsdp", "2", "--layout", "contiguous")
+    assert result.exit_code == 0
+    assert seen["spec"] == "case.py"
+    assert (seen["ranks"], seen["replicas"], seen["layout"], seen["steps"]) == (4, 2, "contiguous", 5)
+    assert (seen["tolerance"], seen["dtype"]) == (None, None)
+    rows = [line for line in result.output.splitlines() if line.startswith("│")]
+    assert len(rows) == 3
+    assert "start" in rows[0]
+    assert "1.2e-01" in rows[1]
+    assert "5.0e-03" in rows[1]
+    assert "gradient b.weight: 75%" in rows[2]
+    assert "Within tolerance" in result.output
+
+
+def test_a_difference_beyond_tolerance_exits_1_and_names_parameter_and_step(outcome, tmp_path):
+    outcome(
+        result_with(
+            Difference(kind="loss", step=0, name="loss", absolute=0.5, relative=0.25, used=25.0),
+            Difference(kind="gradient", step=0, name="b.weight", problem="none on rank 1"),
+            Difference(
+                kind="parameter", step=1, name="c.weight", absolute=9.0, relative=float("inf"), used=7.0
+            ),
+        )
+    )
+    result = run("verify", "case.py", "--json", str(tmp_path / "report.json"))
+    assert result.exit_code == 1
+    assert "Beyond tolerance, first at step 0: the loss differs by 0.5" in result.output
+    assert (
+        "First parameter beyond tolerance: step 0: the gradient of b.weight: none on rank 1" in result.output
+    )
+    assert "2 parameters are beyond tolerance" in result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["differences"][2]["relative"] == "inf"
+    assert report["first_parameter"]["name"] == "b.weight"
+
+
+def test_a_case_that_cannot_be_run_exits_2_with_its_traceback(outcome, tmp_path):
+    outcome(CaseError("case.py could not be run. rank 1: it [broke]", traceback="the [stack]"))
+    result = run("verify", "case.py", "--json", str(tmp_path / "report.json"))
+    assert result.exit_code == 2
+    assert "the [stack]" in result.output
+    assert "rank 1: it [broke]" in result.output
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "not run"
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--layout", "diagonal"], ["--tolerance", "-1"], []])
+def test_arguments_that_mean_nothing_exit_2(arguments):
+    assert run("verify", *(["case.py", *arguments] if arguments else [])).exit_code == 2
+
+
+def test_help_says_what_the_exit_status_means():
+    output = " ".join(run("verify", "--help").output.split())
+    assert "0 all within tolerance; 1 some loss, gradient or parameter beyond tolerance; 2 the case" in output
+
+
+@pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARNING, 0), (Status.BROKEN, 1)])
+def test_doctor_fails_only_where_something_needed_is_broken(monkeypatch, status, code):
+    monkeypatch.setattr(doctor, "examine", lambda: [CheckResult("gloo", status, "seen", "mend it")])
+    result = run("doctor")
+    assert result.exit_code == code
+    assert status in result.output
+    assert "mend it" in result.output
+
+
+def test_the_command_finds_a_wrong_gradient_in_a_real_run():
+    ended = shell("verify", f"{CASES / 'wrong.py'}:scaled_gradient", "--ranks", "2", "--steps", "2")
+    assert ended.returncode == 1, ended.stderr
+    assert "first at step 1: the gradient of blocks.1.output.weight differs by" in ended.stdout
+
+
+def test_the_command_says_that_a_script_has_no_case():
+    ended = shell("verify", str(CASES / "no_case.py"))
+    assert ended.returncode == 2, ended.stdout
+    assert "no_case.py has no function `verify_case()`" in ended.stderr
+    assert ended.stdout == ""
