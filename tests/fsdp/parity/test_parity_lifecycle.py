@@ -235,7 +235,7 @@ structured = Task(seeded(Structured), pairs(8, 4), structured_loss)
 always = by_block(lambda api: {"reshard_after_forward": True})
 never = by_block(lambda api: {"reshard_after_forward": False})
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "recompute inside": ((2, 3), Case(LANGUAGE.but(recompute_forward), by_block())),
+    "recompute inside": ((2,), Case(LANGUAGE.but(recompute_forward), by_block())),
     "recompute wrapper inside": ((2,), Case(LANGUAGE.but(wrap_blocks), by_block())),
     "recompute wrapper outside": ((2, 3), Case(LANGUAGE.but(wrap_blocks), shard_wrapped)),
     "recompute a group in a group": ((2,), Case(LANGUAGE, recompute_half)),
@@ -251,7 +251,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
         (2,),
         Case(LANGUAGE, never, step=evaluate_before_backward),
     ),
-    "blocks called twice": ((2, 3), Case(looped, by_block())),
+    "blocks called twice": ((3,), Case(looped, by_block())),
     "blocks called twice, never resharded": ((2,), Case(looped, never)),
     "evaluation without gradients": ((2,), Case(LANGUAGE, by_block(), after_step=evaluate(torch.no_grad))),
     "evaluation in inference mode": (
@@ -260,10 +260,10 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     ),
     "evaluation, then resharded by hand": ((2,), Case(LANGUAGE, never, after_step=evaluate_and_reshard)),
     "unsharded by hand": ((2,), Case(RESIDUAL, by_block(), step=unshard_ahead)),
-    "containers in and out": ((2, 3), Case(structured, by_block())),
+    "containers in and out": ((2,), Case(structured, by_block())),
     "another forward method": ((2,), Case(replace(RESIDUAL, loss=features_loss), register_features)),
     "forward and another method": ((2,), Case(replace(RESIDUAL, loss=mixed_ways_loss), register_features)),
-    "explicit prefetch": ((2, 3), Case(DEEP, explicit_prefetch)),
+    "explicit prefetch": ((3,), Case(DEEP, explicit_prefetch)),
     "wrong prefetch": ((2,), Case(DEEP, wrong_prefetch)),
     "not gathered in backward": ((2,), Case(RESIDUAL, not_gathered_in_backward)),
     "siblings sharing streams": ((2,), Case(RESIDUAL, shared_context)),
