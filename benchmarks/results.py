@@ -8,6 +8,7 @@ import datetime
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,19 @@ def _processor() -> str:
     return name[1] if name else platform.machine()
 
 
+def _commit() -> str:
+    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def machine_facts() -> dict[str, str]:
     """What the figures depend on, as text."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "load": f"{os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
