@@ -1,0 +1,179 @@
+"""Boxes meet where their elements meet, and cover a tensor exactly or say why not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import ShardingError
+from shardwise.layout import Box, cover
+
+relaxed = settings(deadline=None, max_examples=100)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(o, e) for o, e in zip(box.offsets, box.ends, strict=True))))
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(draw(st.integers(0, size - o)) for size, o in zip(shape, offsets, strict=True))
+    return Box(offsets, sizes)
+
+
+@st.composite
+def exact_covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape and boxes that tile it: the whole, cut again and again at random places."""
+    shape = draw(shapes)
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, box.sizes[dim]))
+        sizes, offsets = list(box.sizes), list(box.offsets)
+        sizes[dim], offsets[dim] = cut, offsets[dim] + cut
+        rest = [s if d != dim else s - cut for d, s in enumerate(box.sizes)]
+        boxes += [Box(box.offsets, tuple(sizes)), Box(tuple(offsets), tuple(rest))]
+    return shape, draw(st.permutations(boxes))
+
+
+@given(st.data())
+@relaxed
+def test_the_intersection_holds_exactly_the_common_elements(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    common = a.intersect(b)
+    assert (set() if common is None else elements(common)) == elements(a) & elements(b)
+    assert common == b.intersect(a)
+    assert common is None or not common.is_empty
+
+
+@given(shapes.flatmap(boxes_in))
+@relaxed
+def test_a_box_has_as_many_elements_as_its_sizes_say(box: Box) -> None:
+    assert box.numel == math.prod(box.sizes) == len(elements(box))
+    assert box.is_empty == (not elements(box))
+
+
+@given(exact_covers())
+@relaxed
+def test_an_exact_cover_is_accepted_in_any_order(tiles: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = tiles
+    cover(boxes, shape)
+
+
+@given(exact_covers(), st.data())
+@relaxed
+def test_a_cover_without_one_filled_box_is_refused(
+    tiles: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = tiles
+    filled = [i for i, box in enumerate(boxes) if not box.is_empty]
+    if not filled:
+        return
+    lost = boxes.pop(data.draw(st.sampled_from(filled)))
+    held, total = math.prod(shape) - lost.numel, math.prod(shape)
+    with pytest.raises(ShardingError, match=f"hold {held} of the {total} elements"):
+        cover(boxes, shape)
+
+
+@given(exact_covers(), st.data())
+@relaxed
+def test_a_box_too_many_is_refused_with_both_boxes_named(
+    tiles: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = tiles
+    extra = data.draw(boxes_in(shape))
+    if extra.is_empty:
+        return
+    with pytest.raises(ShardingError, match="overlap") as error:
+        cover([*boxes, extra], shape)
+    assert str(extra) in str(error.value)
+    assert any(box.intersect(extra) and str(box) in str(error.value) for box in boxes)
+
+
+@given(st.data())
+@relaxed
+def test_cover_agrees_with_counting_every_element(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=4))
+    held = sorted(e for box in boxes for e in elements(box))
+    if held == sorted(itertools.product(*map(range, shape))):
+        cover(boxes, shape)
+    else:
+        with pytest.raises(ShardingError, match=r"overlap|hold"):
+            cover(boxes, shape)
+
+
+@pytest.mark.parametrize(
+    ("box", "shape"),
+    [
+        (Box((3,), (2,)), (4,)),
+        (Box((0, 0), (4, 7)), (4, 6)),
+        (Box((5,), (0,)), (4,)),
+        (Box((), ()), (1,)),
+        (Box((0, 0), (2, 2)), (4,)),
+    ],
+)
+def test_a_box_that_leaves_the_tensor_is_named(box: Box, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShardingError, match=re.escape(f"{box} leaves the tensor of shape {shape}")):
+        cover([box], shape)
+
+
+def test_a_scalar_is_covered_by_one_box_and_not_by_none_or_two() -> None:
+    scalar = Box((), ())
+    assert scalar.numel == 1
+    assert not scalar.is_empty
+    assert scalar.intersect(scalar) == scalar
+    cover([scalar], ())
+    with pytest.raises(ShardingError, match="hold 0 of the 1 elements"):
+        cover([], ())
+    with pytest.raises(ShardingError, match="overlap"):
+        cover([scalar, scalar], ())
+
+
+def test_a_tensor_without_elements_is_covered_by_nothing_and_by_empty_boxes() -> None:
+    cover([], (0, 3))
+    cover([Box((0, 0), (0, 3)), Box((0, 1), (0, 1))], (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "message"),
+    [
+        ((0,), (1, 2), "1 offsets but 2 sizes"),
+        ((-1,), (2,), "negative"),
+        ((0, 0), (2, -3), "negative"),
+    ],
+)
+def test_an_impossible_box_is_refused(offsets: tuple[int, ...], sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        Box(offsets, sizes)
+
+
+class Compared(Box):
+    """A box that counts how often any box is compared with another."""
+
+    comparisons = 0
+
+    def intersect(self, other: Box) -> Box | None:
+        Compared.comparisons += 1
+        return super().intersect(other)
+
+
+def test_row_shards_are_not_compared_with_each_other() -> None:
+    rows, ranks = 3, 4096
+    shards = [Compared((rows * r, 0), (rows, 5)) for r in reversed(range(ranks))]
+    Compared.comparisons = 0
+    cover(shards, (rows * ranks, 5))
+    assert Compared.comparisons == 0
+    with pytest.raises(ShardingError, match="overlap"):
+        cover([*shards, Compared((rows * 1000 + 1, 2), (1, 1))], (rows * ranks, 5))
+    with pytest.raises(ShardingError, match=f"hold {(ranks - 1) * rows * 5} of the"):
+        cover(shards[:-1], (rows * ranks, 5))
