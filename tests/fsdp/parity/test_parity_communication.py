@@ -33,13 +33,12 @@ EIGHT_BITS = Rounding(1e-1, 2e-2, "weights are rounded to 8 bits for compute, gr
 
 
 class Allocator:
-    """Buffers of its own, so that a reader of foreign memory would show."""
+    """Buffers of its own, full of 77: padding that leaks into a result would show."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
+        self.calls = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.sizes.append(int(torch.Size(size).numel()))
         return torch.full(tuple(size), 77, dtype=dtype, device=device)
 
 
@@ -54,6 +53,7 @@ def broadcast_all_gather(api: ModuleType) -> Any:
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> Any:
+            self.calls += 1
             for rank, part in enumerate(output_tensor.chunk(group.size())):
                 if rank == group.rank():
                     part.copy_(input_tensor)
@@ -75,6 +75,7 @@ def rank_order_reduce_scatter(api: ModuleType) -> Any:
             op: Any,
             async_op: bool = False,
         ) -> Any:
+            self.calls += 1
             everyones = [torch.empty_like(input_tensor) for _ in range(group.size())]
             dist.all_gather(everyones, input_tensor, group=group)
             output_tensor.zero_()
@@ -89,15 +90,26 @@ def rank_order_reduce_scatter(api: ModuleType) -> Any:
 
 def own_collectives(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
     by_block()(api, model, mesh)
-    for module in (*model.blocks, model):
-        module.set_custom_all_gather(broadcast_all_gather(api))
-        module.set_custom_reduce_scatter(rank_order_reduce_scatter(api))
+    model.own = [(broadcast_all_gather(api), rank_order_reduce_scatter(api)) for _ in (*model.blocks, model)]
+    for module, (gather, reduce) in zip((*model.blocks, model), model.own, strict=True):
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
 
 
 def own_collectives_in_one_group(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
     by_block()(api, model, mesh)
-    model.blocks[0].set_custom_all_gather(broadcast_all_gather(api))
-    model.blocks[1].set_custom_reduce_scatter(rank_order_reduce_scatter(api))
+    model.own = [(broadcast_all_gather(api), rank_order_reduce_scatter(api))]
+    model.blocks[0].set_custom_all_gather(model.own[0][0])
+    model.blocks[1].set_custom_reduce_scatter(model.own[0][1])
+
+
+def calls(model: nn.Module, task: Task, batch: Batch) -> Tensor:
+    """How often each of the user's reduce-scatters has run; every collective must have run.
+
+    Gathers may differ: torch frees and gathers again the last group of forward, we keep it.
+    """
+    assert all(collective.calls > 0 for pair in model.own for collective in pair)
+    return torch.tensor([reduce.calls for _, reduce in model.own])
 
 
 def halve_reduced(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -147,10 +159,13 @@ def more_buffers(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "own collectives": ((2, 3), Case(LANGUAGE, own_collectives)),
-    "own collectives, uneven dims": ((4,), Case(UNEVEN, own_collectives)),
-    "own collectives in one group": ((2,), Case(RESIDUAL, own_collectives_in_one_group)),
-    "own collectives over replicas": ((4,), Case(RESIDUAL, own_collectives, mesh=two_axes(2, 2))),
+    "own collectives": ((2, 3), Case(LANGUAGE, own_collectives, after_step=calls)),
+    "own collectives, uneven dims": ((4,), Case(UNEVEN, own_collectives, after_step=calls)),
+    "own collectives in one group": ((2,), Case(RESIDUAL, own_collectives_in_one_group, after_step=calls)),
+    "own collectives over replicas": (
+        (4,),
+        Case(RESIDUAL, own_collectives, mesh=two_axes(2, 2), after_step=calls),
+    ),
     "hook after reduce-scatter": ((2, 3), Case(RESIDUAL, halve_reduced, alone=halved)),
     "hook after all-reduce": ((4,), Case(RESIDUAL, halve_reduced, mesh=two_axes(2, 2), alone=halved)),
     "divided by the world size": ((2,), Case(RESIDUAL, divide_by(2.0, force_sum=False))),
