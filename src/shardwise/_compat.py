@@ -71,14 +71,37 @@ def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) ->
     return made
 
 
+def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:
+    """`dtensor` for a part of a buffer.
+
+    The wrapper takes over its tensor's storage offset, and torch neither copies nor saves one that has
+    an offset: so it begins with `begin`, any tensor of the same dtype and device without one.
+    """
+    made = dtensor(begin, spec, requires_grad=requires_grad)
+    made._local_tensor = local
+    return made
+
+
+def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter that is a DTensor. `nn.Parameter(...)` would dispatch a detach, ten times as slow."""
+    begin = torch.empty(0, dtype=local.dtype, device=local.device)
+    made = dtensor_at(local, spec, begin=begin, requires_grad=requires_grad)
+    made._is_param = True  # what nn.Parameter sets on a tensor subclass, and asks for in isinstance
+    return cast(nn.Parameter, made)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        stride[d] = stride[d + 1] * max(1, shape[d + 1])
+    return tuple(stride)
+
+
 def dtensor_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], *, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
     """A description of a contiguous DTensor of global `shape` and `dtype`."""
-    stride = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        stride[d] = stride[d + 1] * max(1, shape[d + 1])
-    meta = TensorMeta(shape, tuple(stride), dtype)
+    meta = TensorMeta(shape, contiguous_stride(shape), dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
@@ -153,6 +176,11 @@ def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | Non
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     """Pad, chunk and concatenate in one kernel on accelerators; there is no public name for it."""
     torch._chunk_cat(list(tensors), dim, num_chunks, out=out)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Does `tensor` have a shape but no memory?"""
+    return isinstance(tensor, FakeTensor)
 
 
 def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

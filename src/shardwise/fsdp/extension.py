@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import MixedPrecisionPolicy
@@ -99,7 +100,7 @@ class ExtendedParam:
                 f"{here()}: {PRE} of '{param.name}' takes {count} arguments; expected (mesh) or"
                 " (mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        stride = torch.empty(param.shape, device="meta").stride()
+        stride = _compat.contiguous_stride(param.shape)
         inputs, metadata = hook(self.mesh, param.shape, stride, param.module(), self.policy)
         # Checked on every rank alike, so that the ranks without padding do not wait for the others.
         uneven = param.shape[param.placement.dim] % param.ranks != 0
@@ -139,7 +140,9 @@ class ExtendedParam:
             return
         whole, inner = hook(gathered, self.metadata, dtype)
         self.inner = list(inner)
-        param.unsharded = param.wrap_unsharded(whole.as_strided(param.shape, _contiguous(param.shape)))
+        param.unsharded = param.wrap_unsharded(
+            whole.as_strided(param.shape, _compat.contiguous_stride(param.shape))
+        )
 
     def free(self) -> None:
         for tensor in (*self.outputs, *self.inner):
@@ -148,7 +151,3 @@ class ExtendedParam:
 
 def _resize(tensor: Tensor, numel: int) -> None:
     tensor.untyped_storage().resize_(numel * tensor.element_size())
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

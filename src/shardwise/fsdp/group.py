@@ -178,7 +178,7 @@ class ParamGroup:
                 piece = padded.view(slot.padded_shard_shape).narrow(dim, 0, slot.shard_shape[dim])
                 if not shard.is_meta:
                     piece.copy_(param.local)
-                param.move(piece)
+                param.move(_own_storage(piece))
             self.shards.append(shard)
         self._forget_unsharded()
 
@@ -438,7 +438,7 @@ class ParamGroup:
         placements: list[Placement] = [Replicate()] if isinstance(info, HSDPMeshInfo) else []
         placements.append(Shard(param.placement.dim))
         spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
-        return nn.Parameter(_compat.dtensor(local, spec), requires_grad=param.sharded.requires_grad)
+        return _compat.dtensor_parameter(local, spec, requires_grad=param.sharded.requires_grad)
 
     def _free_unsharded(self) -> None:
         for full in self.full:
@@ -455,3 +455,18 @@ class ParamGroup:
         if self.gather.work is not None:
             self.gather.work.wait()
         self.gather = None
+
+
+def _own_storage(piece: Tensor) -> Tensor:
+    """The memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
+
+    A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
+    fails in torch; besides, saving a part of a buffer would save all of it.
+    """
+    if piece.is_meta or _compat.is_fake(piece):
+        return piece
+    start = piece.storage_offset() * piece.element_size()
+    storage = piece.untyped_storage()[start : start + piece.nbytes]
+    return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
+        storage, 0, piece.shape, piece.stride()
+    )

@@ -37,8 +37,9 @@ def watch(replaced: dict[str, nn.Parameter]) -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _watching = True
-    for key in [key for key in _names if key not in _replaced]:
-        del _names[key]
+    if len(_names) > 2 * len(_replaced):
+        for key in [key for key in _names if key not in _replaced]:
+            del _names[key]
     for name, param in replaced.items():
         _replaced[id(param)] = param
         _names[id(param)] = name

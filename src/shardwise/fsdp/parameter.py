@@ -91,11 +91,10 @@ class ShardedParam:
         box = self.placement.box(tuple(self.shape), rank=self.rank, ranks=self.ranks)
         dim = self.placement.dim
         piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
-        self.sharded = nn.Parameter(_compat.dtensor(piece, spec), requires_grad=param.requires_grad)
-        # The parameter's own object, whose hash DTensor keeps: gradients must not hash another.
-        self.spec = _compat.spec_of(self.sharded)
+        self.sharded = _compat.dtensor_parameter(piece, spec, requires_grad=param.requires_grad)
+        self.spec = spec  # the same object for gradients: DTensor hashes each object once
         self.shard_shape = torch.Size(box.sizes)
-        self.shard_stride = torch.empty(self.shard_shape, device="meta").stride()
+        self.shard_stride = _compat.contiguous_stride(box.sizes)
         self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
         self.unsharded: nn.Parameter | None = None
         self.accumulated: Tensor | None = None  # unsharded gradient in reduce dtype, not yet reduced
@@ -234,8 +233,7 @@ class ShardedParam:
             _compat.set_local_tensor(self.sharded, piece)
         else:
             requires_grad = self.sharded.requires_grad
-            self.sharded = nn.Parameter(_compat.dtensor(piece, self.spec), requires_grad=requires_grad)
-            self.spec = _compat.spec_of(self.sharded)
+            self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)
             self.show(self.sharded)
 
     @property
@@ -291,7 +289,7 @@ class ShardedParam:
         """Set, or add to, the sharded parameter's gradient."""
         grad = self.sharded.grad
         if grad is None:
-            self.sharded.grad = _compat.dtensor(shard, self.spec)
+            self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
         else:
             local = _compat.local_tensor(grad)
             local += shard

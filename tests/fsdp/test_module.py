@@ -1,0 +1,291 @@
+"""What `fully_shard` makes of a module, and what its methods do, beyond numbers."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp.models import Block, Net, sharded_net, step
+from ranks import on_ranks
+from shardwise import (
+    FSDPModule,
+    LifecycleError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from shardwise.comm.count import CommCounter
+from shardwise.fsdp.module import sharded_class
+from shardwise.fsdp.state import state_of
+
+
+@on_ranks(2)
+def test_the_module_stays_the_same_object_of_a_named_subclass() -> None:
+    block = Block(4)
+    assert fully_shard(block) is block
+    assert type(block) is sharded_class(Block)
+    assert type(block).__name__ == "FSDPBlock"
+    assert isinstance(block, FSDPModule)
+    assert isinstance(block, Block)
+    assert type(fully_shard(Block(4))) is type(block), "equal modules stay of equal type"
+
+
+@on_ranks(2)
+def test_names_shapes_and_placements_stay_those_of_the_whole_model() -> None:
+    whole, net = Net(), sharded_net()
+    assert [n for n, _ in net.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    for (_, ours), (_, theirs) in zip(net.named_parameters(), whole.named_parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        assert ours.placements == (Shard(0),)
+        assert (ours.shape, ours.dtype, ours.requires_grad) == (theirs.shape, theirs.dtype, True)
+        assert torch.equal(ours.full_tensor(), theirs)
+
+
+@on_ranks(2)
+def test_slicing_a_sharded_container_gives_a_plain_one() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert type(model[:1]) is nn.Sequential
+
+
+@on_ranks(2)
+def test_copying_a_sharded_module_says_when_to_copy() -> None:
+    net = sharded_net()
+    with pytest.raises(LifecycleError, match="before fully_shard"):
+        copy.deepcopy(net)
+    step(net)
+    with pytest.raises(LifecycleError, match="before fully_shard"):
+        copy.deepcopy(net.head)
+
+
+@on_ranks(2)
+def test_a_users_hooks_see_whole_parameters() -> None:
+    net = sharded_net()
+    seen: list[tuple[type, torch.Size]] = []
+
+    def look(module: nn.Module, *unused: object) -> None:
+        seen.append((type(module.up.weight), module.up.weight.shape))
+
+    net.blocks[0].register_forward_pre_hook(look)
+    net.blocks[0].register_forward_hook(look)
+    step(net)
+    assert seen == [(nn.Parameter, torch.Size([16, 8]))] * 2
+
+
+@on_ranks(2)
+def test_unshard_shows_whole_parameters_until_reshard() -> None:
+    net, whole = sharded_net(), Net()
+    handle = net.unshard(async_op=True)
+    assert isinstance(net.inner.weight, DTensor), "nothing is shown before the wait"
+    assert handle is not None
+    handle.wait()
+    handle.wait()
+    assert type(net.inner.weight) is nn.Parameter
+    assert torch.equal(net.inner.weight, whole.inner.weight)
+    assert isinstance(net.blocks[0].up.weight, DTensor), "unshard is not recursive"
+    net.reshard()
+    assert isinstance(net.inner.weight, DTensor)
+
+
+@on_ranks(2)
+def test_forward_waits_for_an_unshard_that_the_user_started() -> None:
+    net = sharded_net()
+    step(net)
+    net.blocks[0].unshard(async_op=True)
+    with CommCounter() as counter, torch.no_grad():
+        net(torch.ones(1, 8))
+    assert counter.count("all_gather") == 3  # the root and the two other blocks
+
+
+@on_ranks(2)
+def test_a_registered_method_runs_like_a_forward() -> None:
+    net, whole = sharded_net(), Net()
+    register_fsdp_forward_method(net, "features")
+    x = torch.ones(2, 8)
+    assert torch.equal(net.features(x), whole.features(x))
+    with pytest.raises(AttributeError, match="no method 'nothing'"):
+        register_fsdp_forward_method(net, "nothing")
+    register_fsdp_forward_method(whole, "nothing")  # not sharded: nothing to do
+
+
+@on_ranks(2)
+def test_parameters_changed_by_a_step_are_gathered_again_even_if_kept() -> None:
+    """Evaluation keeps the root gathered; the optimizer then changes its shards."""
+    net = sharded_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    step(net)
+    with torch.no_grad():
+        before = net(torch.ones(1, 8))
+        optimizer.step()
+        after = net(torch.ones(1, 8))
+    whole = Net()
+    whole.load_state_dict({k: v.full_tensor() for k, v in net.state_dict().items()})
+    assert not torch.equal(before, after)
+    assert torch.equal(after, whole(torch.ones(1, 8)))
+
+
+@on_ranks(2)
+def test_a_forward_that_raised_is_forgotten_by_reset_iter_state() -> None:
+    net, healthy = sharded_net(), sharded_net()
+    step(healthy)
+    block = net.blocks[1]
+    hook = block.register_forward_hook(lambda *unused: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(net)
+    hook.remove()
+    with pytest.raises(LifecycleError, match="root"):
+        block.reset_iter_state()
+    net.reset_iter_state()
+    assert all(isinstance(p, DTensor) for p in net.parameters())
+    step(net)
+    for ours, theirs in zip(net.parameters(), healthy.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+@on_ranks(2)
+def test_hooks_after_gradient_accumulation_run_on_sharded_gradients() -> None:
+    """An optimizer in backward: step each parameter as soon as its gradient is reduced."""
+    net, reference = sharded_net(), sharded_net()
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda p: (p.data.add_(p.grad, alpha=-0.1), setattr(p, "grad", None))
+        )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    step(net)
+    step(reference)
+    optimizer.step()
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is None
+        assert torch.equal(ours.to_local(), theirs.to_local())
+
+
+@on_ranks(2)
+def test_several_roots_may_share_their_communication_streams() -> None:
+    first, second = sharded_net(), sharded_net()
+    share_comm_ctx([first, second])
+    step(first)
+    step(second)
+    assert state_of(first).schedule.streams is state_of(second).schedule.streams
+
+
+@on_ranks(2)
+def test_reductions_may_have_a_process_group_of_their_own() -> None:
+    net, plain = sharded_net(), sharded_net()
+    net.set_separate_reduce_scatter_group(True)
+    groups = {g.info.reduce_scatter_process_group for s in net._states(True) for g in s.groups}
+    assert len(groups) == 1
+    assert None not in groups
+    assert groups != {plain._groups()[0].info.shard_process_group}
+    step(net)
+    step(plain)
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    net.set_separate_reduce_scatter_group(False)
+    assert {g.info.reduce_scatter_process_group for s in net._states(True) for g in s.groups} == {None}
+
+
+@on_ranks(2)
+def test_ignored_parameters_are_left_as_they_are() -> None:
+    net = Net()
+    ignored = set(net.head.parameters())
+    for block in net.blocks:
+        fully_shard(block, ignored_params=ignored)
+    fully_shard(net, ignored_params=ignored)
+    assert all(type(p) is nn.Parameter for p in net.head.parameters())
+    assert isinstance(net.inner.weight, DTensor)
+    step(net)
+    assert type(net.head.weight.grad) is torch.Tensor
+
+
+@on_ranks(2)
+def test_conversions_keep_sharded_parameters_in_their_buffer() -> None:
+    net = sharded_net()
+    net.double()
+    net.to("cpu")
+    x = torch.ones(2, 8, dtype=torch.float64)
+    expected = Net().double()(x)
+    assert torch.allclose(net(x), expected, rtol=1e-12)
+    group = state_of(net).groups[0]
+    begin = group.shards[0].data_ptr()
+    starts = [p.local.data_ptr() - begin for p in group.params if p.local.numel()]
+    assert starts == sorted(starts)
+    assert all(0 <= start < group.shards[0].nbytes for start in starts)
+
+
+@on_ranks(2)
+def test_parameters_and_state_dicts_can_be_copied_and_saved_one_by_one() -> None:
+    net = sharded_net()
+    step(net)
+    for param in net.parameters():
+        assert torch.equal(copy.deepcopy(param).to_local(), param.to_local())
+    copied = copy.deepcopy(net.state_dict())
+    step(net)
+    file = io.BytesIO()
+    torch.save(copied["blocks.1.down.bias"], file)
+    assert file.tell() < 5000, "one small parameter, not its group's buffer"
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded.to_local(), net.blocks[1].down.bias.to_local())
+
+
+@on_ranks(2)
+def test_assigned_state_dicts_are_used_before_and_after_the_first_step() -> None:
+    source = sharded_net()
+    with torch.no_grad():
+        for param in source.parameters():
+            param.mul_(2.0)
+    state = {name: value.clone() for name, value in source.state_dict().items()}
+    fresh, trained = sharded_net(), sharded_net()
+    step(trained)
+    x = torch.ones(2, 8)
+    expected = source(x)
+    for net in (fresh, trained):
+        net.load_state_dict(state, assign=True)
+        assert torch.equal(net(x), expected)
+
+
+@on_ranks(2)
+def test_inputs_and_outputs_in_nested_containers_are_marked_and_cast() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, batch: dict[str, list[torch.Tensor]], *, scale: torch.Tensor) -> dict[str, object]:
+            return {"out": (self.lin(batch["x"][0]) * scale,), "ids": batch["x"][1]}
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(Nested(), mp_policy=policy, reshard_after_forward=True)
+    x, ids = torch.ones(2, 4, requires_grad=True), torch.arange(2)
+    out = model({"x": [x, ids]}, scale=torch.ones(1))
+    assert out["out"][0].dtype == torch.float32
+    assert out["ids"].dtype == torch.int64
+    out["out"][0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert model.lin.weight.grad is not None
+
+
+@on_ranks(2)
+def test_compiled_blocks_inside_a_sharded_model_give_the_same_numbers() -> None:
+    eager, compiled = sharded_net(), sharded_net()
+    for index, block in enumerate(compiled.blocks):
+        compiled.blocks[index] = torch.compile(block, backend="eager")
+    for _ in range(3):
+        assert torch.equal(step(eager), step(compiled))
+    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+@on_ranks(3)
+def test_a_sharded_gradient_belongs_to_the_same_ranks_as_its_parameter() -> None:
+    net = fully_shard(nn.Linear(2, 1))  # one row over three ranks: two ranks hold nothing
+    net(torch.ones(1, 2)).sum().backward()
+    for param in net.parameters():
+        assert param.grad.to_local().shape == param.to_local().shape
+        assert param.grad.placements == param.placements
+    assert net.weight.to_local().numel() == (2 if dist.get_rank() == 0 else 0)
