@@ -338,6 +338,7 @@ def _clean_up() -> None:
     """Leave nothing to the next call that this one may have set."""
     import torch
     import torch.distributed as dist
+    import torch.distributed.tensor.debug
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -345,6 +346,7 @@ def _clean_up() -> None:
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
+    torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes' groups are gone
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # type: ignore[attr-defined]
     gc.collect()

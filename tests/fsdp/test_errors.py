@@ -64,6 +64,16 @@ def test_an_optimizer_built_before_sharding_is_caught_at_its_first_step(kind: ty
 
 
 @on_ranks(2)
+def test_an_optimizer_built_from_gathered_parameters_is_caught_at_its_first_step() -> None:
+    net = sharded_net()
+    optimizers = []
+    step(net, then=lambda: optimizers.append(torch.optim.SGD(net.parameters(), lr=0.1)))
+    message = raises_on_every_rank(ShardingError, optimizers[0].step)
+    mentions(message, "SGD", "inner.weight", "before the first forward")
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
 def test_optimizers_of_other_models_step_as_ever() -> None:
     other = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)

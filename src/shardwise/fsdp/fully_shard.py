@@ -141,7 +141,7 @@ def fully_shard(
         one.__class__ = sharded_class(type(one))
     state.guards = guards([one for one in managed if state_of(one) is None], groups)
     install(state.guards)
-    optimizer_watch.watch(replaced)
+    optimizer_watch.watch_replaced(replaced)
     return module
 
 
@@ -295,7 +295,7 @@ def _post_forward_info(reshard: bool | int | None, info: DataParallelMeshInfo) -
     if reshard in (1, size):
         return None if reshard == 1 else info
     ranks = info.mesh.mesh.reshape(-1, reshard)
-    smaller = DeviceMesh(info.mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    smaller = DeviceMesh(info.mesh.device_type, ranks)
     return HSDPMeshInfo(smaller, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 

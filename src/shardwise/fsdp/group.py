@@ -36,6 +36,7 @@ from shardwise.comm import (
 )
 from shardwise.comm.foreach import current_stream
 from shardwise.errors import LifecycleError, ShardingError, here
+from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -262,6 +263,7 @@ class ParamGroup:
                     param = self.packed[slot.index]
                     whole = full.narrow(0, slot.unsharded_offset, param.numel).view(param.shape)
                     param.unsharded = param.wrap_unsharded(whole)
+                    optimizer_watch.watch_gathered(param.name, param.unsharded)
             self.main = self._exchange(self.layout, self.shard_group, self.shards)
             info = self.post_forward
             if info is not None and info is not self.info:

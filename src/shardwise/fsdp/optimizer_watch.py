@@ -1,11 +1,12 @@
 """What optimizers do to sharded models, seen through torch's global step hooks.
 
     before a step   an optimizer that was built before `fully_shard` holds the whole parameters that
-                    sharding replaced; its steps would train nothing, so the first one raises
+                    sharding replaced, and one built between forward and backward may hold gathered
+                    ones; steps of either would train nothing, so the first one raises
     after a step    gathered parameters are out of date; modules compare the count of steps with the
                     count when they gathered
 
-Replaced parameters are held weakly: where no optimizer holds them there is nothing to check.
+Such parameters are held weakly, and an optimizer is looked at once after each change of the models.
 """
 
 from __future__ import annotations
@@ -19,8 +20,34 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.errors import ShardingError, here
 
-_replaced: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-_names: dict[int, str] = {}
+_REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
+_GATHERED = (
+    "are whole only while gathered; build the optimizer before the first forward, or when the model has"
+    " been resharded"
+)
+
+
+class _Watched:
+    """Parameters that no optimizer should hold, by identity, with their names."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.names: dict[int, str] = {}
+
+    def add(self, name: str, param: Tensor) -> None:
+        if len(self.names) > 2 * len(self.alive) + 1000:
+            self.names = {key: self.names[key] for key in self.alive}
+        self.alive[id(param)] = param
+        self.names[id(param)] = name
+
+    def in_optimizer(self, optimizer: Optimizer) -> list[str]:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return [self.names[id(param)] for param in params if id(param) in self.alive]
+
+
+_replaced, _gathered = _Watched(), _Watched()
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at which change
+_changes = 0
 _steps = 0
 _watching = False
 
@@ -30,41 +57,43 @@ def steps() -> int:
     return _steps
 
 
-def watch(replaced: dict[str, nn.Parameter]) -> None:
-    """Remember, by name, parameters that a model no longer has."""
-    global _watching
+def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
+    """Remember parameters, by name, that a model no longer has."""
+    global _watching, _changes
     if not _watching:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _watching = True
-    if len(_names) > 2 * len(_replaced):
-        for key in [key for key in _names if key not in _replaced]:
-            del _names[key]
+    _changes += 1
     for name, param in replaced.items():
-        _replaced[id(param)] = param
-        _names[id(param)] = name
+        _replaced.add(name, param)
+
+
+def watch_gathered(name: str, param: nn.Parameter) -> None:
+    """Remember the whole form of a sharded parameter."""
+    global _changes
+    _changes += 1
+    _gathered.add(name, param)
 
 
 def was_replaced(param: Tensor) -> bool:
     """Has a sharded parameter taken this one's place?"""
-    return id(param) in _replaced
+    return id(param) in _replaced.alive
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _replaced:
+    if _checked.get(optimizer) == _changes:
         return
-    stale = [
-        _names[id(param)]
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if id(param) in _replaced
-    ]
-    if stale:
-        raise ShardingError(
-            f"{here()}: {type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has"
-            f" replaced ({', '.join(stale[:5])}{', ...' if len(stale) > 5 else ''}), so its step would train"
-            " nothing; build the optimizer after fully_shard"
-        )
+    _checked[optimizer] = _changes
+    for watched, why in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
+        wrong = watched.in_optimizer(optimizer)
+        if wrong:
+            del _checked[optimizer]
+            raise ShardingError(
+                f"{here()}: a step of this {type(optimizer).__name__} would train nothing: it holds"
+                f" {len(wrong)} parameters ({', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''})"
+                f" that {why}"
+            )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
