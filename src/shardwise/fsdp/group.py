@@ -35,6 +35,7 @@ from shardwise.comm import (
     foreach_all_gather_copy_out,
 )
 from shardwise.comm.foreach import current_stream
+from shardwise.comm.streams import record_event
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
@@ -122,6 +123,7 @@ class ParamGroup:
         self.main: Exchange | None = None
         self.smaller: Exchange | None = None  # over the post-forward mesh
         self.post_forward_params: list[nn.Parameter] = []
+        self.smaller_ready: torch.Event | None = None  # accelerators: its shards have been written
         self.packed: list[ShardedParam] = []
         self.extended = self._extend()
         self.pack()
@@ -311,6 +313,8 @@ class ParamGroup:
             self._make_unsharded()
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
+        if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
+            streams.wait(self.smaller_ready)
         inputs, dtypes = plan.shards, plan.dtypes
         if self.extended:
             inputs, dtypes = list(inputs), list(dtypes)
@@ -434,6 +438,8 @@ class ParamGroup:
                 self.post_forward_params.append(shown)
                 param.show(shown)
         self._free_unsharded()
+        if self.device.type != "cpu":
+            self.smaller_ready = record_event(current_stream(self.device))
         self.form = Form.POST_FORWARD
 
     def _smaller_param(self, param: ShardedParam, local: Tensor, info: FSDPMeshInfo) -> nn.Parameter:

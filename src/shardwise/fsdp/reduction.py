@@ -33,13 +33,11 @@ class GradReducer:
     Attributes:
         partials: HSDP gradients that were reduce-scattered but not yet all-reduced, by what was
             reduced together.
-        results: reductions whose buffers accelerator streams may still use.
         offload_events: copies of gradients to CPU that the optimizer must wait for.
     """
 
     group: ParamGroup
     partials: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
-    results: list[ReduceResult] = field(default_factory=list)
     offload_events: list[torch.Event] = field(default_factory=list)
     _plans: dict[tuple[torch.dtype, torch.dtype], Reduction] = field(default_factory=dict)
 
@@ -88,19 +86,22 @@ class GradReducer:
                 )
         return taken
 
-    def reduce(self, taken: Taken, *, streams: CommStreams | None) -> None:
+    def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
         """Reduce gradients and give them to the sharded parameters.
 
         Collective over the group's shard and replicate ranks: one reduction for each pair of stored
-        and gradient dtype, in order of first appearance. Consumes `taken`.
+        and gradient dtype, in order of first appearance. Consumes `taken`; returns what running streams
+        still use.
         """
         batches: dict[tuple[torch.dtype, torch.dtype], Taken] = {}
         for param, grad in taken:
             batches.setdefault((param.sharded.dtype, grad.dtype), []).append((param, grad))
         taken.clear()
+        results = []
         for (stored, computed), batch in batches.items():
             plan = self._plans.get((stored, computed)) or self._plan(stored, computed, streams)
-            self._reduce_batch(batch, plan)
+            results.append(self._reduce_batch(batch, plan))
+        return results
 
     def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
         group, settings, info = self.group, self.group.settings, self.group.info
@@ -137,7 +138,7 @@ class GradReducer:
         self._plans[stored, computed] = plan
         return plan
 
-    def _reduce_batch(self, batch: Taken, plan: Reduction) -> None:
+    def _reduce_batch(self, batch: Taken, plan: Reduction) -> ReduceResult:
         params = [param for param, _ in batch]
         grads = [grad for _, grad in batch]
         batch.clear()
@@ -153,13 +154,12 @@ class GradReducer:
             shard_numel=sum([param.padded_shard_numel for param in params]),
             partial=partial,
         )
-        if plan.streams is not None:
-            self.results.append(result)
         if result.partial is not None:
             self.partials[key] = result.partial
         if result.shard is not None:
             with nullcontext() if result.stream is None else result.stream:
                 self._view_out(params, result.shard)
+        return result
 
     def _partial(self, key: tuple[str, ...]) -> Tensor | None:
         partial = self.partials.pop(key, None)
@@ -192,7 +192,6 @@ class GradReducer:
         for event in self.offload_events:
             event.synchronize()
         self.offload_events.clear()
-        self.results.clear()
 
     def reset(self) -> None:
         """Drop every gradient that was not reduced yet."""

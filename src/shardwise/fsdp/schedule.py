@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm import AllGatherResult, CommStreams
+from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.streams import record_event
 
@@ -41,6 +41,8 @@ class Schedule:
             so that the next gather can run meanwhile.
         reduce_inputs: reduce-scatter inputs in flight, oldest first.
         max_reduce_inputs: how many of them may be.
+        reduce_shards: reduced shards that the all-reduce's stream may still use, though another stream
+            allocated them.
         reduced: for each stream, when its latest reduction will have finished.
     """
 
@@ -56,6 +58,7 @@ class Schedule:
     held_gather: tuple[AllGatherResult, torch.Event] | None = None
     reduce_inputs: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)
     max_reduce_inputs: int = 1
+    reduce_shards: list[torch.Tensor] = field(default_factory=list)
     reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)
 
     def release_kept(self, *, unless: FSDPState | None = None) -> None:
@@ -99,6 +102,17 @@ class Schedule:
             _, event = self.reduce_inputs.pop(0)
             current_stream(self.device).wait_event(event)
 
+    def hold_reductions(self, results: list[ReduceResult]) -> None:
+        """Keep the buffers of running reductions from being reused."""
+        assert self.streams is not None
+        for result in results:
+            if result.input_event is not None:
+                self.reduce_inputs.append((result.input, result.input_event))
+            if result.stream is not self.streams.reduce_scatter:
+                self.reduce_shards.append(result.staged)
+            if result.stream is not None and result.event is not None:
+                self.reduced[result.stream] = result.event
+
     def wait_for_reductions(self) -> None:
         """Let the current stream wait for every reduction, and free their buffers."""
         if self.streams is None:
@@ -110,3 +124,4 @@ class Schedule:
         for _, event in self.reduce_inputs:
             stream.wait_event(event)
         self.reduce_inputs.clear()
+        self.reduce_shards.clear()

@@ -346,12 +346,9 @@ class FSDPState:
                 continue
             if schedule.streams is not None:
                 schedule.make_room_for_reduction()
-            reducer.reduce(taken, streams=schedule.streams)
-            for result in reducer.results:
-                if result.input_event is not None:
-                    schedule.reduce_inputs.append((result.input, result.input_event))
-                if result.event is not None and result.stream is not None:
-                    schedule.reduced[result.stream] = result.event
+            results = reducer.reduce(taken, streams=schedule.streams)
+            if schedule.streams is not None:
+                schedule.hold_reductions(results)
 
     def end_of_backward(self) -> None:
         """Root only, when autograd has finished: reduce what it passed by, and rest."""
@@ -399,11 +396,10 @@ class FSDPState:
 
     def unshard(self, *, async_op: bool) -> None:
         """Gather now, for the user. Collective over the groups' ranks."""
-        streams = None if self.schedule is None else self.schedule.streams
         for group in self.groups:
             if self.schedule is None:
                 group.check_ready()
-            group.unshard(async_op=async_op, streams=streams)
+            group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
             group.gathered_at = optimizer_watch.steps()
 
     def wait_for_unshard(self) -> None:
