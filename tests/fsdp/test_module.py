@@ -113,6 +113,40 @@ def test_a_registered_method_runs_like_a_forward() -> None:
 
 
 @on_ranks(2)
+def test_a_registered_method_may_call_its_own_module_again_and_again() -> None:
+    class Generator(Net):
+        def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+            for _ in range(steps):
+                x = x + self(x).sum()
+            return x
+
+    whole, net = Generator(), Generator()
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    register_fsdp_forward_method(net, "generate")
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        assert torch.equal(net.generate(x, 3), whole.generate(x, 3))
+    for _ in range(2):
+        net.generate(x, 2).sum().backward()
+        whole.generate(x, 2).sum().backward()
+    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_after_a_forward_that_raised_the_next_one_asks_for_a_reset() -> None:
+    net = sharded_net()
+    hook = net.blocks[1].register_forward_hook(lambda *unused: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(net)
+    hook.remove()
+    with pytest.raises(LifecycleError, match="reset_iter_state"):
+        step(net)
+
+
+@on_ranks(2)
 def test_parameters_changed_by_a_step_are_gathered_again_even_if_kept() -> None:
     """Evaluation keeps the root gathered; the optimizer then changes its shards."""
     net = sharded_net()

@@ -1,6 +1,6 @@
 """Finding and replacing tensors in nested arguments."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,18 @@ def test_every_container_keeps_its_type() -> None:
     assert mapping["a"][1][0].item() == 2.0
     assert (type(output), output.logits.item(), output.name) == (Output, 2.0, "x")
     assert (type(ordered), ordered["b"].item()) == (OrderedDict, 2.0)
+
+
+def test_a_mapping_whose_constructor_is_its_own_is_copied() -> None:
+    class Batch(UserDict):  # as tokenizers give
+        def __init__(self, data: dict, *, source: str) -> None:
+            super().__init__(data)
+            self.source = source
+
+    batch = Batch({"ids": torch.ones(1)}, source="file")
+    doubled = map_tensors(double, batch)
+    assert (type(doubled), doubled.source, doubled["ids"].item()) == (Batch, "file", 2.0)
+    assert batch["ids"].item() == 1.0
 
 
 def test_what_does_not_change_is_the_same_object() -> None:

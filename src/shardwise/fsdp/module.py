@@ -49,10 +49,8 @@ class FSDPModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: FSDPState = self.__dict__["_shardwise_state"]
         if torch.compiler.is_compiling():
-            args, kwargs = _enter_untraced(state, self, args, kwargs)
-            return _exit_untraced(state, self, super().__call__(*args, **kwargs))
-        args, kwargs = state.enter_forward(self, args, kwargs)
-        return state.exit_forward(self, super().__call__(*args, **kwargs))
+            return _run_traced(state, self, super().__call__, args, kwargs)
+        return _run(state, self, super().__call__, args, kwargs)
 
     # Gathering by hand
 
@@ -325,16 +323,33 @@ def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     return _CLASSES[cls]
 
 
-def _enter(state: FSDPState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return state.enter_forward(module, args, kwargs)
-
-
-def _exit(state: FSDPState, module: nn.Module, output: Any) -> Any:
+def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    args, kwargs = state.enter_forward(module, args, kwargs)
+    try:
+        output = forward(*args, **kwargs)
+    except BaseException:
+        state.abandon_forward()
+        raise
     return state.exit_forward(module, output)
 
 
-# A tracer leaves the graph for these and compiles the forward between them.
-_enter_untraced, _exit_untraced = torch.compiler.disable(_enter), torch.compiler.disable(_exit)
+# A tracer leaves the graph for these, and compiles the forward between them.
+_enter, _abandon, _exit = (
+    torch.compiler.disable(step)
+    for step in (FSDPState.enter_forward, FSDPState.abandon_forward, FSDPState.exit_forward)
+)
+
+
+def _run_traced(
+    state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    args, kwargs = _enter(state, module, args, kwargs)
+    try:
+        output = forward(*args, **kwargs)
+    except BaseException:
+        _abandon(state)
+        raise
+    return _exit(state, module, output)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -365,8 +380,7 @@ class _ForwardMethod:
         module = self._module()
         assert module is not None
         state = module._state()
-        args, kwargs = state.enter_forward(module, args, kwargs)
-        return state.exit_forward(module, self._original(module, *args, **kwargs))
+        return _run(state, module, functools.partial(self._original, module), args, kwargs)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

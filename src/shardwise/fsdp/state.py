@@ -72,6 +72,7 @@ class FSDPState:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.name = ""
         self.training_state = TrainingState.IDLE
+        self.running = 0  # forwards entered and not left, as a method may call its own module
         self.schedule: Schedule | None = None
         self.is_root = False
         self.below: list[FSDPState] = []  # root only: the states of the modules inside it
@@ -164,7 +165,13 @@ class FSDPState:
         """Before `module`'s forward: returns its arguments, cast and marked."""
         schedule = self.schedule or self.become_root()
         action, after = _ENTER_FORWARD[self.training_state]
+        if action is Action.JOIN and not self.running and len(self.modules) == 1:
+            raise LifecycleError(
+                f"{here()}: an earlier forward of '{self.name}' raised; call reset_iter_state() on the root"
+                " module before the next iteration"
+            )
         self.training_state = after
+        self.running += 1
         if action is Action.RECOMPUTE:
             for group in self.groups:
                 self._gather(group, schedule, forward=False)
@@ -218,9 +225,10 @@ class FSDPState:
         """After `module`'s forward: returns its output, marked and cast."""
         schedule = self.schedule
         assert schedule is not None
-        if len(self.modules) > 1 and self.training_state is TrainingState.FORWARD:
+        self.running -= 1
+        if self.training_state is TrainingState.FORWARD:
             self.still_to_run.discard(id(module))
-            if self.still_to_run:  # the list's other modules are yet to run
+            if self.running or self.still_to_run:  # an outer call, or the list's other modules, goes on
                 return self._cast_output(output)
         action, self.training_state = advance(self.training_state, Event.EXIT_FORWARD, module=self.name)
         if action is Action.KEEP:
@@ -229,6 +237,10 @@ class FSDPState:
         if schedule.forward_root is self.myself:
             output = self._end_pass(schedule, output)
         return self._cast_output(output)
+
+    def abandon_forward(self) -> None:
+        """A forward raised. Recomputation does so on purpose, when it has what it needs."""
+        self.running -= 1
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Put off this module's release until the next module runs, and mark its output."""
@@ -421,6 +433,7 @@ class FSDPState:
         for state in (self, *self.below):
             state.still_to_run.clear()
             state.training_state = TrainingState.IDLE
+            state.running = 0
             for group, reducer in zip(state.groups, state.reducers, strict=True):
                 group.abandon_gather()
                 group.reshard()

@@ -6,8 +6,9 @@ named tuples, mappings and dataclasses are walked. Containers are rebuilt only i
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -23,11 +24,16 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
+    if isinstance(value, MutableMapping):
         new = {key: map_tensors(fn, item) for key, item in value.items()}
         if all(new[key] is item for key, item in value.items()):
             return value
-        return new if type(value) is dict else type(value)(**{str(k): v for k, v in new.items()})
+        if type(value) is dict:
+            return new
+        copied = copy.copy(value)
+        for key, item in new.items():
+            copied[key] = item
+        return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {}
         for field in dataclasses.fields(value):
