@@ -1,0 +1,323 @@
+"""Norms and clipping across shards and meshes are those of one unsharded model.
+
+Models are in fp64, where the only differences are the order of additions: 1e-12 relative. Gradients
+come from a real backward of the same batch on every rank, so that their mean is the reference's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.comm.count import CommCounter
+from shardwise.errors import ShardingError
+from shardwise.optim import clip_grad_norm_, get_total_norm
+
+NORMS = [1.0, 1.5, 2.0, 3.0, math.inf]
+TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+class Block(nn.Module):
+    """Sizes that cut unevenly; `scale` has one row, so most ranks hold none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(6)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.norm(self.down(torch.relu(self.up(x))))
+
+
+def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(3)]).to(dtype)
+
+
+def backward(model: nn.Module, *, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    (10 * model(torch.randn(4, 6, dtype=torch.float64).to(dtype)).square().mean()).backward()
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+# Ways to spread a model over ranks
+
+
+def unsharded(model: nn.Sequential) -> None:
+    pass
+
+
+def sharded(model: nn.Sequential) -> None:
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def mesh_2d() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
+def hybrid(model: nn.Sequential) -> None:
+    mesh = mesh_2d()
+    for block in model:
+        fully_shard(block, mesh=mesh)
+
+
+def tensor_parallel(model: nn.Sequential) -> None:
+    mesh = mesh_2d()
+    for block in model:
+        parallelize_module(block, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["outer"])
+
+
+def several_meshes(model: nn.Sequential) -> None:
+    """One block on all ranks, one hybrid, one not sharded at all."""
+    fully_shard(model[0])
+    fully_shard(model[1], mesh=mesh_2d())
+
+
+def tensor_parallel_beside_sharded(model: nn.Sequential) -> None:
+    tensor_parallel(model[:1])
+    fully_shard(model[1])
+    fully_shard(model[2], mesh=mesh_2d())
+
+
+Spread = Callable[[nn.Sequential], None]
+EVERY: list[Spread] = [
+    unsharded,
+    sharded,
+    hybrid,
+    tensor_parallel,
+    several_meshes,
+    tensor_parallel_beside_sharded,
+]
+
+
+def check_clipping(spread: Spread, norm_type: float) -> None:
+    reference, model = backward(build()), build()
+    spread(model)
+    backward(model)
+    before = [whole(g).clone() for g in grads(model)]
+    torch.testing.assert_close(before, grads(reference), **TIGHT)
+
+    expected = nn.utils.get_total_norm(grads(reference), norm_type)
+    torch.testing.assert_close(get_total_norm(grads(model), norm_type), expected, **TIGHT)
+
+    returned = clip_grad_norm_(model.parameters(), 1.5 * expected.item(), norm_type)
+    torch.testing.assert_close(returned, expected, **TIGHT)
+    assert all(torch.equal(whole(g), b) for g, b in zip(grads(model), before, strict=True))
+
+    max_norm = 0.3 * expected.item()
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
+    returned = clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    torch.testing.assert_close(returned, theirs, **TIGHT)
+    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+    everywhere = [torch.zeros_like(returned) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, returned)
+    assert all(torch.equal(other, returned) for other in everywhere)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("spread", EVERY, ids=lambda spread: spread.__name__)
+def test_clipping_on_four_ranks_is_that_of_one_process(spread: Spread) -> None:
+    for norm_type in NORMS:
+        check_clipping(spread, norm_type)
+
+
+@on_ranks(1, 3)
+def test_clipping_where_some_ranks_hold_no_rows_is_that_of_one_process() -> None:
+    for norm_type in NORMS:
+        check_clipping(sharded, norm_type)
+    held = [sum(p.to_local().numel() for p in m.parameters()) for m in [fully_shard(nn.Linear(4, 1))]]
+    assert held == ([5] if dist.get_rank() == 0 else [0])
+
+
+@on_ranks(4)
+def test_a_rank_without_any_gradient_elements_still_takes_part() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    tiny = torch.tensor([3.0, 4.0])
+    for norm_type, expected in [(2.0, 5.0), (1.0, 7.0), (math.inf, 4.0)]:
+        found = get_total_norm([distribute_tensor(tiny, mesh, [Shard(0)])], norm_type)
+        assert found.item() == expected
+        assert found.dtype == torch.float32
+
+
+ALL_REDUCES = [(unsharded, 0), (sharded, 1), (hybrid, 1), (several_meshes, 2)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("spread", "expected"), ALL_REDUCES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_norm_takes_one_all_reduce_of_a_scalar_for_each_sharded_mesh(spread: Spread, expected: int) -> None:
+    model = build()
+    spread(model)
+    backward(model)
+    with CommCounter() as counter:
+        clip_grad_norm_(model.parameters(), 1.0)
+    assert [(call.kind, call.bytes) for call in counter.calls] == [("all_reduce", 8)] * expected
+
+
+@on_ranks(4)
+def test_tensor_parallel_beside_data_parallel_takes_two_all_reduces() -> None:
+    model = build()
+    tensor_parallel(model)
+    backward(model)
+    placements = {len([p for p in g.placements if p != Replicate()]) for g in grads(model)}
+    assert placements == {1, 2}  # cut by data parallelism only, and by both
+    with CommCounter() as counter:
+        clip_grad_norm_(model.parameters(), 1.0)
+    assert counter.count("all_reduce") == len(counter.calls) == 2
+
+
+@on_ranks(2)
+def test_parameters_without_gradients_are_left_out() -> None:
+    def frozen(model: nn.Sequential) -> nn.Sequential:
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        return model
+
+    reference, model = backward(frozen(build())), frozen(build())
+    sharded(model)
+    backward(model)
+    assert model[0].up.weight.grad is None
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
+    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+    model.zero_grad()
+    with CommCounter() as counter:
+        assert clip_grad_norm_(model.parameters(), 0.1).item() == 0.0
+    assert counter.calls == []
+
+
+@on_ranks(2)
+def test_bfloat16_gradients_are_added_up_in_fp32() -> None:
+    model = build(torch.bfloat16)
+    sharded(model)
+    backward(model, dtype=torch.bfloat16)
+    before = [whole(g).float() for g in grads(model)]
+    exact = torch.stack([g.double().square().sum() for g in before]).sum().sqrt()
+    total = clip_grad_norm_(model.parameters(), 0.1)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=0)
+    for after, grad in zip(grads(model), before, strict=True):
+        assert after.dtype == torch.bfloat16
+        # the factor and the product each round once to 8 bits
+        torch.testing.assert_close(whole(after).float(), grad * (0.1 / total), rtol=2**-7, atol=1e-30)
+
+
+@on_ranks(2)
+def test_gradients_of_several_dtypes_have_one_norm() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for dtypes in [
+        (torch.float32, torch.float64),
+        (torch.float64, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ]:
+        for wrap in (lambda t: t, lambda t: distribute_tensor(t, mesh, [Shard(0)])):
+            tensors = [wrap(torch.full((3,), 2.0, dtype=dtypes[0])), wrap(torch.ones(4, dtype=dtypes[1]))]
+            assert get_total_norm(tensors).item() == pytest.approx(4.0, rel=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_every_rank(norm_type: float) -> None:
+    rank = dist.get_rank()
+    for bad in (math.inf, -math.inf, math.nan):
+        for where in range(2):
+            model = fully_shard(nn.Linear(4, 4))
+            model(torch.ones(2, 4)).sum().backward()
+            grad = model.weight.grad
+            if rank == where:
+                grad.to_local()[0, 0] = bad
+            before = grad.to_local().clone()
+            with pytest.raises(RuntimeError, match=rf"rank {rank}: the {norm_type}-norm .* is (inf|nan)"):
+                clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+            assert torch.equal(grad.to_local().nan_to_num(), before.nan_to_num())
+            total = clip_grad_norm_(model.parameters(), 1.0, norm_type)
+            assert not total.isfinite()
+            assert total.isnan() == math.isnan(bad)
+
+
+@on_ranks(2)
+def test_a_replicated_tensor_counts_once_and_partial_sums_are_refused() -> None:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    tensor = torch.tensor([3.0, 4.0])
+    with CommCounter() as counter:
+        replicated = DTensor.from_local(tensor, mesh, [Replicate()])
+        assert get_total_norm([replicated]).item() == 5.0
+    assert counter.calls == []
+    partial = DTensor.from_local(tensor, mesh, [Partial()])
+    with pytest.raises(ShardingError, match=rf"rank {rank}: .*\(2,\) holds partial sums on mesh axis 0"):
+        get_total_norm([replicated, partial])
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
+def test_a_norm_type_that_is_not_positive_is_refused(norm_type: float) -> None:
+    with pytest.raises(ShardingError, match="norm_type must be positive"):
+        get_total_norm([torch.ones(2)], norm_type)
+
+
+def test_parameters_may_be_one_tensor_a_list_or_a_generator() -> None:
+    def clipped(wrap: Callable[[nn.Parameter], Tensor | Iterable[Tensor]]) -> tuple[float, list[float]]:
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.tensor([6.0, 8.0])
+        return clip_grad_norm_(wrap(parameter), 5.0).item(), parameter.grad.tolist()
+
+    for wrap in (lambda p: p, lambda p: [p], lambda p: (q for q in [p])):
+        total, grad = clipped(wrap)
+        assert total == 10.0
+        assert grad == pytest.approx([3.0, 4.0], rel=1e-6)
+
+
+def test_the_norm_of_nothing_is_zero() -> None:
+    assert get_total_norm([]).item() == 0.0
+    assert get_total_norm([torch.zeros(0, 3)]).item() == 0.0
+
+
+def test_clip_grad_norm_is_public_and_takes_every_argument_of_torchs() -> None:
+    assert shardwise.clip_grad_norm_ is clip_grad_norm_
+    theirs = inspect.signature(nn.utils.clip_grad_norm_).parameters
+    ours = inspect.signature(clip_grad_norm_).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert {name: p.default for name, p in ours.items() if name in theirs} == {
+        name: p.default for name, p in theirs.items()
+    }
+
+
+@on_ranks(2)
+def test_torchs_own_clipping_of_a_sharded_model_gives_the_same() -> None:
+    model = build()
+    sharded(model)
+    backward(model)
+    kept = copy.deepcopy([g.to_local() for g in grads(model)])
+    ours = clip_grad_norm_(model.parameters(), 0.1)
+    clipped = [g.to_local().clone() for g in grads(model)]
+    for grad, value in zip(grads(model), kept, strict=True):
+        grad.to_local().copy_(value)
+    theirs = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(ours, whole(theirs), **TIGHT)
+    torch.testing.assert_close(clipped, [g.to_local() for g in grads(model)], **TIGHT)
