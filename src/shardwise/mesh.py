@@ -37,7 +37,7 @@ class DataParallelMeshDims:
     replicate: MeshDimNames = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
+        if not self.shard_names and not self.replicate_names:
             raise ShardingError("DataParallelMeshDims: set at least one of shard and replicate")
 
     @property
@@ -184,6 +184,14 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
             raise ShardingError(
                 f"{here()}: mesh dim name '{name}' of dp_mesh_dims not found in {mesh.mesh_dim_names}"
             )
+    every = (*dims.shard_names, *dims.replicate_names)
+    order = mesh.mesh_dim_names.index
+    if len(set(every)) != len(every) or any(
+        list(names) != sorted(names, key=order) for names in (dims.shard_names, dims.replicate_names)
+    ):
+        raise ShardingError(
+            f"{here()}: {dims} must name each dim once, and several in the order of {mesh.mesh_dim_names}"
+        )
     shard, replicate = (_flat(mesh, names) for names in (dims.shard_names, dims.replicate_names))
     if replicate is None and shard is not None:
         return FSDPMeshInfo(shard, shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)

@@ -46,8 +46,9 @@ def check_fingerprint(description: str, *, groups: Sequence[dist.ProcessGroup], 
         dist.all_gather(gathered, mine, group=group)
         rows = torch.stack(gathered).tolist()
         differs = any(row[0] != own for row in rows)
-        if differs and clash is None:
-            clash = _describe_clash(description, rows, group)
+        if differs:  # equal on all ranks of the group, which exchange descriptions now
+            found = _describe_clash(description, rows, group)
+            clash = clash or found
         suspected = suspected or differs or any(row[1] for row in rows)
     if suspected:
         raise RankMismatchError(
@@ -66,9 +67,11 @@ def _describe_clash(description: str, rows: list[list[int]], group: dist.Process
     ranks = dist.get_process_group_ranks(group)
     only_mine = [line for line in lines if line not in theirs]
     only_theirs = [line for line in theirs if line not in lines]
+    if not only_mine and not only_theirs:
+        return f"Between rank {ranks[mine]} and rank {ranks[other]} only the order of parameters differs."
     return "\n".join(
         [f"Only on rank {ranks[mine]}:"]
         + [f"  {line}" for line in only_mine[:20] or ["nothing"]]
         + [f"Only on rank {ranks[other]}:"]
-        + [f"  {line}" for line in only_theirs[:20] or ["nothing (the order of parameters differs)"]]
+        + [f"  {line}" for line in only_theirs[:20] or ["nothing"]]
     )

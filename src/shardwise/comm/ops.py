@@ -4,10 +4,10 @@
     split_with_sizes_copy(gathered, sizes, dim, *, out[])   gathered buffer -> parameters
     chunk_cat(tensors[], dim, num_chunks, *, out)   gradients -> reduce-scatter input
 
-One op a group instead of one copy a parameter; they cast on the way. As ops they have fake kernels,
-so that tracing sees a single node. They only write into `out` and carry no gradient: the gradient of
-a gather is a reduce-scatter, which is not a copy's business. Inputs that require grad are refused
-where autograd is recording.
+One op a group instead of one copy a parameter. The copies in cast on the way. As ops they have fake
+kernels, so that tracing sees a single node. They only write into `out`, which has the right shapes and
+is no view that autograd tracks, and carry no gradient: the gradient of a gather is a reduce-scatter,
+which is not a copy's business.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def _split_with_sizes_copy(
 
 
 def _chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    _compat.chunk_cat(tensors, dim, num_chunks, out)
+    filled = [t for t in tensors if t.numel()]  # torch's kernel refuses empty tensors
+    before = out.numel()
+    if filled:
+        _compat.chunk_cat(filled, dim, num_chunks, out)
+    _check_total("padded tensors", out.numel() if filled else 0, before)  # torch's kernel resizes
 
 
 def _check_total(what: str, found: int, expected: int) -> None:

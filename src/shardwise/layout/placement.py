@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
 
 
@@ -20,6 +21,10 @@ class EvenShard:
     """Chunks of `ceil(size / ranks)` along `dim`, empty where the rows run out."""
 
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise ShardingError(f"EvenShard counts dims from the first, got dim {self.dim}")
 
     def box(self, shape: tuple[int, ...], *, rank: int, ranks: int) -> Box:
         """The elements of a tensor of `shape` that `rank` of `ranks` holds."""

@@ -1,12 +1,12 @@
 """The norm of a model's gradients, and clipping by it, across shards and meshes.
 
-Local pieces first, then one all-reduce for each set of mesh axes that any gradient is sharded over::
+Local pieces first, then one all-reduce for each mesh axis that any gradient is sharded over::
 
-    total^p = sum over meshes of  all-reduce(SUM over sharding axes) of  sum over gradients of |g|^p
+    total^p = all-reduce(SUM over sharding axes) of  sum over gradients of |g|^p
 
-A replicated axis holds equal copies, which must count once: it is left out of the all-reduce. Models
-with parameters on several meshes (tensor parallel and not, experts and not) thus get one right norm.
-The infinity norm takes MAX in place of SUM.
+A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
+which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
+not, experts and not) thus get one right norm. The infinity norm takes MAX in place of SUM.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     if not by_axes:
         return torch.tensor(0.0)
     infinite = math.isinf(norm_type)
-    totals = []
-    for axes, locals_ in by_axes.items():
-        total = _local_power_sum(locals_, norm_type)
-        for group in axes:
-            op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, op=op, group=group)
-        totals.append(total)
-    device = totals[0].device
-    stacked = torch.stack([total.to(device) for total in totals])
-    return stacked.amax() if infinite else stacked.sum().pow(1 / norm_type)
+    pending = {axes: _local_power_sum(locals_, norm_type) for axes, locals_ in by_axes.items()}
+    for group in dict.fromkeys(group for axes in by_axes for group in axes):
+        cut = [axes for axes in pending if group in axes]
+        reduced = _all_reduce(torch.stack([pending.pop(axes) for axes in cut]), group, infinite=infinite)
+        for axes, total in zip(cut, reduced.unbind(), strict=True):
+            rest = tuple(other for other in axes if other is not group)
+            pending[rest] = total if rest not in pending else _add(pending[rest], total, infinite=infinite)
+    (total,) = pending.values()
+    return total if infinite else total.pow(1 / norm_type)
 
 
 def clip_grad_norm_(
@@ -77,11 +76,12 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
 
     Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters and DTensors on
-    any meshes, in two all-reduces at most for parameters on one mesh.
+    any meshes, in one all-reduce for each axis that shards a parameter.
 
     Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
 
@@ -123,10 +123,27 @@ def _sharded_axes(tensor: DTensor) -> Axes:
     return tuple(axes)
 
 
+def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:
+    b = b.to(a.device)
+    return torch.maximum(a, b) if infinite else a + b
+
+
+def _all_reduce(totals: Tensor, group: dist.ProcessGroup, *, infinite: bool) -> Tensor:
+    """The totals over `group`. A backend's MAX may drop NaN, so for infinity that travels beside."""
+    if not infinite:
+        dist.all_reduce(totals, group=group)
+        return totals
+    both = torch.stack([totals.nan_to_num(nan=0.0, posinf=math.inf), totals.isnan().to(totals.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, math.nan)
+
+
 def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Sum of |x|^p over all elements (their maximum for infinity), in fp32 or wider."""
     filled = [t for t in tensors if t.numel()]
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    wide = torch.float32
+    for dtype in {t.dtype for t in tensors}:
+        wide = torch.promote_types(wide, dtype)
     if not filled:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     norms = torch.stack(list(_compat.foreach_norm(filled, norm_type, wide)))
