@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.comm import ops
 from shardwise.errors import ShardingError
@@ -41,7 +43,7 @@ def reference_chunk_cat(tensors: list[Tensor], ranks: int, dtype: torch.dtype) -
     rows: list[list[float]] = [[] for _ in range(ranks)]
     for t in tensors:
         chunk = -(-t.size(0) // ranks)
-        flat, width = t.reshape(-1).tolist(), t[:1].numel()
+        flat, width = t.reshape(-1).tolist(), t.shape[1:].numel()
         for rank, row in enumerate(rows):
             piece = flat[rank * chunk * width : (rank + 1) * chunk * width]
             row += piece + [0.0] * (chunk * width - len(piece))
@@ -77,6 +79,7 @@ def calls() -> dict[str, Call]:
         ),
         "chunk uneven": (ops.chunk_cat, (grads, 0, 2), {"out": unset(2, 10)}),
         "chunk over more ranks than rows": (ops.chunk_cat, (grads, 0, 5), {"out": unset(5, 7)}),
+        "chunk beside an empty one": (ops.chunk_cat, ([numbers(0, 4), *grads], 0, 2), {"out": unset(2, 10)}),
         "chunk with a cast": (
             ops.chunk_cat,
             ([numbers(3, 2, dtype=BF16), numbers(4, dtype=BF16)], 0, 2),
@@ -191,6 +194,15 @@ def test_sizes_that_do_not_add_up_are_refused_before_anything_is_written() -> No
     with pytest.raises(ShardingError, match="sizes hold 5 elements, the buffer 6"):
         ops.split_with_sizes_copy(numbers(2, 6), [2, 3], 1, out=outs)
     assert all(torch.equal(out, torch.full_like(out, 77)) for out in outs)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_gradients_that_do_not_fill_the_buffer_are_refused(fake: bool) -> None:
+    with FakeTensorMode() if fake else nullcontext():
+        for shapes in ([(3, 2)], [(0, 4)], [(3, 2), (3,), (3,)]):
+            with pytest.raises(ShardingError, match=r"padded tensors hold \d+ elements, the buffer 10"):
+                ops.chunk_cat([torch.ones(shape) for shape in shapes], 0, 2, out=torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("which", ["input", "output"])

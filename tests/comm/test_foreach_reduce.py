@@ -63,11 +63,15 @@ def mean(shapes: Shapes, ranks: Sequence[int], *, steps: Sequence[int] = (0,)) -
 
 
 UNEVEN: Shapes = [((5, 3), 0), ((1,), 0), ((7,), 0), ((2, 2, 2), 0)]
+WITH_EMPTY: Shapes = [((0, 4), 0), ((5, 3), 0), ((3, 0), 0)]
+ONLY_EMPTY: Shapes = [((0, 4), 0), ((0,), 0)]
 OTHER_DIMS: Shapes = [((5, 6), 1), ((5, 3), 0), ((2, 3, 12), 2), ((3, 6, 1), 1)]
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("shapes", [UNEVEN, OTHER_DIMS], ids=["uneven", "dims"])
+@pytest.mark.parametrize(
+    "shapes", [UNEVEN, OTHER_DIMS, WITH_EMPTY, ONLY_EMPTY], ids=["uneven", "dims", "with empty", "only empty"]
+)
 def test_each_rank_gets_its_padded_pieces_of_the_mean(shapes: Shapes) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     expected = expected_shard(mean(shapes, range(ranks)), shapes, rank=rank, ranks=ranks)

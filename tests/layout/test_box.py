@@ -167,13 +167,21 @@ class Compared(Box):
         return super().intersect(other)
 
 
-def test_row_shards_are_not_compared_with_each_other() -> None:
-    rows, ranks = 3, 4096
-    shards = [Compared((rows * r, 0), (rows, 5)) for r in reversed(range(ranks))]
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shards_along_one_dim_are_not_compared_with_each_other(dim: int) -> None:
+    thickness, ranks = 3, 4096
+
+    def slab(start: int, thick: int) -> Compared:
+        offsets, sizes = [0, 0, 0], [5, 5, 5]
+        offsets[dim], sizes[dim] = start, thick
+        return Compared(tuple(offsets), tuple(sizes))
+
+    shape = tuple(ranks * thickness if d == dim else 5 for d in range(3))
+    shards = [slab(thickness * r, thickness) for r in reversed(range(ranks))]
     Compared.comparisons = 0
-    cover(shards, (rows * ranks, 5))
+    cover(shards, shape)
     assert Compared.comparisons == 0
     with pytest.raises(ShardingError, match="overlap"):
-        cover([*shards, Compared((rows * 1000 + 1, 2), (1, 1))], (rows * ranks, 5))
-    with pytest.raises(ShardingError, match=f"hold {(ranks - 1) * rows * 5} of the"):
-        cover(shards[:-1], (rows * ranks, 5))
+        cover([*shards, slab(thickness * 1000 + 1, 1)], shape)
+    with pytest.raises(ShardingError, match=f"hold {(ranks - 1) * thickness * 25} of the"):
+        cover(shards[:-1], shape)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import on_ranks
+from shardwise.errors import ShardingError
 from shardwise.layout import Box, EvenShard, cover
 
 relaxed = settings(deadline=None, max_examples=100)
@@ -74,6 +75,11 @@ def test_rows_run_out_on_the_last_ranks() -> None:
     boxes = [EvenShard().box((5, 2), rank=r, ranks=4) for r in range(4)]
     assert [box.sizes for box in boxes] == [(2, 2), (2, 2), (1, 2), (0, 2)]
     assert [box.offsets for box in boxes] == [(0, 0), (2, 0), (4, 0), (5, 0)]
+
+
+def test_dims_are_counted_from_the_first() -> None:
+    with pytest.raises(ShardingError, match="got dim -1"):
+        EvenShard(-1)
 
 
 @on_ranks(2, 3)
