@@ -6,6 +6,7 @@ torch moves or renames is mended here, once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, cast
@@ -57,6 +58,7 @@ __all__ = [
     "reduce_scatter_single",
     "resolve_process_group",
     "set_local_tensor",
+    "shared_spec",
     "spec_of",
 ]
 
@@ -97,12 +99,28 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+_specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDictionary()
+
+
+def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
+    """The one description of all DTensors that are alike.
+
+    DTensor looks its operations up by their arguments' descriptions, and compares objects that are not
+    the same field by field: 8 Python calls an operation and tensor.
+    """
+    # A living description keeps its mesh alive, and so the mesh's id its own.
+    key = (id(mesh), tuple(placements), meta)
+    spec = _specs.get(key)
+    if spec is None:
+        spec = _specs[key] = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return spec
+
+
 def dtensor_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], *, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """A description of a contiguous DTensor of global `shape` and `dtype`."""
-    meta = TensorMeta(shape, contiguous_stride(shape), dtype)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    """The description of contiguous DTensors of global `shape` and `dtype`."""
+    return shared_spec(mesh, placements, TensorMeta(shape, contiguous_stride(shape), dtype))
 
 
 def spec_of(tensor: Tensor) -> DTensorSpec:

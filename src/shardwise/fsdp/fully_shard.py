@@ -234,7 +234,14 @@ def _move_to_device(managed: list[nn.Module], found: Places, device: torch.devic
                 f"{here()}: a DTensor on {tensor.device} cannot be sharded over a mesh on {device};"
                 " distribute it on a mesh of that device"
             )
-        tensor.data = tensor.to(device)
+        if type(tensor) in (Tensor, nn.Parameter):
+            tensor.data = tensor.to(device)
+        else:  # a subclass cannot take data of another device, but it can trade places
+            with torch.no_grad():
+                moved = tensor.to(device)
+            keep = isinstance(tensor, nn.Parameter)
+            grad = tensor.requires_grad
+            torch.utils.swap_tensors(tensor, nn.Parameter(moved, requires_grad=grad) if keep else moved)
 
 
 Placed = tuple[nn.Parameter, Shard | None, DataParallelMeshInfo]

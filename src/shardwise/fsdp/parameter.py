@@ -154,7 +154,7 @@ class ShardedParam:
             outer.append(Replicate())
         if isinstance(self.info, FSDPMeshInfo):
             outer.append(self._outer_shard(splits))
-        return _compat.DTensorSpec(mesh, (*outer, *tp.placements), tensor_meta=tp.tensor_meta)
+        return _compat.shared_spec(mesh, (*outer, *tp.placements), tp.tensor_meta)
 
     def _cuts_same_dim(self, placement: Placement) -> bool:
         return isinstance(placement, (Shard, _compat.StridedShard)) and placement.dim == self.placement.dim
@@ -189,16 +189,14 @@ class ShardedParam:
                 math.prod(mesh.size(a) for a in inner if self._cuts_same_dim(whole.placements[a]))
             )
         if len(dims.shard_names) < 2:
-            return _compat.DTensorSpec(mesh, tuple(placements), tensor_meta=whole.tensor_meta)
+            return _compat.shared_spec(mesh, placements, whole.tensor_meta)
         # Several shard dims count as one: show them as the flattened data-parallel mesh.
         data_parallel = {*dims.shard_names, *dims.replicate_names}
         others = [a for a in range(mesh.ndim) if names[a] not in data_parallel]
         first = [placements[names.index(dims.shard_names[0])]]
         outer: list[Placement] = [Replicate(), *first] if isinstance(self.info, HSDPMeshInfo) else first
         joined = _compat.concatenate_meshes([self.info.mesh, *(mesh[names[a]] for a in others)])
-        return _compat.DTensorSpec(
-            joined, (*outer, *(placements[a] for a in others)), tensor_meta=whole.tensor_meta
-        )
+        return _compat.shared_spec(joined, (*outer, *(placements[a] for a in others)), whole.tensor_meta)
 
     # Switching forms
 
@@ -251,11 +249,8 @@ class ShardedParam:
         if self.tp_spec is not None:
             meta = self.tp_spec.tensor_meta
             assert meta is not None
-            spec = _compat.DTensorSpec(
-                self.tp_spec.mesh,
-                self.tp_spec.placements,
-                tensor_meta=_compat.TensorMeta(meta.shape, meta.stride, whole.dtype),
-            )
+            meta = _compat.TensorMeta(meta.shape, meta.stride, whole.dtype)
+            spec = _compat.shared_spec(self.tp_spec.mesh, self.tp_spec.placements, meta)
             whole = _compat.dtensor(whole, spec)
         return nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
 
