@@ -163,6 +163,24 @@ def test_parameters_changed_by_a_step_are_gathered_again_even_if_kept() -> None:
 
 
 @on_ranks(2)
+def test_unshard_never_shows_values_from_before_an_optimizer_step() -> None:
+    net = sharded_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    step(net)
+    net.unshard()
+    optimizer.step()
+    net.unshard()
+    shown = net.inner.weight.detach().clone()
+    assert torch.equal(shown, net.state_dict()["inner.weight"].full_tensor())  # which reshards
+    assert net.unshard(async_op=True) is not None
+    optimizer.step()  # while the gather is on its way
+    expected = Net()
+    expected.load_state_dict({k: v.full_tensor() for k, v in net.state_dict().items()})
+    with torch.no_grad():
+        assert torch.equal(net(torch.ones(1, 8)), expected(torch.ones(1, 8)))
+
+
+@on_ranks(2)
 def test_a_forward_that_raised_is_forgotten_by_reset_iter_state() -> None:
     net, healthy = sharded_net(), sharded_net()
     step(healthy)

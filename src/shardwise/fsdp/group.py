@@ -313,6 +313,7 @@ class ParamGroup:
             self._make_unsharded()
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
+        self.gathered_at = optimizer_watch.steps()
         if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
             streams.wait(self.smaller_ready)
         inputs, dtypes = plan.shards, plan.dtypes
@@ -397,6 +398,14 @@ class ParamGroup:
                 owner.parameters[owner.name] = param.sharded
         self._free_unsharded()
         self.form = Form.SHARDED
+
+    def drop_stale(self) -> None:
+        """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
+        if self.gathered_at == optimizer_watch.steps():
+            return
+        self.abandon_gather()
+        if self.form is Form.UNSHARDED:
+            self.reshard()
 
     def release_after_forward(self) -> None:
         """Reshard as `reshard_after_forward` says: not, wholly, or to the smaller mesh. Local."""

@@ -24,7 +24,7 @@ from shardwise import _compat
 from shardwise.comm import CommStreams, check_fingerprint
 from shardwise.comm.foreach import current_stream
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp import guard, optimizer_watch
+from shardwise.fsdp import guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.policy import MixedPrecisionPolicy
@@ -185,8 +185,8 @@ class FSDPState:
                 schedule.release_kept(unless=self)
         args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
-            if group.is_unsharded and group.gathered_at != optimizer_watch.steps():
-                group.reshard()  # an optimizer has stepped since: gathered values are stale
+            if action is Action.GATHER:
+                group.drop_stale()
             self._gather(group, schedule, forward=True)
         if action is Action.GATHER:
             if torch.is_grad_enabled():
@@ -393,7 +393,6 @@ class FSDPState:
         group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
         result = group.wait_for_unshard()
         if result is not None:
-            group.gathered_at = optimizer_watch.steps()
             schedule.finish_gather(result, forward=forward)
 
     def _prefetch(self, state: FSDPState | None, schedule: Schedule) -> None:
@@ -411,8 +410,9 @@ class FSDPState:
         for group in self.groups:
             if self.schedule is None:
                 group.check_ready()
+            if self.training_state is TrainingState.IDLE:
+                group.drop_stale()
             group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
-            group.gathered_at = optimizer_watch.steps()
 
     def wait_for_unshard(self) -> None:
         for group in self.groups:
