@@ -82,9 +82,8 @@ def table(result: VerifyResult) -> Table:
     rendered = Table(title=_title(result))
     rendered.add_column("step", justify="right")
     for kind in KINDS:
-        rendered.add_column(f"{kind}\nabsolute", justify="right")
-        rendered.add_column(f"{kind}\nrelative", justify="right")
-    rendered.add_column("tolerance\nrelative", justify="right")
+        rendered.add_column(f"{kind}\nabsolute\nrelative", justify="right", no_wrap=True)
+    rendered.add_column("tolerance\n\nrelative", justify="right", no_wrap=True)
     rendered.add_column("nearest to its limit", overflow="fold")
     for step in range(START, result.steps):
         cells: list[str] = []
@@ -92,10 +91,10 @@ def table(result: VerifyResult) -> Table:
             tightest = result.worst(kind, step)
             style = "[red]{}[/red]" if tightest is not None and tightest.beyond else "{}"
             numbers = result.largest(kind, step) if tightest is not None else ()
-            cells += [style.format(f"{n:.1e}") for n in numbers] or ["", ""]
+            cells.append("\n".join(style.format(f"{n:.1e}") for n in numbers))
         nearest = worst(d for d in result.differences if d.step == step)
         rendered.add_row(
-            step_name(step), *cells, f"{result.tolerance.at(step):.1e}", _share(nearest) if nearest else ""
+            step_name(step), *cells, f"\n{result.tolerance.at(step):.1e}", _share(nearest) if nearest else ""
         )
     return rendered
 
