@@ -81,6 +81,14 @@ class DataParallelMeshInfo:
     def is_spmd_mesh(self) -> bool:
         return self.dp_mesh_dims is not None
 
+    @property
+    def process_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The groups to shard over and to replicate over; None where there is no such axis."""
+        return (
+            self.shard_process_group if isinstance(self, FSDPMeshInfo) else None,
+            self.replicate_process_group if isinstance(self, DDPMeshInfo) else None,
+        )
+
     def require(self, axis: Axis, kind: str) -> int:
         """The mesh dim `axis`, which must be set and exist."""
         if axis is None:

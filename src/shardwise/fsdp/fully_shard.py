@@ -28,7 +28,6 @@ from shardwise.fsdp.state import FSDPState, state_of
 from shardwise.mesh import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
-    DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
     mesh_device,
@@ -272,9 +271,7 @@ def _by_mesh(placed: list[Placed]) -> dict[tuple[Any, ...], list[Placed]]:
     groups: dict[tuple[Any, ...], list[Placed]] = {}
     for member in placed:
         own = member[2]
-        shard = own.shard_process_group if isinstance(own, FSDPMeshInfo) else None
-        replicate = own.replicate_process_group if isinstance(own, DDPMeshInfo) else None
-        members = groups.setdefault((shard, replicate), [])
+        members = groups.setdefault(own.process_groups, [])
         if members and members[0][2] is not own:
             raise ShardingError(
                 f"{here()}: parameters sharded over the same ranks must share one mesh info object, got"

@@ -116,13 +116,12 @@ class ParamGroup:
         self.gather: AllGatherResult | None = None
         self.gathered_at = -1  # the count of optimizer steps when last gathered
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-        self.shard_group = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+        self.shard_group, _ = info.process_groups
         self.layout: GroupLayout
         self.shards: list[Tensor] = []
         self.full: list[Tensor] = []  # unsharded buffers, empty until the first gather
         self.main: Exchange | None = None
         self.smaller: Exchange | None = None  # over the post-forward mesh
-        self.post_forward_params: list[nn.Parameter] = []
         self.smaller_ready: torch.Event | None = None  # accelerators: its shards have been written
         self.packed: list[ShardedParam] = []
         self.extended = self._extend()
@@ -385,7 +384,6 @@ class ParamGroup:
             for owner in param.owners:
                 owner.parameters[owner.name] = unsharded
         self.form = Form.UNSHARDED
-        self.post_forward_params = []
         if self.smaller is not None:
             self.smaller.shards = []
 
@@ -425,7 +423,7 @@ class ParamGroup:
                 " needs plain parameters, no tensor-parallel ones nor tensor subclasses. Use"
                 " reshard_after_forward=True or False"
             )
-        plan.shards, self.post_forward_params = [], []
+        plan.shards = []
         rank, outs = info.shard_mesh_rank, iter(enumerate(plan.outs))
         strided = {index: (target, piece, dim) for index, target, piece, dim in plan.strided}
         for segment in plan.layout.segments:
@@ -443,9 +441,7 @@ class ParamGroup:
                 local = shard.narrow(0, slot.shard_offset, slot.padded_shard_numel)
                 dim = param.placement.dim
                 local = local.view(slot.padded_shard_shape).narrow(dim, 0, slot.shard_shape[dim])
-                shown = self._smaller_param(param, local, info)
-                self.post_forward_params.append(shown)
-                param.show(shown)
+                param.show(self._smaller_param(param, local, info))
         self._free_unsharded()
         if self.device.type != "cpu":
             self.smaller_ready = record_event(current_stream(self.device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,6 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState, state_of
 from shardwise.mesh import FSDPMeshInfo
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class FSDPModule(nn.Module):

@@ -21,7 +21,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
-from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
+from shardwise.mesh import FSDPMeshInfo
 
 Taken = list[tuple[ShardedParam, Tensor]]
 
@@ -105,11 +105,9 @@ class GradReducer:
 
     def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
         group, settings, info = self.group, self.group.settings, self.group.info
-        shard_group = replicate_group = None
+        shard_group, replicate_group = info.process_groups
         if isinstance(info, FSDPMeshInfo):
-            shard_group = info.reduce_scatter_process_group or info.shard_process_group
-        if isinstance(info, DDPMeshInfo):
-            replicate_group = info.replicate_process_group
+            shard_group = info.reduce_scatter_process_group or shard_group
         dtype = group.policy.reduce_dtype or computed
         device_group = shard_group or replicate_group
         assert device_group is not None

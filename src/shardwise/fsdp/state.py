@@ -31,11 +31,9 @@ from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors
-from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
 
 _KEY = "_shardwise_state"
 _ENTER_FORWARD = TABLE[Event.ENTER_FORWARD]
-_EXIT_FORWARD = TABLE[Event.EXIT_FORWARD]
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -148,10 +146,7 @@ class FSDPState:
     def _compare_ranks(self, groups: list[ParamGroup]) -> None:
         by_ranks: dict[tuple[Any, ...], list[ParamGroup]] = {}
         for group in groups:
-            info = group.info
-            shard = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
-            replicate = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
-            by_ranks.setdefault((shard, replicate), []).append(group)
+            by_ranks.setdefault(group.info.process_groups, []).append(group)
         for ranks, alike in by_ranks.items():
             check_fingerprint(
                 "\n".join(group.describe() for group in alike),
