@@ -23,6 +23,7 @@ ORDER = [
     "mesh",
     "layout",
     "comm",
+    "sharded_parameter",
     "sharded_tensor",
     "fsdp",
     "optim",

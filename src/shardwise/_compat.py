@@ -258,3 +258,19 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)
     _symmetric_memory.rendezvous(tensor, group=group)
     return tensor
+
+
+# sharded_parameter: a tensor subclass whose ops reach `__torch_dispatch__` directly, so that its
+# attributes (grad, dtype, ...) cost optimizers what a plain tensor's do.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+# A tensor with a shape, dtype and device but no memory of its own.
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
+
+
+def allow_foreach(*types: type[Tensor]) -> None:
+    """Let optimizers choose their foreach forms for parameters of these types, as torch does for DTensor."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        supported.extend(kind for kind in types if kind not in supported)

@@ -1,0 +1,6 @@
+"""Parameters, gradients and optimizer state that are row ranges of whole tensors."""
+
+from shardwise.sharded_parameter.piece import Piece
+from shardwise.sharded_parameter.tensor import ShardedParameter, ShardedRows
+
+__all__ = ["Piece", "ShardedParameter", "ShardedRows"]
