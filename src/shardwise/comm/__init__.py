@@ -8,6 +8,7 @@ from shardwise.comm.api import (
     ProcessGroupAllocReduceScatter,
     ReduceScatter,
 )
+from shardwise.comm.auto import AutoAllGather, AutoReduceScatter
 from shardwise.comm.divide import DivideFactors, divide_factors
 from shardwise.comm.fingerprint import check_fingerprint
 from shardwise.comm.foreach import (
@@ -18,15 +19,20 @@ from shardwise.comm.foreach import (
     foreach_reduce,
     foreach_reduce_scatter_copy_in,
 )
+from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter
 from shardwise.comm.streams import CommStreams
 
 __all__ = [
     "AllGather",
     "AllGatherResult",
+    "AutoAllGather",
+    "AutoReduceScatter",
     "CommStreams",
     "DefaultAllGather",
     "DefaultReduceScatter",
     "DivideFactors",
+    "GlooAllGather",
+    "GlooReduceScatter",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
     "ReduceResult",

@@ -216,25 +216,61 @@ def foreach_reduce(
     reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
     rows.clear()
+    shard, input_event = reduce_scatter(reduce_input, how)
+    return finish_reduction(shard, how, reduce_input=reduce_input, input_event=input_event, partial=partial)
+
+
+def reduce_scatter(
+    reduce_input: Tensor, how: Reduction, *, out: Tensor | None = None
+) -> tuple[Tensor, torch.Event | None]:
+    """Reduce-scatter what the current stream has written to `reduce_input` (1-D; consumed).
+
+    Collective over `how.shard_group`; without one the input itself is the shard.
+
+    Args:
+        out: where the shard goes; allocated if None.
+
+    Returns:
+        The shard, and on an accelerator when the input may be freed.
+    """
     streams = how.streams
     if streams is not None:
         streams.reduce_scatter.wait_stream(current_stream(how.device))
     with nullcontext() if streams is None else streams.reduce_scatter:
         if how.factors.before is not None and how.factors.before != 1:
             reduce_input.div_(how.factors.before)
-        shard = how.comm.allocate((numel,), dtype=how.dtype, device=how.device)
-        if how.shard_group is not None and ranks > 1:
+        ranks = 1 if how.shard_group is None else how.shard_group.size()
+        if how.shard_group is None or ranks == 1:
+            shard = reduce_input if out is None else out.copy_(reduce_input)
+        else:
+            size = (reduce_input.numel() // ranks,)
+            shard = how.comm.allocate(size, dtype=how.dtype, device=how.device) if out is None else out
             how.comm(
                 output_tensor=shard,
                 input_tensor=reduce_input,
                 group=how.shard_group,
                 op=how.factors.reduce_scatter_op,
             )
-        else:
-            shard.copy_(reduce_input)
-        input_event = None if streams is None else record_event(streams.reduce_scatter)
-        if partial is not None:
-            shard += partial
+        return shard, None if streams is None else record_event(streams.reduce_scatter)
+
+
+def finish_reduction(
+    shard: Tensor,
+    how: Reduction,
+    *,
+    reduce_input: Tensor,
+    input_event: torch.Event | None,
+    partial: Tensor | None,
+) -> ReduceResult:
+    """All-reduce a reduce-scattered shard over the replicate axis, divide it and cast it.
+
+    Collective over `how.replicate_group` unless `how.all_reduce` is false.
+    """
+    streams = how.streams
+    if partial is not None or (how.replicate_group is not None and not how.all_reduce):
+        with nullcontext() if streams is None else streams.reduce_scatter:
+            if partial is not None:
+                shard += partial
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
             return ReduceResult(None, shard, reduce_input, input_event, shard, input_event, stream)

@@ -12,7 +12,8 @@ streams; there the set is None and every collective completes before the call re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,6 +24,8 @@ class CommStreams:
     all_gather: torch.Stream
     reduce_scatter: torch.Stream
     all_reduce: torch.Stream
+    # Gathered memory nobody shows any more, oldest first: whose, what, and when computation is done with it.
+    _freed: list[tuple[Any, list[torch.UntypedStorage], torch.Event]] = field(default_factory=list)
 
     @staticmethod
     def create(device: torch.device) -> CommStreams | None:
@@ -40,6 +43,28 @@ class CommStreams:
         """Let coming all-gathers (their copy-ins too) start after `event`."""
         self.copy_in.wait_event(event)
         self.all_gather.wait_event(event)
+
+    def free_later(self, owner: Any, storages: list[torch.UntypedStorage], current: torch.Stream) -> None:
+        """Give back memory of the all-gather stream once `current` has done what it is asked to so far.
+
+        Not at once: the next gather would then wait for this computation, instead of running beside it.
+        """
+        self._freed.append((owner, storages, record_event(current)))
+
+    def reclaim(self, owner: Any = None, *, keep: int) -> None:
+        """Free what waits, but for the `keep` latest; and let `owner`, who gathers again, have its own back.
+
+        What the all-gather stream does next runs after the computation that used that memory.
+        """
+        waiting = self._freed
+        for entry in [entry for entry in waiting if entry[0] is owner]:
+            waiting.remove(entry)
+            self.all_gather.wait_event(entry[2])
+        while len(waiting) > keep:
+            _, storages, event = waiting.pop(0)
+            self.all_gather.wait_event(event)
+            for storage in storages:
+                storage.resize_(0)
 
 
 def record_event(stream: torch.Stream) -> torch.Event:

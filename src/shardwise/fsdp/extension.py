@@ -22,14 +22,14 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.parameter import ShardedParam
+from shardwise.fsdp.parameter import EvenParam
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.mesh import shard_mesh
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-def stays_out_of_buffer(param: ShardedParam) -> bool:
+def stays_out_of_buffer(param: EvenParam) -> bool:
     """Must `param` keep memory of its own, because its local tensor is a tensor subclass?"""
     return type(param.local) is not Tensor
 
@@ -42,7 +42,7 @@ class ExtendedParam:
 
     def __init__(
         self,
-        param: ShardedParam,
+        param: EvenParam,
         *,
         policy: MixedPrecisionPolicy,
         device: torch.device,

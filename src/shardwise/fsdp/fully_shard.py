@@ -19,12 +19,17 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
+from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.guard import guards, install
+from shardwise.fsdp.interleaved import InterleavedGroup
 from shardwise.fsdp.module import sharded_class
-from shardwise.fsdp.parameter import Owner, ShardedParam, ShardPlacementFn, ShardPlacementResult
+from shardwise.fsdp.parameter import EvenParam, Owner, ParamPlacement, ShardPlacementFn, ShardPlacementResult
 from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.state import FSDPState, state_of
+from shardwise.fsdp.strategy import strategy_for
+from shardwise.layout import Owned, RaggedShard
 from shardwise.mesh import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -35,7 +40,7 @@ from shardwise.mesh import (
 )
 
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
-LAYOUTS = ("interleaved",)
+LAYOUTS = ("interleaved", "contiguous")
 NO_MIXED_PRECISION = MixedPrecisionPolicy()
 NO_OFFLOAD = OffloadPolicy()
 
@@ -51,6 +56,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: str = "interleaved",
+    strategy: str | None = None,
 ) -> Sharded:
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks, in place.
 
@@ -100,9 +106,11 @@ def fully_shard(
     _move_to_device(managed, found, device)
     placements = _placements(found, shard_placement_fn, info)
     replaced = {name: param for param, (name, _) in found.items()}
+    contiguous = layout == "contiguous"
+    kind: Any = RowsParam if contiguous else EvenParam
     sharded = [
         [
-            ShardedParam(
+            kind(
                 param,
                 name=found[param][0],
                 owners=[Owner(_compat.parameters_of(m), n) for m, n in found[param][1]],
@@ -114,19 +122,20 @@ def fully_shard(
         ]
         for members in _by_mesh(placements).values()
     ]
-    for param in (param for params in sharded for param in params):
-        param.show(param.sharded)
-    groups = [
-        ParamGroup(
-            params,
-            info=params[0].info,
-            post_forward=_post_forward_info(reshard_after_forward, params[0].info),
-            device=device,
-            policy=mp_policy,
-            offload=offload_policy,
-        )
-        for params in sharded
-    ]
+    groups: list[ParamGroup] = []
+    for params in sharded:
+        own = params[0].info
+        how: dict[str, Any] = {
+            "info": own,
+            "post_forward": _post_forward_info(reshard_after_forward, own),
+            "device": device,
+            "policy": mp_policy,
+            "offload": offload_policy,
+        }
+        if contiguous:
+            groups.append(ContiguousGroup(params, strategy=strategy_for(strategy, own), **how))
+        else:
+            groups.append(InterleavedGroup(params, **how))
     state = FSDPState(
         modules,
         groups,
@@ -243,7 +252,7 @@ def _move_to_device(managed: list[nn.Module], found: Places, device: torch.devic
             torch.utils.swap_tensors(tensor, nn.Parameter(moved, requires_grad=grad) if keep else moved)
 
 
-Placed = tuple[nn.Parameter, Shard | None, DataParallelMeshInfo]
+Placed = tuple[nn.Parameter, ParamPlacement | None, DataParallelMeshInfo]
 
 
 def _placements(
@@ -256,7 +265,7 @@ def _placements(
         answer = placement_fn(param)
         if isinstance(answer, ShardPlacementResult):
             placed.append((param, answer.placement, answer.mesh_info))
-        elif answer is None or isinstance(answer, Shard):
+        elif answer is None or isinstance(answer, (Shard, RaggedShard, Owned)):
             placed.append((param, answer, info))
         else:
             raise ShardingError(

@@ -1,29 +1,26 @@
-"""The parameters of one `fully_shard` call that travel together, and their buffers.
+"""The parameters of one `fully_shard` call that travel together: what every layout has in common.
 
-    shard buffers      this rank's pieces, end to end, one per dtype: what is gathered, in place;
-                       the sharded parameters are views of them
-    unsharded buffers  the whole parameters, end to end; their memory exists only while gathered;
-                       the unsharded parameters are views of them, made once
+    shard buffers      this rank's pieces, end to end: what is gathered; the sharded parameters are views
+    unsharded buffers  the whole parameters; their memory exists only while gathered; the unsharded
+                       parameters are views of them, made once
 
 A group is in one of three forms: SHARDED, UNSHARDED, or (between forward and backward, if
-`reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. Changing form costs one
-storage resize per buffer, one collective, one batched copy and one assignment per parameter.
-
-Gradients are reduced by `reduction.py`; when any of this happens is decided by `state.py`.
+`reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. How a form is reached depends
+on the layout: `interleaved.py` copies every parameter out of the gathered buffer, in `contiguous.py` the
+gathered buffer is the unsharded one. Gradients are reduced by `reduction.py`; when any of this happens is
+decided by `state.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch import Tensor
 
-from shardwise import _compat
 from shardwise.comm import (
     AllGather,
     AllGatherResult,
@@ -31,18 +28,14 @@ from shardwise.comm import (
     DefaultAllGather,
     DefaultReduceScatter,
     ReduceScatter,
-    foreach_all_gather,
-    foreach_all_gather_copy_out,
 )
 from shardwise.comm.foreach import current_stream
-from shardwise.comm.streams import record_event
-from shardwise.errors import LifecycleError, ShardingError, here
+from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
-from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.layout import GroupLayout, InterleavedLayout
-from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from shardwise.layout import GroupLayout
+from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 
 ACCELERATOR_ALIGN_BYTES = 16
 
@@ -70,33 +63,20 @@ class GroupSettings:
     unshard_in_backward: bool = True
     unshard_async_op: bool = False
     max_input_buffers: int = 1
+    staging_bytes: int = 128 << 20  # contiguous: reduce larger groups in slices of this size
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
 
 
-@dataclass
-class Exchange:
-    """How the unsharded buffers are filled from the shards of some ranks."""
+class ParamGroup(ABC):
+    """Parameters gathered together and reduced together."""
 
+    params: Sequence[ShardedParam]
     layout: GroupLayout
-    group: dist.ProcessGroup | None  # None: a rank alone
-    dtypes: list[torch.dtype]  # of each shard buffer after the gather
-    sizes: list[int]  # of each `outs`, within one rank's shard
-    outs: list[Tensor]  # [ranks, size]
-    strided: list[tuple[int, Tensor, tuple[int, ...], int]]  # index in outs, target, piece shape, dim
-    shards: list[Tensor]
-
-    @property
-    def ranks(self) -> int:
-        return self.layout.ranks
-
-
-class ParamGroup:
-    """Parameters gathered in one all-gather and reduced in one reduce-scatter."""
 
     def __init__(
         self,
-        params: list[ShardedParam],
+        params: Sequence[ShardedParam],
         *,
         info: DataParallelMeshInfo,
         post_forward: FSDPMeshInfo | None,
@@ -117,84 +97,40 @@ class ParamGroup:
         self.gathered_at = -1  # the count of optimizer steps when last gathered
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.shard_group, _ = info.process_groups
-        self.layout: GroupLayout
-        self.shards: list[Tensor] = []
-        self.full: list[Tensor] = []  # unsharded buffers, empty until the first gather
-        self.main: Exchange | None = None
-        self.smaller: Exchange | None = None  # over the post-forward mesh
-        self.smaller_ready: torch.Event | None = None  # accelerators: its shards have been written
-        self.packed: list[ShardedParam] = []
-        self.extended = self._extend()
-        self.pack()
 
-    def _extend(self) -> dict[int, ExtendedParam]:
-        """The parameters that keep memory of their own, by index."""
-        return {
-            i: ExtendedParam(p, policy=self.policy, device=self.device)
-            for i, p in enumerate(self.params)
-            if stays_out_of_buffer(p)
-        }
-
-    @property
-    def align_bytes(self) -> int:
-        return 1 if self.device.type == "cpu" else ACCELERATOR_ALIGN_BYTES
-
-    # Shard buffers
-
-    @torch.no_grad()
+    @abstractmethod
     def pack(self) -> None:
         """Lay the sharded parameters end to end in the shard buffers, unless they lie there already.
 
         Called when sharding, and again whenever a user may have replaced parameters: after
         `Module.to` and its like, `to_empty`, `load_state_dict(assign=True)`, before the first forward.
         """
-        if self.form is Form.POST_FORWARD:
-            self.reshard()
-        for param in self.params:
-            param.adopt()
-        packed = [p for i, p in enumerate(self.params) if i not in self.extended]
-        layout = InterleavedLayout(
-            [p.layout_spec(self.policy.param_dtype) for p in packed],
-            ranks=self.ranks,
-            rank=self.params[0].rank,
-            align_bytes=self.align_bytes,
-        )
-        if len({p.local.device for p in packed}) > 1:
-            return  # half-way through materialisation; the first forward checks that it was finished
-        if self._lies_in_buffers(layout, packed):
-            return
-        self.abandon_gather()
-        self.reshard()
-        self.layout = layout
-        self.packed = packed
-        self.shards = []
-        for segment in layout.segments:
-            first = packed[segment.slots[0].index].local
-            shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=self._home(first.device))
-            if self._pins and not shard.is_meta:
-                shard = shard.pin_memory()
-            for slot in segment.slots:
-                param = packed[slot.index]
-                padded = shard.narrow(0, slot.shard_offset, slot.padded_shard_numel)
-                dim = param.placement.dim
-                piece = padded.view(slot.padded_shard_shape).narrow(dim, 0, slot.shard_shape[dim])
-                if not shard.is_meta:
-                    piece.copy_(param.local)
-                param.move(_own_storage(piece))
-            self.shards.append(shard)
-        self._forget_unsharded()
 
-    def _lies_in_buffers(self, layout: GroupLayout, packed: list[ShardedParam]) -> bool:
-        if not self.shards or layout.describe() != self.layout.describe():
-            return False
-        for segment, shard in zip(layout.segments, self.shards, strict=True):
-            for slot in segment.slots:
-                local = packed[slot.index].local
-                if local.is_meta or local.device != shard.device:
-                    return False
-                if local.numel() and local.data_ptr() != shard[slot.shard_offset :].data_ptr():
-                    return False
-        return True
+    @abstractmethod
+    def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
+        """Start gathering, unless the group is gathered or already on its way.
+
+        Collective over the shard group (or the smaller one, after a partial reshard).
+        """
+
+    @abstractmethod
+    def wait_for_unshard(self) -> AllGatherResult | None:
+        """Finish a gather and register the unsharded parameters.
+
+        Returns the gather, if its buffer is apart and streams may still read it.
+        """
+
+    @abstractmethod
+    def _free_unsharded(self) -> None:
+        """Give the unsharded buffers' memory back."""
+
+    @abstractmethod
+    def _reshard_to_smaller(self, info: FSDPMeshInfo) -> None:
+        """Keep the parameters cut over a smaller mesh, and show them so."""
+
+    @property
+    def align_bytes(self) -> int:
+        return 1 if self.device.type == "cpu" else ACCELERATOR_ALIGN_BYTES
 
     def _home(self, device: torch.device) -> torch.device:
         offloaded = isinstance(self.offload, CPUOffloadPolicy) and device.type != "meta"
@@ -207,12 +143,6 @@ class ParamGroup:
             and self.offload.pin_memory
             and self.device.type != "cpu"
         )
-
-    def _forget_unsharded(self) -> None:
-        self.full, self.main, self.smaller = [], None, None
-        for param in self.packed:
-            param.unsharded = None
-        self.form = Form.SHARDED
 
     def check_ready(self) -> None:
         """Pack, and raise for parameters that cannot be trained where they are."""
@@ -231,14 +161,12 @@ class ParamGroup:
                     f" {self.device.type}{', with CPU offloading' if wanted != self.device else ''});"
                     " move the model there before the first forward"
                 )
-        self.extended = self._extend()
         self.pack()
 
     def describe(self) -> str:
         """The group in words, equal on ranks that will communicate alike."""
-        extended = [f"{self.params[i].name}: {type(self.params[i].local).__name__}" for i in self.extended]
         trainable = [p.name for p in self.params if p.sharded.requires_grad]
-        return "\n".join([f"group '{self.name}'", self.layout.describe(), *extended, f"trained: {trainable}"])
+        return "\n".join([f"group '{self.name}'", self.layout.describe(), f"trained: {trainable}"])
 
     @property
     def replicates(self) -> bool:
@@ -248,132 +176,11 @@ class ParamGroup:
         if isinstance(self.info, FSDPMeshInfo):
             self.post_forward = self.info if reshard else None
 
-    # Unsharded buffers
-
-    def _make_unsharded(self) -> None:
-        """Allocate the unsharded buffers and, over them, the unsharded parameters.
-
-        Gathers write through `data` aliases, which share memory but not version counters: refilling
-        a buffer is no modification to autograd, whose saved tensors see the same values again.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            for segment in self.layout.segments:
-                full = torch.empty(segment.unsharded_numel, dtype=segment.gather_dtype, device=self.device)
-                self.full.append(full.data)
-                for slot in segment.slots:
-                    param = self.packed[slot.index]
-                    whole = full.narrow(0, slot.unsharded_offset, param.numel).view(param.shape)
-                    param.unsharded = param.wrap_unsharded(whole)
-                    optimizer_watch.watch_gathered(param.name, param.unsharded)
-            self.main = self._exchange(self.layout, self.shard_group, self.shards)
-            info = self.post_forward
-            if info is not None and info is not self.info:
-                layout = InterleavedLayout(
-                    self.layout.specs, ranks=info.shard_mesh_size, rank=info.shard_mesh_rank
-                )
-                self.smaller = self._exchange(layout, info.shard_process_group, [])
-
-    def _exchange(
-        self, layout: GroupLayout, group: dist.ProcessGroup | None, shards: list[Tensor]
-    ) -> Exchange:
-        """How the unsharded buffers are filled from shards cut as `layout` says."""
-        ranks = layout.ranks
-        plan = Exchange(layout, group, [s.gather_dtype for s in layout.segments], [], [], [], shards)
-        for segment, full, home in zip(layout.segments, self.full, self.layout.segments, strict=True):
-            for slot, at in zip(segment.slots, home.slots, strict=True):
-                numel = slot.padded_shard_numel
-                target = full.narrow(0, at.unsharded_offset, ranks * numel)
-                dim = layout.specs[slot.index].placement.dim
-                if dim != 0 and ranks > 1:
-                    piece = slot.padded_shard_shape
-                    whole = (*piece[:dim], ranks * piece[dim], *piece[dim + 1 :])
-                    plan.strided.append((len(plan.outs), target.view(whole), piece, dim))
-                plan.sizes.append(numel)
-                plan.outs.append(target.view(ranks, numel))
-            if segment.padding:
-                plan.sizes.append(segment.padding)
-                plan.outs.append(full.new_empty(ranks, segment.padding))
-        return plan
-
     # Changing form
 
     @property
     def is_unsharded(self) -> bool:
         return self.form is Form.UNSHARDED
-
-    def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
-        """Start gathering, unless the group is gathered or already on its way.
-
-        Collective over the shard group (or the smaller one, after a partial reshard).
-        """
-        if self.gather is not None or self.form is Form.UNSHARDED:
-            return
-        if self.main is None:
-            self._make_unsharded()
-        plan = self.smaller if self.form is Form.POST_FORWARD else self.main
-        assert plan is not None
-        self.gathered_at = optimizer_watch.steps()
-        if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
-            streams.wait(self.smaller_ready)
-        inputs, dtypes = plan.shards, plan.dtypes
-        if self.extended:
-            inputs, dtypes = list(inputs), list(dtypes)
-            for extended in self.extended.values():
-                with torch.no_grad():
-                    pieces = extended.inputs()
-                inputs += pieces
-                dtypes += [t.dtype for t in pieces]
-        self.gather = foreach_all_gather(
-            inputs,
-            dtypes=dtypes,
-            group=plan.group,
-            comm=self.settings.all_gather,
-            device=self.device,
-            async_op=async_op,
-            streams=streams,
-        )
-
-    def wait_for_unshard(self) -> AllGatherResult | None:
-        """Finish a gather: copy out and register the unsharded parameters.
-
-        Returns the gather, whose buffer streams may still read, or None if there was nothing to do.
-        """
-        result = self.gather
-        if result is None:
-            return None
-        plan = self.smaller if self.form is Form.POST_FORWARD else self.main
-        assert plan is not None
-        for full in self.full:
-            full.untyped_storage().resize_(full.nbytes)
-        self._copy_out(result, plan)
-        for extended in self.extended.values():
-            with torch.no_grad():
-                extended.finish()
-        self.gather = None
-        self._show_unsharded()
-        return result
-
-    def _copy_out(self, result: AllGatherResult, plan: Exchange) -> None:
-        sizes, outs = plan.sizes, plan.outs
-        if self.extended:
-            sizes, outs = list(sizes), list(outs)
-            received = result.inputs[len(plan.shards) :]
-            for extended in self.extended.values():
-                count = len(extended.shapes)
-                mine, received = received[:count], received[count:]
-                sizes += [t.numel() for t in mine]
-                outs += [t.view(plan.ranks, -1) for t in extended.allocate(mine, plan.ranks)]
-        if plan.strided:
-            outs = list(outs)
-            for index, target, _, _ in plan.strided:
-                outs[index] = torch.empty_like(target).view(plan.ranks, -1)
-        typed = outs
-        if result.output.dtype == torch.uint8:
-            sizes = [size * out.element_size() for size, out in zip(sizes, outs, strict=True)]
-            outs = [out.view(torch.uint8) for out in outs]
-        foreach_all_gather_copy_out(result, sizes, outs, ranks=plan.ranks)
-        for index, target, piece, dim in plan.strided:
-            torch.cat(typed[index].view(plan.ranks, *piece).unbind(0), dim=dim, out=target)
 
     def _show_unsharded(self) -> None:
         for param in self.params:
@@ -384,8 +191,6 @@ class ParamGroup:
             for owner in param.owners:
                 owner.parameters[owner.name] = unsharded
         self.form = Form.UNSHARDED
-        if self.smaller is not None:
-            self.smaller.shards = []
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
@@ -414,51 +219,6 @@ class ParamGroup:
         else:
             self._reshard_to_smaller(self.post_forward)
 
-    @torch.no_grad()
-    def _reshard_to_smaller(self, info: FSDPMeshInfo) -> None:
-        plan = self.smaller
-        if plan is None or self.extended or any(p.tp_spec is not None for p in self.params):
-            raise LifecycleError(
-                f"{here()}: group '{self.name}' cannot be resharded to a smaller mesh after forward: that"
-                " needs plain parameters, no tensor-parallel ones nor tensor subclasses. Use"
-                " reshard_after_forward=True or False"
-            )
-        plan.shards = []
-        rank, outs = info.shard_mesh_rank, iter(enumerate(plan.outs))
-        strided = {index: (target, piece, dim) for index, target, piece, dim in plan.strided}
-        for segment in plan.layout.segments:
-            pieces: list[Tensor] = []
-            for (index, out), _ in zip(outs, segment.slots, strict=False):
-                if index in strided:
-                    target, piece, dim = strided[index]
-                    pieces.append(target.narrow(dim, rank * piece[dim], piece[dim]).reshape(-1))
-                else:
-                    pieces.append(out[rank])
-            shard = torch.cat(pieces)
-            plan.shards.append(shard)
-            for slot in segment.slots:
-                param = self.packed[slot.index]
-                local = shard.narrow(0, slot.shard_offset, slot.padded_shard_numel)
-                dim = param.placement.dim
-                local = local.view(slot.padded_shard_shape).narrow(dim, 0, slot.shard_shape[dim])
-                param.show(self._smaller_param(param, local, info))
-        self._free_unsharded()
-        if self.device.type != "cpu":
-            self.smaller_ready = record_event(current_stream(self.device))
-        self.form = Form.POST_FORWARD
-
-    def _smaller_param(self, param: ShardedParam, local: Tensor, info: FSDPMeshInfo) -> nn.Parameter:
-        placements: list[Placement] = [Replicate()] if isinstance(info, HSDPMeshInfo) else []
-        placements.append(Shard(param.placement.dim))
-        spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
-        return _compat.dtensor_parameter(local, spec, requires_grad=param.sharded.requires_grad)
-
-    def _free_unsharded(self) -> None:
-        for full in self.full:
-            full.untyped_storage().resize_(0)
-        for extended in self.extended.values():
-            extended.free()
-
     def abandon_gather(self) -> None:
         """Wait for a gather that nobody will use and drop it."""
         if self.gather is None:
@@ -468,18 +228,3 @@ class ParamGroup:
         if self.gather.work is not None:
             self.gather.work.wait()
         self.gather = None
-
-
-def _own_storage(piece: Tensor) -> Tensor:
-    """The memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
-
-    A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
-    fails in torch; besides, saving a part of a buffer would save all of it.
-    """
-    if piece.is_meta or _compat.is_fake(piece):
-        return piece
-    start = piece.storage_offset() * piece.element_size()
-    storage = piece.untyped_storage()[start : start + piece.nbytes]
-    return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
-        storage, 0, piece.shape, piece.stride()
-    )

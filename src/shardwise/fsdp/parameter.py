@@ -1,6 +1,7 @@
 """One sharded parameter: its two forms, and the modules that show one of them.
 
-    sharded      an nn.Parameter that is a DTensor, on this rank the piece that the optimizer updates
+    sharded      an nn.Parameter of global shape, on this rank the piece that the optimizer updates:
+                 a DTensor (interleaved layout) or a ShardedParameter (contiguous layout)
     unsharded    an nn.Parameter that is the whole parameter while its group is gathered
 
 Whichever form the group is in stands under the parameter's name in every module that owns it (tied
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.layout import EvenShard, ParamSpec
+from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
 
@@ -30,15 +33,17 @@ class ShardPlacementResult:
     """A `shard_placement_fn`'s answer that names the mesh too.
 
     Attributes:
-        placement: which dim to shard on; None means dim 0.
+        placement: which dim to shard on, or which rows stay together; None means dim 0.
         mesh_info: the axes over which this parameter is sharded.
     """
 
-    placement: Shard | None
+    placement: ParamPlacement | None
     mesh_info: FSDPMeshInfo
 
 
-ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+# What a user may ask for one parameter: a dim to cut, or whole blocks of rows (contiguous layout).
+ParamPlacement = Shard | RaggedShard | Owned
+ShardPlacementFn = Callable[[nn.Parameter], "ParamPlacement | ShardPlacementResult | None"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Owner:
     name: str
 
 
-class ShardedParam:
+class ShardedParam(ABC):
     """A parameter cut over the shard axis.
 
     Args:
@@ -61,9 +66,10 @@ class ShardedParam:
         name: its name, for errors.
         owners: where it is registered.
         module: the first of the modules that own it.
-        placement: the dim to cut.
         info: the data-parallel axes.
     """
+
+    sharded: nn.Parameter
 
     def __init__(
         self,
@@ -72,7 +78,6 @@ class ShardedParam:
         name: str,
         owners: list[Owner],
         module: nn.Module,
-        placement: Shard | None,
         info: DataParallelMeshInfo,
     ) -> None:
         self.name = name
@@ -83,9 +88,96 @@ class ShardedParam:
         self.rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
-        whole = _compat.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
-        self.shape = whole.shape
-        self.numel = whole.numel()
+        self.whole = _compat.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
+        self.shape = self.whole.shape
+        self.numel = self.whole.numel()
+        if not self.whole.is_contiguous():
+            raise ShardingError(
+                f"{here()}: '{self.name}' of shape {tuple(self.shape)} has strides {self.whole.stride()};"
+                " fully_shard needs contiguous parameters: call .contiguous() on it first"
+            )
+        if self.tp_spec is None and info.is_spmd_mesh:
+            raise ShardingError(
+                f"{here()}: with dp_mesh_dims every parameter must be a DTensor on the whole mesh,"
+                f" but '{self.name}' is a plain tensor; distribute the module first"
+            )
+        self.unsharded: nn.Parameter | None = None
+        self.accumulated: Tensor | None = None  # unsharded gradient in reduce dtype, not yet reduced
+
+    @property
+    @abstractmethod
+    def local(self) -> Tensor:
+        """This rank's piece, unpadded."""
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """Take over a sharded parameter that replaced ours (`Module.to`, `load_state_dict(assign=True)`)."""
+
+    def show(self, form: nn.Parameter) -> None:
+        """Register `form` in every owner."""
+        for owner in self.owners:
+            owner.parameters[owner.name] = form
+
+    def gather_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype in which the parameter computes under a policy's `param_dtype`."""
+        dtype = self.sharded.dtype
+        return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+
+    def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
+        """The unsharded form over memory `whole`, made once."""
+        if self.tp_spec is not None:
+            meta = self.tp_spec.tensor_meta
+            assert meta is not None
+            meta = _compat.TensorMeta(meta.shape, meta.stride, whole.dtype)
+            spec = _compat.shared_spec(self.tp_spec.mesh, self.tp_spec.placements, meta)
+            whole = _compat.dtensor(whole, spec)
+        return nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+
+    # Gradients
+
+    @property
+    def has_grad_hooks(self) -> bool:
+        return bool(_compat.post_accumulate_grad_hooks(self.sharded))
+
+    def plain_grad(self, grad: Tensor) -> Tensor:
+        """The local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
+
+        Collective over the tensor-parallel mesh where the gradient's placements differ (partial
+        sums of sequence-parallel norms, say). Data-parallel dims stay for the reduce-scatter.
+        """
+        if self.tp_spec is None:
+            return grad
+        if not isinstance(grad, DTensor):
+            raise ShardingError(f"{here()}: '{self.name}' is a DTensor but its gradient is a {type(grad)}")
+        wanted = list(self.tp_spec.placements)
+        dims, names = self.info.dp_mesh_dims, self.tp_spec.mesh.mesh_dim_names
+        if dims is not None and names is not None:
+            for name in (*dims.shard_names, *dims.replicate_names):
+                wanted[names.index(name)] = grad.placements[names.index(name)]
+        if tuple(wanted) != tuple(grad.placements):
+            grad = grad.redistribute(placements=wanted)
+        local = _compat.local_tensor(grad)
+        return local.wait() if hasattr(local, "wait") else local
+
+    def run_grad_hooks(self) -> None:
+        """What the user registered to run when the sharded parameter's gradient is there."""
+        hooks = _compat.post_accumulate_grad_hooks(self.sharded)
+        if hooks:
+            for hook in hooks.values():
+                hook(self.sharded)
+
+
+class EvenParam(ShardedParam):
+    """A parameter of the interleaved layout: a DTensor, cut evenly on one dim.
+
+    Args:
+        placement: the dim to cut; None is dim 0. The rest is as for every `ShardedParam`.
+    """
+
+    def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
+        super().__init__(param, **where)
+        whole = self.whole
+        del self.whole
         self.placement = self._check_placement(placement, whole)
         spec = self._sharding_spec(param)
         box = self.placement.box(tuple(self.shape), rank=self.rank, ranks=self.ranks)
@@ -96,14 +188,12 @@ class ShardedParam:
         self.shard_shape = torch.Size(box.sizes)
         self.shard_stride = _compat.contiguous_stride(box.sizes)
         self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
-        self.unsharded: nn.Parameter | None = None
-        self.accumulated: Tensor | None = None  # unsharded gradient in reduce dtype, not yet reduced
 
-    def _check_placement(self, placement: Shard | None, whole: Tensor) -> EvenShard:
+    def _check_placement(self, placement: ParamPlacement | None, whole: Tensor) -> EvenShard:
         if placement is not None and not isinstance(placement, Shard):
             raise ShardingError(
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None"
-                f" for '{self.name}', got {placement!r}"
+                f" for '{self.name}', got {placement!r}; whole blocks of rows need layout=\"contiguous\""
             )
         dim = 0 if placement is None else placement.dim
         if not -whole.ndim <= dim < whole.ndim:
@@ -117,11 +207,6 @@ class ShardedParam:
                 f"{here()}: '{self.name}' of shape {tuple(self.shape)} cannot be sharded evenly on dim {dim}"
                 f" over {self.ranks} ranks; only dim 0 may be uneven"
             )
-        if not whole.is_contiguous():
-            raise ShardingError(
-                f"{here()}: '{self.name}' of shape {tuple(self.shape)} has strides {whole.stride()};"
-                " fully_shard needs contiguous parameters: call .contiguous() on it first"
-            )
         return EvenShard(dim)
 
     # The DTensor that the sharded form is
@@ -130,11 +215,6 @@ class ShardedParam:
         shard = Shard(self.placement.dim)
         info = self.info
         if self.tp_spec is None:
-            if info.is_spmd_mesh:
-                raise ShardingError(
-                    f"{here()}: with dp_mesh_dims every parameter must be a DTensor on the whole mesh,"
-                    f" but '{self.name}' is a plain tensor; distribute the module first"
-                )
             placements: list[Placement] = [shard] if isinstance(info, FSDPMeshInfo) else []
             if isinstance(info, DDPMeshInfo):
                 placements.insert(0, Replicate())
@@ -200,13 +280,7 @@ class ShardedParam:
 
     # Switching forms
 
-    def show(self, form: nn.Parameter) -> None:
-        """Register `form` in every owner."""
-        for owner in self.owners:
-            owner.parameters[owner.name] = form
-
     def adopt(self) -> None:
-        """Take over a sharded parameter that replaced ours (`Module.to`, `load_state_dict(assign=True)`)."""
         owner = self.owners[0]
         current = owner.parameters[owner.name]
         if current is self.sharded or current is self.unsharded:
@@ -236,49 +310,11 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's piece, unpadded."""
         return _compat.local_tensor(self.sharded)
 
     def layout_spec(self, param_dtype: torch.dtype | None) -> ParamSpec:
         dtype = self.sharded.dtype
-        gathered = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
-        return ParamSpec(self.name, tuple(self.shape), dtype, gathered, self.placement)
-
-    def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
-        """The unsharded form over memory `whole`, made once."""
-        if self.tp_spec is not None:
-            meta = self.tp_spec.tensor_meta
-            assert meta is not None
-            meta = _compat.TensorMeta(meta.shape, meta.stride, whole.dtype)
-            spec = _compat.shared_spec(self.tp_spec.mesh, self.tp_spec.placements, meta)
-            whole = _compat.dtensor(whole, spec)
-        return nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
-
-    # Gradients
-
-    @property
-    def has_grad_hooks(self) -> bool:
-        return bool(_compat.post_accumulate_grad_hooks(self.sharded))
-
-    def plain_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
-
-        Collective over the tensor-parallel mesh where the gradient's placements differ (partial
-        sums of sequence-parallel norms, say). Data-parallel dims stay for the reduce-scatter.
-        """
-        if self.tp_spec is None:
-            return grad
-        if not isinstance(grad, DTensor):
-            raise ShardingError(f"{here()}: '{self.name}' is a DTensor but its gradient is a {type(grad)}")
-        wanted = list(self.tp_spec.placements)
-        dims, names = self.info.dp_mesh_dims, self.tp_spec.mesh.mesh_dim_names
-        if dims is not None and names is not None:
-            for name in (*dims.shard_names, *dims.replicate_names):
-                wanted[names.index(name)] = grad.placements[names.index(name)]
-        if tuple(wanted) != tuple(grad.placements):
-            grad = grad.redistribute(placements=wanted)
-        local = _compat.local_tensor(grad)
-        return local.wait() if hasattr(local, "wait") else local
+        return ParamSpec(self.name, tuple(self.shape), dtype, self.gather_dtype(param_dtype), self.placement)
 
     def set_sharded_grad(self, shard: Tensor) -> None:
         """Set, or add to, the sharded parameter's gradient."""
@@ -288,7 +324,4 @@ class ShardedParam:
         else:
             local = _compat.local_tensor(grad)
             local += shard
-        hooks = _compat.post_accumulate_grad_hooks(self.sharded)
-        if hooks:
-            for hook in hooks.values():
-                hook(self.sharded)
+        self.run_grad_hooks()

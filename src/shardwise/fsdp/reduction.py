@@ -8,8 +8,11 @@ give      views of the reduced shard become, or add to, the sharded parameters' 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,7 @@ from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_re
 from shardwise.comm.foreach import Reduction, current_stream
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.group import ParamGroup
-from shardwise.fsdp.parameter import ShardedParam
+from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.mesh import FSDPMeshInfo
 
@@ -27,7 +30,7 @@ Taken = list[tuple[ShardedParam, Tensor]]
 
 
 @dataclass
-class GradReducer:
+class GradReducer(ABC):
     """A group's reductions, and what they keep from one backward to the next.
 
     Attributes:
@@ -37,7 +40,7 @@ class GradReducer:
     """
 
     group: ParamGroup
-    partials: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    partials: dict[Any, Tensor] = field(default_factory=dict)
     offload_events: list[torch.Event] = field(default_factory=list)
     _plans: dict[tuple[torch.dtype, torch.dtype], Reduction] = field(default_factory=dict)
 
@@ -78,7 +81,7 @@ class GradReducer:
                 taken.append((param, param.plain_grad(param.accumulated)))
                 param.accumulated = None
             elif (grad := unsharded.grad) is not None:
-                taken.append((param, param.plain_grad(grad)))
+                taken.append((param, grad if param.tp_spec is None else param.plain_grad(grad)))
                 unsharded.grad = None
             elif reduce_unused and unsharded.requires_grad:
                 taken.append(
@@ -86,27 +89,22 @@ class GradReducer:
                 )
         return taken
 
+    @abstractmethod
     def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
         """Reduce gradients and give them to the sharded parameters.
 
-        Collective over the group's shard and replicate ranks: one reduction for each pair of stored
-        and gradient dtype, in order of first appearance. Consumes `taken`; returns what running streams
-        still use.
+        Collective over the group's shard and replicate ranks. Consumes `taken`; returns what running
+        streams still use.
         """
-        batches: dict[tuple[torch.dtype, torch.dtype], Taken] = {}
-        for param, grad in taken:
-            batches.setdefault((param.sharded.dtype, grad.dtype), []).append((param, grad))
-        taken.clear()
-        results = []
-        for (stored, computed), batch in batches.items():
-            plan = self._plans.get((stored, computed)) or self._plan(stored, computed, streams)
-            results.append(self._reduce_batch(batch, plan))
-        return results
+
+    def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Over which ranks to reduce-scatter, and over which to all-reduce."""
+        return self.group.info.process_groups
 
     def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
         group, settings, info = self.group, self.group.settings, self.group.info
-        shard_group, replicate_group = info.process_groups
-        if isinstance(info, FSDPMeshInfo):
+        shard_group, replicate_group = self._groups()
+        if isinstance(info, FSDPMeshInfo) and shard_group is not None:
             shard_group = info.reduce_scatter_process_group or shard_group
         dtype = group.policy.reduce_dtype or computed
         device_group = shard_group or replicate_group
@@ -136,8 +134,51 @@ class GradReducer:
         self._plans[stored, computed] = plan
         return plan
 
+    def _to_home(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
+        """The reduced shard where the sharded parameters live."""
+        offload = self.group.offload
+        if not isinstance(offload, CPUOffloadPolicy) or shard.device.type == "cpu":
+            return shard
+        # The copy may run behind the CPU only if nothing on the CPU reads it before the end.
+        waits = any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
+        shard = shard.to("cpu", non_blocking=offload.pin_memory and not waits)
+        if offload.pin_memory and not waits:
+            self.offload_events.append(current_stream(self.group.device).record_event())
+        return shard
+
+    def finish(self) -> None:
+        """At the end of the last backward: wait for gradients on their way to CPU."""
+        for event in self.offload_events:
+            event.synchronize()
+        self.offload_events.clear()
+
+    def reset(self) -> None:
+        """Drop every gradient that was not reduced yet."""
+        self.finish()
+        self.partials.clear()
+        for param in self.group.params:
+            param.accumulated = None
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+
+class InterleavedReducer(GradReducer):
+    """Gradients cut into rows by rank, side by side in the reduce-scatter's input."""
+
+    def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
+        """One reduction for each pair of stored and gradient dtype, in order of first appearance."""
+        batches: dict[tuple[torch.dtype, torch.dtype], Taken] = {}
+        for param, grad in taken:
+            batches.setdefault((param.sharded.dtype, grad.dtype), []).append((param, grad))
+        taken.clear()
+        results = []
+        for (stored, computed), batch in batches.items():
+            plan = self._plans.get((stored, computed)) or self._plan(stored, computed, streams)
+            results.append(self._reduce_batch(batch, plan))
+        return results
+
     def _reduce_batch(self, batch: Taken, plan: Reduction) -> ReduceResult:
-        params = [param for param, _ in batch]
+        params = [cast(EvenParam, param) for param, _ in batch]
         grads = [grad for _, grad in batch]
         batch.clear()
         key: tuple[str, ...] = ()
@@ -172,30 +213,9 @@ class GradReducer:
                 )
         return partial
 
-    def _view_out(self, params: list[ShardedParam], shard: Tensor) -> None:
-        offload = self.group.offload
-        if isinstance(offload, CPUOffloadPolicy) and shard.device.type != "cpu":
-            # The copy may run behind the CPU only if nothing on the CPU reads it before the end.
-            waits = any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
-            shard = shard.to("cpu", non_blocking=offload.pin_memory and not waits)
-            if offload.pin_memory and not waits:
-                self.offload_events.append(current_stream(self.group.device).record_event())
+    def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
+        shard = self._to_home(params, shard)
         offset = 0
         for param in params:
             param.set_sharded_grad(shard.as_strided(param.shard_shape, param.shard_stride, offset))
             offset += param.padded_shard_numel
-
-    def finish(self) -> None:
-        """At the end of the last backward: wait for gradients on their way to CPU."""
-        for event in self.offload_events:
-            event.synchronize()
-        self.offload_events.clear()
-
-    def reset(self) -> None:
-        """Drop every gradient that was not reduced yet."""
-        self.finish()
-        self.partials.clear()
-        for param in self.group.params:
-            param.accumulated = None
-            if param.unsharded is not None:
-                param.unsharded.grad = None

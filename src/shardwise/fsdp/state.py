@@ -25,10 +25,12 @@ from shardwise.comm import CommStreams, check_fingerprint
 from shardwise.comm.foreach import current_stream
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
+from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.contiguous_reduction import ContiguousReducer
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.policy import MixedPrecisionPolicy
-from shardwise.fsdp.reduction import GradReducer
+from shardwise.fsdp.reduction import GradReducer, InterleavedReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors
 
@@ -63,7 +65,10 @@ class FSDPState:
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
         self.groups = groups
-        self.reducers = [GradReducer(group) for group in groups]
+        self.reducers: list[GradReducer] = [
+            (ContiguousReducer if isinstance(group, ContiguousGroup) else InterleavedReducer)(group)
+            for group in groups
+        ]
         self.device = device
         self.policy = policy
         self.reshard_is_automatic = reshard_is_automatic

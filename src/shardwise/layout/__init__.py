@@ -1,16 +1,27 @@
 """Pure arithmetic of sharding: boxes, placements, and where parameters lie in a group's buffers."""
 
 from shardwise.layout.box import Box, cover
+from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place
 from shardwise.layout.group_layout import GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
-from shardwise.layout.placement import EvenShard
+from shardwise.layout.packing import Packing, least_shard_numel, pack
+from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
 
 __all__ = [
     "Box",
+    "ContiguousLayout",
+    "ContiguousSegment",
     "EvenShard",
     "GroupLayout",
     "InterleavedLayout",
+    "Owned",
+    "Packing",
     "ParamSpec",
+    "Place",
+    "Placement",
+    "RaggedShard",
     "Segment",
     "Slot",
     "cover",
+    "least_shard_numel",
+    "pack",
 ]

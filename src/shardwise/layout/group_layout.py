@@ -10,8 +10,7 @@ and the *unsharded buffer* holds the whole parameters. Two parameters A and B ov
     unsharded                 A0 A1 | B0 B1           one copy-out per parameter
 
 That is the interleaved layout: every parameter is an even chunk of dim 0 (or another dim) and can
-be a DTensor. A layout that makes `gathered` equal `unsharded` needs no copy-out; it answers to the
-same interface (`GroupLayout`).
+be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out.
 
 This file knows shapes, dtypes and offsets only: no processes, no tensors.
 """
@@ -25,7 +24,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.layout.placement import EvenShard
+from shardwise.errors import ShardingError
+from shardwise.layout.placement import EvenShard, Placement
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class ParamSpec:
     shape: tuple[int, ...]  # of the unsharded parameter
     dtype: torch.dtype  # stored and optimised
     gather_dtype: torch.dtype  # computed with
-    placement: EvenShard
+    placement: Placement
+    trainable: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,6 @@ class GroupLayout(Protocol):
     def ranks(self) -> int: ...
     @property
     def specs(self) -> tuple[ParamSpec, ...]: ...
-    @property
-    def segments(self) -> tuple[Segment, ...]: ...
     def describe(self) -> str: ...
 
 
@@ -110,10 +109,11 @@ class InterleavedLayout:
         for index, spec in enumerate(self.specs):
             if (spec.dtype, spec.gather_dtype) != (dtype, gather_dtype):
                 continue
+            placement = _even(spec)
             slot = Slot(
                 index=index,
-                shard_shape=spec.placement.box(spec.shape, rank=self.rank, ranks=self.ranks).sizes,
-                padded_shard_shape=spec.placement.padded_shape(spec.shape, ranks=self.ranks),
+                shard_shape=placement.box(spec.shape, rank=self.rank, ranks=self.ranks).sizes,
+                padded_shard_shape=placement.padded_shape(spec.shape, ranks=self.ranks),
                 shard_offset=shard_numel,
                 unsharded_offset=self.ranks * shard_numel,
             )
@@ -127,6 +127,15 @@ class InterleavedLayout:
         """One line per parameter; equal on ranks that will communicate alike."""
         return "\n".join(
             f"{s.name}: shape {list(s.shape)}, {s.dtype} gathered as {s.gather_dtype},"
-            f" cut on dim {s.placement.dim} over {self.ranks}"
+            f" cut on dim {_even(s).dim} over {self.ranks}"
             for s in self.specs
         )
+
+
+def _even(spec: ParamSpec) -> EvenShard:
+    if not isinstance(spec.placement, EvenShard):
+        raise ShardingError(
+            f"the interleaved layout cuts every parameter evenly, but '{spec.name}' has placement"
+            f' {spec.placement}: use layout="contiguous", or EvenShard'
+        )
+    return spec.placement

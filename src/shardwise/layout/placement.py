@@ -1,11 +1,22 @@
 """How one parameter is cut over the ranks of the shard axis.
 
-`EvenShard(dim)` is the placement of the interleaved layout and equals DTensor's `Shard(dim)`:
-equal chunks of `ceil(size / ranks)`, the last chunks short or empty. Five rows over four ranks::
+===================  ===========================================  =======================
+placement            a rank holds                                 layout
+===================  ===========================================  =======================
+`EvenShard(dim)`     an equal chunk of `dim`                      interleaved
+`RaggedShard(block)` any number of whole blocks of `block` rows   contiguous
+`Owned(rank)`        all of it on one rank, nothing elsewhere     contiguous
+===================  ===========================================  =======================
+
+`EvenShard(dim)` equals DTensor's `Shard(dim)`: chunks of `ceil(size / ranks)`, the last chunks short
+or empty. Five rows over four ranks::
 
     rank 0: rows 0-1    rank 1: rows 2-3    rank 2: row 4    rank 3: none
 
 Each rank stores its chunk padded to the first rank's size, so that all ranks send equally much.
+
+With the other two, which rank holds what follows from how the parameters of a group are packed together
+(`shardwise.layout.packing`); the placement says only where a parameter may be cut.
 """
 
 from __future__ import annotations
@@ -40,3 +51,32 @@ class EvenShard:
 
     def _with_size(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class RaggedShard:
+    """Whole blocks of `block` rows of dim 0; any number on a rank, also none; the last block may be short.
+
+    For optimizers and quantisation that work on tiles: a 2-D tile aligned to rows is a block of the
+    tile's rows, so 128 x 128 tiles are kept whole by `RaggedShard(128)`.
+    """
+
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ShardingError(f"RaggedShard needs a block of at least 1 row, got {self.block}")
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Whole on one rank, for optimizers that need the matrix; `rank` of the shard axis, or None to choose."""
+
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 0:
+            raise ShardingError(f"Owned counts ranks from 0, got rank {self.rank}")
+
+
+Placement = EvenShard | RaggedShard | Owned

@@ -1,8 +1,12 @@
-"""Row ranges to whole tensors, to DTensors, and to the entries of torch's distributed checkpoints."""
+"""Row ranges to whole tensors, to other row ranges, to DTensors, and to entries of torch's checkpoints.
+
+Two ways of cutting rows over one process group differ by who sends which rows to whom: the intersections
+of intervals. One all-to-all moves each row at most once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,88 +14,180 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
-from shardwise.sharded_parameter.piece import Piece
+from shardwise.sharded_parameter.piece import Piece, local_part
 
 
 @torch.no_grad()
 def full_tensor(local: Tensor, piece: Piece) -> Tensor:
     """The whole tensor of which every rank gives its rows. Collective over `piece.axes`."""
-    boxes = piece.boxes
-    largest = max(box.numel for box in boxes)
-    gathered = local.new_zeros(largest)
-    gathered[: local.numel()].copy_(local.reshape(-1))
+    if not piece.groups:
+        whole = local.clone()
+    else:
+        boxes = piece.boxes
+        largest = max(box.numel for box in boxes)
+        shape = (max(start + count for start, count in piece.row_ranges), *boxes[0].sizes[1:])
+        whole = local.new_empty(shape)
+        if largest * piece.ranks <= 2 * whole.numel():
+            _gather_padded(whole, local, piece, largest)
+        else:
+            _broadcast_each(whole, local, piece)
+    spec = piece.tensor_parallel
+    if spec is None:
+        return whole.view(piece.shape)
+    form = _compat.dtensor_spec(spec.mesh, spec.placements, shape=piece.shape, dtype=local.dtype)
+    return _compat.dtensor(whole, form).full_tensor()
+
+
+def _gather_padded(whole: Tensor, local: Tensor, piece: Piece, largest: int) -> None:
+    """Rows that all ranks hold about equally many of: one all-gather a group, padded to the most."""
+    gathered = local.reshape(-1)
+    if gathered.numel() < largest:
+        gathered = local.new_zeros(largest)
+        gathered[: local.numel()].copy_(local.reshape(-1))
     for group in piece.groups:
         wider = local.new_empty(group.size() * gathered.numel())
         _compat.all_gather_single(wider, gathered, group, async_op=False)
         gathered = wider
-    parts = gathered.view(len(boxes), largest)
-    ends = [max(end, 0) for box in boxes for end in box.ends[:1]]
-    shape = (max(ends), *boxes[0].sizes[1:])
-    whole = local.new_empty(shape)
-    for part, box in zip(parts, boxes, strict=True):
+    for part, box in zip(gathered.view(piece.ranks, largest), piece.boxes, strict=True):
         if box.numel:
             whole.narrow(0, box.offsets[0], box.sizes[0]).copy_(part[: box.numel].view(box.sizes))
-    if piece.tensor_parallel is None:
-        return whole.view(piece.shape)
-    return _compat.dtensor(whole, piece.tensor_parallel).full_tensor()
+
+
+def _broadcast_each(whole: Tensor, local: Tensor, piece: Piece) -> None:
+    """Rows that few ranks hold: one broadcast for each, in place, and no byte of padding."""
+    mine = piece.boxes[piece.rank]
+    if mine.numel:
+        whole.narrow(0, mine.offsets[0], mine.sizes[0]).copy_(local)
+    step = 1
+    for group in piece.groups:
+        first = piece.rank // (step * group.size()) * (step * group.size())
+        for index in range(first, first + step * group.size()):
+            box = piece.boxes[index]
+            if box.numel:
+                rows = whole.narrow(0, box.offsets[0], box.sizes[0])
+                dist.broadcast(rows, group=group, group_src=(index - first) // step)
+        step *= group.size()
+
+
+def overlaps(mine: Box, others: Sequence[Box]) -> list[tuple[int, int]]:
+    """For each of `others`, the rows it shares with `mine`: the first, counted within `mine`, and how many."""
+    shared = [mine.intersect(other) for other in others]
+    return [(0, 0) if box is None else (box.offsets[0] - mine.offsets[0], box.sizes[0]) for box in shared]
+
+
+def move_rows(
+    local: Tensor,
+    source: Sequence[Box],
+    target: Sequence[Box],
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """This rank's rows by `target` (a box for each rank of `group`) from the ranks' rows by `source`.
+
+    Collective over `group`; None stands for this rank alone.
+    """
+    wanted = target[rank]
+    if group is None:
+        return local.clone()
+    width = wanted.sizes[1:]
+    sends, receives = overlaps(source[rank], target), overlaps(wanted, source)
+    numel = torch.Size(width).numel()
+    outgoing = torch.cat([local.narrow(0, *rows).reshape(-1) for rows in sends])
+    incoming = local.new_empty(sum(count for _, count in receives) * numel)
+    dist.all_to_all_single(
+        incoming,
+        outgoing,
+        [count * numel for _, count in receives],
+        [count * numel for _, count in sends],
+        group=group,
+    )
+    moved = local.new_empty(wanted.sizes)
+    for rows, part in zip(receives, incoming.split([count * numel for _, count in receives]), strict=True):
+        moved.narrow(0, *rows).copy_(part.view(rows[1], *width))
+    return moved
+
+
+@torch.no_grad()
+def moved(local: Tensor, piece: Piece, to: Piece) -> Tensor:
+    """The rows of `to`. Collective over both pieces' groups."""
+    if piece.groups == to.groups and piece.group is not None and not piece.placements and not to.placements:
+        return move_rows(local, piece.boxes, to.boxes, to.rank, to.group)
+    return local_part(to, full_tensor(local, piece)).clone()
+
+
+def _even_boxes(piece: Piece) -> list[Box]:
+    shape = tuple(piece.shape)
+    return [EvenShard(0).box(shape, rank=rank, ranks=piece.ranks) for rank in range(piece.ranks)]
+
+
+def _is_even(mesh: DeviceMesh, piece: Piece) -> bool:
+    """Do `mesh` and `piece` stand for the same ranks in the same order, on one axis?"""
+    if mesh.ndim != 1 or piece.group is None or piece.placements:
+        return False
+    return mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(piece.group)
 
 
 @torch.no_grad()
 def to_dtensor(local: Tensor, piece: Piece, mesh: DeviceMesh | None) -> DTensor:
-    """Rows wherever they lie to even chunks of dim 0. Collective over the piece's one group.
-
-    Both sides hold row ranges, so who sends what to whom is the intersections of intervals, and one
-    all-to-all of flat pieces moves each row at most once.
-    """
-    group = piece.group
-    if piece.tensor_parallel is not None or len(piece.groups) > 1:
+    """Rows wherever they lie to even chunks of dim 0. Collective over the piece's one group."""
+    if piece.group is None or piece.placements:
         raise ShardingError(
             f"{here()}: only rows cut over one mesh axis convert to a DTensor, got {piece}; use full_tensor()"
         )
     if mesh is None:
-        ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-        mesh = (
-            DeviceMesh.from_group(group, local.device.type)
-            if group is not None
-            else DeviceMesh(local.device.type, ranks)
+        mesh = DeviceMesh.from_group(piece.group, local.device.type)
+    elif not _is_even(mesh, piece):
+        raise ShardingError(
+            f"{here()}: expected a 1-D mesh of ranks {dist.get_process_group_ranks(piece.group)}, which hold"
+            f" the rows, got {mesh}; pass that mesh, or None to make one"
         )
-    even = EvenShard(0)
-    shape = tuple(piece.shape)
-    targets = [even.box(shape, rank=rank, ranks=piece.ranks) for rank in range(piece.ranks)]
-    mine = targets[piece.rank]
     spec = _compat.dtensor_spec(mesh, [Shard(0)], shape=piece.shape, dtype=local.dtype)
-    if group is None:
-        return _compat.dtensor(local.clone(), spec)
-    send = [_overlap(piece.rows, target) for target in targets]
-    receive = [_overlap(mine, source) for source in piece.boxes]
-    chunk = local.new_empty(mine.sizes)
-    dist.all_to_all_single(chunk.view(-1), local.reshape(-1).contiguous(), receive, send, group=group)
+    chunk = move_rows(local, piece.boxes, _even_boxes(piece), piece.rank, piece.group)
     return _compat.dtensor(chunk, spec)
 
 
-def _overlap(a: Box, b: Box) -> int:
-    common = a.intersect(b)
-    return 0 if common is None else common.numel
+@torch.no_grad()
+def from_dtensor(dtensor: DTensor, piece: Piece) -> Tensor:
+    """The rows of `piece`. Collective over the DTensor's mesh."""
+    if dtensor.shape != piece.shape:
+        raise ShardingError(
+            f"{here()}: expected a DTensor of shape {tuple(piece.shape)}, got {tuple(dtensor.shape)}"
+        )
+    local = _compat.local_tensor(dtensor)
+    if all(isinstance(placement, Replicate) for placement in dtensor.placements):
+        return local_part(piece, local).clone()
+    if _is_even(dtensor.device_mesh, piece) and dtensor.placements == (Shard(0),):
+        return move_rows(local, _even_boxes(piece), piece.boxes, piece.rank, piece.group)
+    return local_part(piece, dtensor.full_tensor()).clone()
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
+# Entries of torch's distributed checkpoints
 
 
 def chunks(piece: Piece) -> list[ChunkStorageMetadata]:
-    """What this rank reads from a checkpoint: nothing where it holds no rows."""
-    return [] if piece.box.is_empty else [_chunk(piece)]
+    """What this rank writes and reads: nothing where it holds no rows.
+
+    Of a tensor without elements the first rank holds all, so that checkpoints know it at all.
+    """
+    nobody = piece.shape.numel() == 0
+    if piece.box.is_empty and not (nobody and piece.rank == 0):
+        return []
+    box = Box((0,) * len(piece.shape), tuple(piece.shape)) if nobody else piece.box
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))]
 
 
 def write_items(name: str, local: Tensor, piece: Piece) -> list[WriteItem]:
     """What this rank writes to a checkpoint."""
-    if piece.box.is_empty:
-        return []
-    chunk = _chunk(piece)
-    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), piece.shape)
-    return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+    return [
+        WriteItem(
+            MetadataIndex(name, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(local), piece.shape),
+        )
+        for chunk in chunks(piece)
+    ]

@@ -9,14 +9,19 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise import _compat
+from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """Whole rows of a tensor on this rank.
+
+    Pieces are equal where they cut tensors of one shape alike, on every rank: ranks never disagree
+    about it, so that it may decide whether they communicate.
 
     Attributes:
         shape: of the whole tensor.
@@ -33,9 +38,19 @@ class Piece:
     shape: torch.Size
     box: Box
     groups: tuple[dist.ProcessGroup, ...]
-    box_of: Callable[[int], Box] = field(compare=False, repr=False)
+    box_of: Callable[[int], Box] = field(repr=False)
     rows: Box
-    tensor_parallel: _compat.DTensorSpec | None = field(default=None, compare=False, repr=False)
+    tensor_parallel: _compat.DTensorSpec | None = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Piece) or self.shape != other.shape:
+            return NotImplemented if not isinstance(other, Piece) else False
+        return self._cut == other._cut and self.boxes == other.boxes
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.groups))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -66,30 +81,84 @@ class Piece:
         return tuple(self.box_of(rank) for rank in range(self.ranks))
 
     @cached_property
+    def row_ranges(self) -> tuple[tuple[int, int], ...]:
+        """First row and number of rows of each of `boxes`."""
+        return tuple((box.offsets[0], box.sizes[0]) for box in self.boxes)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of tensor parallelism, by mesh axis; none without it."""
+        return () if self.tensor_parallel is None else tuple(self.tensor_parallel.placements)
+
+    @property
+    def _cut(self) -> tuple[object, ...]:
+        spec = self.tensor_parallel
+        return (self.groups, None if spec is None else spec.mesh, self.placements)
+
+    @cached_property
     def axes(self) -> tuple[dist.ProcessGroup, ...]:
         """Every process group whose ranks hold different elements of the whole tensor."""
+        return self.axes_along(range(len(self.shape)))
+
+    def axes_along(self, dims: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups whose ranks hold different elements along `dims`."""
+        rows = self.groups if 0 in dims else ()
+        return (*rows, *(group for group, dim in self._tensor_parallel_axes if dim in dims))
+
+    @cached_property
+    def _tensor_parallel_axes(self) -> list[tuple[dist.ProcessGroup, int]]:
+        """The mesh axes of tensor parallelism that cut, with the dim that each cuts."""
         spec = self.tensor_parallel
         if spec is None:
-            return self.groups
-        cut = [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
-        return (*self.groups, *(spec.mesh.get_group(axis) for axis in cut))
+            return []
+        cut = [(axis, p) for axis, p in enumerate(spec.placements) if not p.is_replicate()]
+        for _, placement in cut:
+            if type(placement) is not Shard:
+                raise ShardingError(
+                    f"{here()}: a parameter of shape {tuple(self.shape)} has tensor-parallel placement"
+                    f" {placement}; rows can be cut from Shard and Replicate only"
+                )
+        return [(spec.mesh.get_group(axis), placement.dim) for axis, placement in cut]
 
-    def with_trailing(self, trailing: Sequence[int]) -> Piece:
-        """The piece of a tensor with the same rows of another width: `(rows, *trailing)`."""
-        if self.tensor_parallel is not None:
-            raise ValueError("a tensor-parallel piece has no other width")
+    def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
+        """The piece of a tensor with the same rows of another width: `(rows, *trailing)`.
+
+        Args:
+            trailing: sizes of its dims from 1 on.
+            of: for each of them, the dim of this piece with which it is cut; None (the default for all)
+                for a dim that every rank holds whole.
+        """
         trailing = tuple(trailing)
+        of = tuple(of) if of is not None else (None,) * len(trailing)
+        held = [size if d is None else self.box.sizes[d] for size, d in zip(trailing, of, strict=True)]
+        starts = [0 if d is None else self.box.offsets[d] for d in of]
 
         def widen(box: Box) -> Box:
-            return Box((box.offsets[0], *[0] * len(trailing)), (box.sizes[0], *trailing))
+            return Box((box.offsets[0], *[0] * len(held)), (box.sizes[0], *held))
 
-        box_of = self.box_of
+        box_of, shape = self.box_of, torch.Size((self.shape[0], *trailing))
         return replace(
             self,
-            shape=torch.Size((self.shape[0], *trailing)),
-            box=widen(self.box),
+            shape=shape,
+            box=Box((self.box.offsets[0], *starts), (self.box.sizes[0], *held)),
             box_of=lambda rank: widen(box_of(rank)),
             rows=widen(self.rows),
+            tensor_parallel=self.spec_of(shape, (0, *of)),
+        )
+
+    def spec_of(self, shape: Sequence[int], of: Sequence[int | None]) -> _compat.DTensorSpec | None:
+        """The tensor-parallel form of a tensor of `shape` whose dims are cut as this one's dims `of`."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return None
+        assert spec.tensor_meta is not None
+        cut = dict(self._tensor_parallel_axes)
+        placements: list[Placement] = []
+        for axis in range(len(spec.placements)):
+            dim = cut.get(spec.mesh.get_group(axis))
+            placements.append(Replicate() if dim is None or dim not in of else Shard(of.index(dim)))
+        return _compat.dtensor_spec(
+            spec.mesh, placements, shape=torch.Size(shape), dtype=spec.tensor_meta.dtype
         )
 
 

@@ -12,7 +12,8 @@ cost of one call per op, and `torch.nn.utils.clip_grad_norm_` is right.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,14 @@ from torch.distributed.tensor import DTensor
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_parameter import convert, ops
+from shardwise.sharded_parameter import convert
 from shardwise.sharded_parameter.piece import Piece
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Any, Handler] = {}  # by operator; `ops` decides
 
 
 class ShardedRows(Tensor):
@@ -37,21 +41,31 @@ class ShardedRows(Tensor):
 
     __torch_function__ = _compat.disabled_torch_function
     _local: Tensor
+    _is_param = False  # what nn.Parameter asks of tensor subclasses, and sets
     piece: Piece
 
     @classmethod
     def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = False) -> ShardedRows:
         """`local` (shape `piece.rows.sizes`, contiguous) as this rank's part of a whole tensor. Local."""
         made: ShardedRows = _compat.make_wrapper(
-            cls, piece.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            ShardedRows, piece.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         made._local = local
         made.piece = piece
         return made
 
     @classmethod
+    def from_dtensor(cls, dtensor: DTensor, piece: Piece) -> ShardedRows:
+        """A DTensor of the same global shape, cut as `piece`.
+
+        From `Shard(0)` over the ranks of the piece each row moves at most once; from other placements
+        the whole tensor is gathered on the way. Collective over the DTensor's mesh.
+        """
+        return cls.wrap(convert.from_dtensor(dtensor, piece), piece)
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = ops.HANDLERS.get(func) or ops.find_handler(func)
+        handler = HANDLERS.get(func) or _find_handler(func)
         return handler(func, args, kwargs or {})
 
     @property
@@ -65,11 +79,14 @@ class ShardedRows(Tensor):
         return self.piece.box
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, in memory of its own. Collective over the ranks that hold its rows."""
+        """The whole tensor, in memory of its own, without gradient.
+
+        Collective over the ranks that hold its parts.
+        """
         return convert.full_tensor(self._local, self.piece)
 
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
-        """The same tensor as a DTensor cut evenly on dim 0; moves the rows that lie elsewhere.
+        """The same tensor as a DTensor cut evenly on dim 0; each row moves at most once.
 
         Collective over the ranks that hold its rows.
 
@@ -77,34 +94,72 @@ class ShardedRows(Tensor):
             mesh: 1-D mesh of just these ranks, or None to make one.
 
         Raises:
-            ShardingError: a tensor-parallel tensor, or rows cut over several mesh axes.
+            ShardingError: a tensor-parallel tensor, rows cut over several mesh axes or none, or another
+                mesh.
         """
         return convert.to_dtensor(self._local, self.piece, mesh)
 
     def load_dtensor(self, source: DTensor) -> None:
-        """Take the values of a DTensor of the same global shape.
-
-        Collective over the DTensor's mesh.
-        """
+        """Take the values of a DTensor of the same global shape. Collective over the DTensor's mesh."""
         with torch.no_grad():
-            self.copy_(source.full_tensor())
+            self._local.copy_(convert.from_dtensor(source, self.piece))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        name = "ShardedParameter" if self._is_param else "ShardedRows"
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"{type(self).__name__}({self._local.detach()!r}, {self.box} of {tuple(self.shape)}{grad})"
+        return f"{name}({self._local.detach()!r}, {self.box} of {tuple(self.shape)}{grad})"
 
     def __deepcopy__(self, memo: Any) -> ShardedRows:
-        copied = type(self).wrap(self._local.detach().clone(), self.piece, requires_grad=self.requires_grad)
-        memo[id(self)] = copied
-        return copied
+        if id(self) not in memo:
+            copied = self.wrap(self._local.detach().clone(), self.piece, requires_grad=self.requires_grad)
+            copied._is_param = self._is_param
+            memo[id(self)] = copied
+        return cast(ShardedRows, memo[id(self)])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardingError(
-            f"{here()}: pickling a {type(self).__name__} of shape {tuple(self.shape)} would save one rank's"
-            f" rows ({self.box}) as if they were all; use shardwise.checkpoint.save, or full_tensor()"
+            f"{here()}: pickling rows {self.box} of a tensor of shape {tuple(self.shape)} would save one"
+            " rank's as if they were all; use shardwise.checkpoint.save, torch.distributed.checkpoint, or"
+            " full_tensor()"
         )
 
-    # What torch.nn.Module asks before it replaces a parameter: its data, or the object's whole content
+    # What torch does below the ops that `__torch_dispatch__` sees
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same rows without gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Other rows of a tensor of the same shape, in place of these."""
+        if not isinstance(value, ShardedRows) or value.shape != self.shape:
+            raise ShardingError(
+                f"{here()}: expected rows of a tensor of shape {tuple(self.shape)} as .data, found a"
+                f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
+            )
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local, self.piece = value._local, value.piece
+
+    def tolist(self) -> Any:
+        return self._beyond("tolist()")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._beyond("numpy()")
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._beyond("numpy()")
+
+    def data_ptr(self) -> int:
+        return self._beyond("data_ptr()")
+
+    def _beyond(self, what: str) -> NoReturn:
+        raise ShardingError(
+            f"{here()}: {what} of a tensor of shape {tuple(self.shape)} sharded by rows would be of"
+            f" this rank's ({self.box}) alone; call it on .full_tensor() (collective) or on .local"
+        )
+
+    # What torch.nn.Module and torch.compile ask of a tensor made of others
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local"], (self.piece, self.requires_grad)
@@ -126,13 +181,31 @@ class ShardedRows(Tensor):
         return self._local
 
 
-class ShardedParameter(ShardedRows, nn.Parameter):
-    """A parameter of a module sharded with `layout="contiguous"`, as its optimizer sees it."""
+def _find_handler(op: Any) -> Handler:
+    from shardwise.sharded_parameter.ops import find_handler  # which needs the class above
 
-    _is_param = True  # what nn.Parameter's isinstance asks of a tensor subclass
+    handler = HANDLERS[op] = find_handler(op)
+    return handler
+
+
+class _IsParameter(type(nn.Parameter)):  # type: ignore[misc]
+    """Parameters are `ShardedRows` marked as such, as torch marks parameters that are tensor subclasses."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ShardedRows) and instance._is_param
+
+
+class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
+    """A parameter of a module sharded with `layout="contiguous"`, as its optimizer sees it."""
 
     def __new__(cls, *unused: Any, **also: Any) -> ShardedParameter:
         raise ShardingError('a ShardedParameter is made by fully_shard(..., layout="contiguous")')
 
+    @classmethod
+    def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = True) -> ShardedParameter:
+        made = ShardedRows.wrap(local, piece, requires_grad=requires_grad)
+        made._is_param = True
+        return cast(ShardedParameter, made)
 
-_compat.allow_foreach(ShardedRows, ShardedParameter)
+
+_compat.allow_foreach(ShardedRows)

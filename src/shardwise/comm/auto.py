@@ -1,0 +1,72 @@
+"""Choose by backend and size who gathers and who reduces: the direct exchange on gloo, else c10d.
+
+                                             all-gather          reduce-scatter
+    CPU buffers over gloo, `min_bytes` on    GlooAllGather       GlooReduceScatter
+    everything else                          DefaultAllGather    DefaultReduceScatter
+
+The choice depends only on what is the same on all ranks: the group's backend, the buffer's size, dtype and
+device, and the op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter
+from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, can_reduce
+
+# Of the whole buffer. The exchange never cost more CPU time than c10d's, down to 2 kB on 2 and 4 ranks, but
+# below this it saves less than 0.1 ms a call (benchmarks/gloo_transport.py).
+MIN_BYTES = 1 << 16
+
+
+class AutoAllGather(DefaultAllGather):
+    """`GlooAllGather` for CPU buffers of at least `min_bytes` over gloo, else c10d's all-gather."""
+
+    def __init__(self, *, min_bytes: int = MIN_BYTES) -> None:
+        self.min_bytes = min_bytes
+        self._exchange = GlooAllGather()
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if output_tensor.is_cpu and output_tensor.nbytes >= self.min_bytes and over_gloo(group):
+            return self._exchange(output_tensor, input_tensor, group, async_op)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class AutoReduceScatter(DefaultReduceScatter):
+    """`GlooReduceScatter` for what it can reduce, in CPU buffers of at least `min_bytes` over gloo, else
+    c10d's reduce-scatter. Sums of floats over 3 or more ranks may differ in rounding between the two."""
+
+    def __init__(self, *, min_bytes: int = MIN_BYTES) -> None:
+        self.min_bytes = min_bytes
+        self._exchange = GlooReduceScatter()
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        large = input_tensor.is_cpu and input_tensor.nbytes >= self.min_bytes
+        if large and over_gloo(group) and can_reduce(input_tensor.dtype, op):
+            return self._exchange(output_tensor, input_tensor, group, op, async_op)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+_over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+
+
+def over_gloo(group: dist.ProcessGroup) -> bool:
+    """Do CPU tensors of `group` travel over gloo? Asked once per group."""
+    known = _over_gloo.get(group)
+    if known is None:
+        known = _over_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return known

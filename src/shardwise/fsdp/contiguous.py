@@ -1,0 +1,377 @@
+"""Groups in the contiguous layout: the gathered buffer *is* the unsharded parameters.
+
+    shard    this rank's rows, end to end; the sharded parameters are views; the optimizer's placement
+    held     what lies between steps in the gathered dtype; the shard itself unless the strategy keeps
+             more (ZeRO, DDP with low precision, hierarchical FSDP); refreshed after optimizer steps
+    full     the whole parameters; the unsharded parameters are views; resized to nothing between uses
+             unless it is what is held
+
+A gather of stored dtype sends the shard from where it lies into `full`; one that casts writes the cast into
+this rank's slice of `full` and gathers in place. There is no copy-in and no copy-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm import AllGather, AllGatherResult, CommStreams, DefaultAllGather
+from shardwise.comm.foreach import current_stream
+from shardwise.comm.streams import record_event
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp import optimizer_watch
+from shardwise.fsdp.group import Form, ParamGroup
+from shardwise.fsdp.rows import RowsParam
+from shardwise.fsdp.strategy import Held, Strategy
+from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
+from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
+from shardwise.sharded_parameter import Piece, ShardedParameter
+
+_NOTHING = torch.empty(0)
+_DONE = AllGatherResult(_NOTHING, (), None, None)
+
+
+class _Works:
+    """Several asynchronous gathers, waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass
+class _Buffer:
+    """One segment's memory."""
+
+    segment: ContiguousSegment
+    shard: Tensor
+    held: Tensor  # the shard, or more in the gathered dtype
+    full: Tensor
+    storage: torch.UntypedStorage | None  # of `full`; None if it is never freed
+    nbytes: int
+    mine: Tensor  # this rank's slice of `full`
+    casts: bool  # does the gather convert the held memory's dtype or device?
+    kept: Tensor | None = None  # POST_FORWARD: this rank's slice over the smaller mesh
+
+
+class ContiguousGroup(ParamGroup):
+    """Parameters whose rows travel in one all-gather per segment, straight to where they are used."""
+
+    params: list[RowsParam]
+    layout: ContiguousLayout
+
+    def __init__(self, params: list[RowsParam], *, strategy: Strategy, **how: Any) -> None:
+        super().__init__(params, **how)
+        self.strategy = strategy
+        shard_group, replicate_group = self.info.process_groups
+        axes = ((replicate_group, strategy.replicate_axis), (shard_group, strategy.shard_axis))
+        # The axes over which optimizer state is cut, the fastest-varying first, and those of them over which
+        # parameters are gathered once a step and in each use.
+        cut = [
+            (g, row) for g, row in axes if g is not None and row is not None and row.optimizer is Held.SHARD
+        ]
+        self.cut_groups = tuple(group for group, _ in cut)
+        self.refresh_group = next((g for g, row in cut if row.parameter is Held.REPLICATE), None)
+        self.gather_group = next((g for g, row in cut if row.parameter is Held.SHARD), None)
+        if self.gather_group is None:
+            self.post_forward = None  # what is never freed is not resharded
+        self.buffers: list[_Buffer] = []
+        self.shards: list[Tensor] = []
+        self.streams: CommStreams | None = None
+        self.refreshed_at: Any = None
+        self.pack()
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        if self.gather_group is not None:
+            super().set_reshard_after_forward(reshard)
+
+    # Shard buffers
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        if self.form is Form.POST_FORWARD:
+            self.reshard()
+        for param in self.params:
+            param.adopt()
+        self.refreshed_at = None
+        if self._lies_in_buffers() or len({param.local.device for param in self.params}) > 1:
+            return  # the latter: half-way through materialisation, which the first forward checks
+        self.abandon_gather()
+        self.reshard()
+        self._settle()
+        self.buffers, self.shards = [], []
+        for param in self.params:
+            param.unsharded = None
+        for segment in self.layout.segments:
+            self.shards.append(self._make_shard(segment))
+        self.form = Form.SHARDED
+
+    def _lies_in_buffers(self) -> bool:
+        return bool(self.shards) and all(param.local is mine for param, mine in self._placed)
+
+    def _settle(self) -> None:
+        """Choose which rows lie where; once, since optimizer state follows the rows."""
+        specs = [param.layout_spec(self.policy.param_dtype) for param in self.params]
+        if not self.shards:
+            ranks = rank = 0
+            index, step = 0, 1
+            for group in self.cut_groups:
+                index += group.rank() * step
+                step *= group.size()
+            ranks, rank = step, index
+            self.layout = ContiguousLayout(specs, ranks=ranks, rank=rank)
+            for segment in self.layout.segments:
+                for place in segment.places:
+                    self.params[place.index].settle(self.layout, place, self.cut_groups)
+            return
+        segments = []
+        for segment in self.layout.segments:
+            members = [specs[place.index] for place in segment.places]
+            dtypes = {(spec.dtype, spec.gather_dtype) for spec in members}
+            if len(dtypes) > 1:
+                raise ShardingError(
+                    f"{here()}: parameters of group '{self.name}' were converted to different dtypes"
+                    f" {dtypes}; convert them before fully_shard"
+                )
+            dtype, gather_dtype = dtypes.pop()
+            segments.append(replace(segment, dtype=dtype, gather_dtype=gather_dtype))
+        self.layout.segments = tuple(segments)
+        self.layout.specs = tuple(specs)
+
+    def _make_shard(self, segment: ContiguousSegment) -> Tensor:
+        members = [self.params[place.index] for place in segment.places]
+        device = self._home(members[0].local.device)
+        shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
+        if self._pins and not shard.is_meta:
+            shard = shard.pin_memory()
+        for param in members:
+            rows = param.place.box
+            local = shard.narrow(0, param.place.shard_offset, rows.numel).view(rows.sizes)
+            if hasattr(param, "whole"):
+                source = param.whole.narrow(0, rows.offsets[0], rows.sizes[0])
+                del param.whole
+            else:
+                source = param.local
+            if not shard.is_meta:
+                local.copy_(source)
+            param.move_to(local)
+        self._placed = [(param, param.local) for param in self.params if param.is_packed]
+        return shard
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        self.pack()
+
+    # Unsharded buffers
+
+    def _make_unsharded(self) -> None:
+        """Make the unsharded parameters, over memory that the first gather allocates.
+
+        Gathers write through `data` aliases, which share memory but not version counters: refilling a
+        buffer is no modification to autograd, whose saved tensors see the same values again.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for segment, shard in zip(self.layout.segments, self.shards, strict=True):
+                alike = shard.dtype == segment.gather_dtype and shard.device == self.device
+                held, full = shard, shard
+                if self.refresh_group is not None or (self.gather_group is None and not alike):
+                    times = 1 if self.refresh_group is None else self.refresh_group.size()
+                    held = full = torch.empty(
+                        times * segment.shard_numel, dtype=segment.gather_dtype, device=self.device
+                    )
+                if self.gather_group is not None:
+                    full = torch.empty(
+                        segment.unsharded_numel, dtype=segment.gather_dtype, device=self.device
+                    )
+                for place in segment.places:
+                    param = self.params[place.index]
+                    whole = full.narrow(0, place.start, place.numel).view(param.shape)
+                    param.unsharded = param.wrap_unsharded(whole)
+                    optimizer_watch.watch_gathered(param.name, param.unsharded)
+                full = full.data
+                group = self.gather_group
+                mine = full if group is None else full.narrow(0, group.rank() * held.numel(), held.numel())
+                casts = held.dtype != full.dtype or held.device != full.device
+                storage = None if group is None else full.untyped_storage()
+                self.buffers.append(_Buffer(segment, shard, held, full, storage, full.nbytes, mine, casts))
+        self._shown = [
+            (owner.parameters, owner.name, cast(nn.Parameter, param.unsharded), param)
+            for param in self.params
+            for owner in param.owners
+        ]
+
+    # Changing form
+
+    def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
+        if self.gather is not None or self.form is Form.UNSHARDED:
+            return
+        if not self.buffers:
+            self._make_unsharded()
+        self.gathered_at = optimizer_watch.steps()
+        self.streams = streams
+        comm = self.settings.all_gather
+        if self.refresh_group is not None or self.gather_group is None:
+            self._refresh(comm)
+        group = self.gather_group
+        if group is None:
+            self.gather = _DONE
+            return
+        smaller = self.post_forward if self.form is Form.POST_FORWARD else None
+        if smaller is not None:
+            group = smaller.shard_process_group
+        if streams is None:
+            works = [self._gather_one(buffer, group, comm, async_op) for buffer in self.buffers]
+            event = None
+        else:
+            streams.reclaim(self, keep=1)
+            with streams.all_gather:
+                works = [self._gather_one(buffer, group, comm, async_op) for buffer in self.buffers]
+                event = record_event(streams.all_gather)
+        running = [work for work in works if work is not None]
+        if not running and event is None:
+            self.gather = _DONE
+        else:
+            work = running[0] if len(running) == 1 else cast(dist.Work, _Works(running))
+            self.gather = AllGatherResult(_NOTHING, (), event, work if running else None)
+
+    def _gather_one(
+        self, buffer: _Buffer, group: dist.ProcessGroup, comm: AllGather, async_op: bool
+    ) -> dist.Work | None:
+        assert buffer.storage is not None
+        buffer.storage.resize_(buffer.nbytes)
+        source = buffer.held if buffer.kept is None else buffer.kept
+        if buffer.kept is None and buffer.casts:
+            buffer.mine.copy_(source, non_blocking=True)
+            source = buffer.mine
+        if group.size() == 1:
+            if source is not buffer.mine:
+                buffer.full.copy_(source)
+            return None
+        output = buffer.full
+        own_memory = getattr(type(comm), "allocate", None) is not DefaultAllGather.allocate
+        if own_memory:  # what a user's communication allocates, parameters cannot be views of
+            output = comm.allocate((buffer.full.numel(),), dtype=buffer.full.dtype, device=self.device)
+            mine = output.narrow(0, group.rank() * source.numel(), source.numel())
+            source = mine.copy_(source)
+        work = comm(
+            output_tensor=output,
+            input_tensor=source,
+            group=group,
+            async_op=async_op and not own_memory,
+        )
+        if own_memory:
+            buffer.full.copy_(output)
+        return work
+
+    @torch.no_grad()
+    def _refresh(self, comm: AllGather) -> None:
+        """Bring what is held between steps up to date with the optimizer's shards, if it is not.
+
+        Collective over the axis that replicates parameters but cuts optimizer state.
+        """
+        state = (optimizer_watch.steps(), sum(param.sharded._version for param in self.params))
+        if self.refreshed_at == state:
+            return
+        self.refreshed_at = state
+        for buffer in self.buffers:
+            if buffer.held is buffer.shard:
+                continue
+            group = self.refresh_group
+            if group is None or group.size() == 1:
+                buffer.held.copy_(buffer.shard)
+                continue
+            size = buffer.shard.numel()
+            source = buffer.shard
+            if source.dtype != buffer.held.dtype or source.device != buffer.held.device:
+                source = buffer.held.narrow(0, group.rank() * size, size).copy_(source)
+            comm(output_tensor=buffer.held, input_tensor=source, group=group, async_op=False)
+
+    def wait_for_unshard(self) -> AllGatherResult | None:
+        result = self.gather
+        if result is None:
+            return None
+        if result.event is not None:
+            current_stream(self.device).wait_event(result.event)
+        if result.work is not None:
+            result.work.wait()
+        self.gather = None
+        self._show_unsharded()
+        return None
+
+    def _show_unsharded(self) -> None:
+        for parameters, name, unsharded, param in self._shown:
+            if unsharded.requires_grad is not param.sharded.requires_grad:
+                unsharded.requires_grad_(param.sharded.requires_grad)
+            parameters[name] = unsharded
+        for buffer in self.buffers:
+            buffer.kept = None
+        self.form = Form.UNSHARDED
+
+    def reshard(self) -> None:
+        if self.form is Form.SHARDED:
+            return
+        for parameters, name, _, param in self._shown:
+            parameters[name] = param.sharded
+        for buffer in self.buffers:
+            buffer.kept = None
+        self._free_unsharded()
+        self.form = Form.SHARDED
+
+    def _free_unsharded(self) -> None:
+        if self.streams is not None:
+            storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
+            self.streams.free_later(self, storages, current_stream(self.device))
+            return
+        for buffer in self.buffers:
+            if buffer.storage is not None:
+                buffer.storage.resize_(0)
+
+    @torch.no_grad()
+    def _reshard_to_smaller(self, info: FSDPMeshInfo) -> None:
+        ranks, rank = info.shard_mesh_size, info.shard_mesh_rank
+        for buffer in self.buffers:
+            width = buffer.full.numel() // ranks
+            begin = rank * width
+            buffer.kept = buffer.full.narrow(0, begin, width).clone()
+            for place in buffer.segment.places:
+                param = self.params[place.index]
+                rows = _rows_between(place.start, param.shape, begin, begin + width)
+                offset = max(place.start - begin, 0) if rows.numel else 0
+                local = buffer.kept.narrow(0, offset, rows.numel).view(rows.sizes)
+                param.show(self._smaller_param(param, place.start, width, rows, local, info))
+        self._free_unsharded()
+        self.form = Form.POST_FORWARD
+
+    def _smaller_param(
+        self, param: RowsParam, start: int, width: int, rows: Box, local: Tensor, info: FSDPMeshInfo
+    ) -> ShardedParameter:
+        shape = param.shape
+
+        def box_of(rank: int) -> Box:
+            return _rows_between(start, shape, rank * width, (rank + 1) * width)
+
+        offsets = [b - r for b, r in zip(param.piece.box.offsets, param.piece.rows.offsets, strict=True)]
+        box = Box(tuple(o + r for o, r in zip(offsets, rows.offsets, strict=True)), rows.sizes)
+        piece = Piece(param.global_shape, box, (info.shard_process_group,), box_of, rows, param.tp_spec)
+        return ShardedParameter.wrap(local, piece, requires_grad=param.sharded.requires_grad)
+
+
+def _rows_between(start: int, shape: torch.Size, begin: int, end: int) -> Box:
+    """The rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
+    width = max(1, shape[1:].numel())
+    first = min(max(begin - start, 0) // width, shape[0])
+    last = min(max(end - start, 0) // width, shape[0])
+    trailing = shape[1:]
+    return Box((first, *[0] * len(trailing)), (last - first, *trailing))
+
+
+def replicates_only(info: Any) -> bool:
+    return isinstance(info, DDPMeshInfo) and not isinstance(info, FSDPMeshInfo)

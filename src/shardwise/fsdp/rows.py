@@ -1,0 +1,152 @@
+"""A parameter of the contiguous layout: whole rows of it on each rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Shard
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp.extension import POST, PRE
+from shardwise.fsdp.parameter import ParamPlacement, ShardedParam
+from shardwise.layout import Box, ContiguousLayout, EvenShard, Owned, ParamSpec, Place, RaggedShard
+from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+
+
+class RowsParam(ShardedParam):
+    """A parameter whose sharded form is a `ShardedParameter`, once its group has packed it.
+
+    Args:
+        placement: the rows to keep together; None and `Shard(0)` keep single rows. The rest is as for
+            every `ShardedParam`.
+    """
+
+    sharded: ShardedParameter
+    piece: Piece
+    place: Place
+
+    def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
+        super().__init__(param, **where)
+        self.placement = self._check_placement(placement)
+        self.trainable = param.requires_grad
+        self.global_shape = param.shape
+        if type(self.whole) is not Tensor:
+            raise ShardingError(
+                f"{here()}: '{self.name}' is a {type(self.whole).__name__}; the contiguous layout gathers"
+                f" plain memory in place and cannot call {PRE} and {POST} of tensor subclasses. Use"
+                ' layout="interleaved" for this module'
+            )
+
+    def _check_placement(self, placement: ParamPlacement | None) -> RaggedShard | Owned:
+        if isinstance(placement, (RaggedShard, Owned)):
+            return placement
+        if placement is None or (isinstance(placement, Shard) and placement.dim in (0, -len(self.shape))):
+            return RaggedShard()
+        if isinstance(placement, Shard):
+            raise ShardingError(
+                f"{here()}: '{self.name}' of shape {tuple(self.shape)} is to be cut on dim {placement.dim},"
+                " but the contiguous layout keeps each parameter in one piece and cuts dim 0 only; return"
+                ' Shard(0) from shard_placement_fn, or use layout="interleaved"'
+            )
+        raise ShardingError(
+            f"{here()}: shard_placement_fn must return Shard(0), RaggedShard, Owned, a ShardPlacementResult"
+            f" or None for '{self.name}', got {placement!r}"
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        return not hasattr(self, "whole")
+
+    @property
+    def local(self) -> Tensor:
+        return self.sharded._local if self.is_packed else self.whole
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sharded.dtype if self.is_packed else self.whole.dtype
+
+    def layout_spec(self, param_dtype: torch.dtype | None) -> ParamSpec:
+        dtype = self.dtype
+        gathered = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+        return ParamSpec(self.name, tuple(self.shape), dtype, gathered, self.placement, self.trainable)
+
+    def settle(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
+        """Say which rows this rank holds; `move_to` gives them memory."""
+        self.place = place
+        rows = place.box
+        self.rows_shape = torch.Size(rows.sizes)
+        self.rows_stride = _compat.contiguous_stride(rows.sizes)
+        self.whole_stride = _compat.contiguous_stride(self.shape)
+        box = rows
+        if self.tp_spec is not None:
+            offsets = _offsets(self.tp_spec)
+            box = Box(tuple(a + b for a, b in zip(rows.offsets, offsets, strict=True)), rows.sizes)
+        box_of = partial(layout.box, place.index)
+        self.piece = Piece(self.global_shape, box, groups, box_of, rows, self.tp_spec)
+
+    def move_to(self, local: Tensor) -> None:
+        """Let `local` be the memory of the sharded form; the parameter object stays if it can."""
+        sharded = getattr(self, "sharded", None)
+        if sharded is not None and (sharded.dtype, sharded.device) == (local.dtype, local.device):
+            sharded._local, sharded.piece = local, self.piece
+            return
+        requires_grad = self.trainable if sharded is None else sharded.requires_grad
+        self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
+        self.show(self.sharded)
+
+    def adopt(self) -> None:
+        owner = self.owners[0]
+        current = owner.parameters[owner.name]
+        if not self.is_packed or current is self.sharded or current is self.unsharded:
+            return
+        if not isinstance(current, ShardedParameter) or current.piece != self.piece:
+            found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
+            raise ShardingError(
+                f"{here()}: '{self.name}' was replaced by {found}; a parameter sharded by rows can only be"
+                f" replaced by a ShardedParameter of shape {tuple(self.global_shape)} and the same rows. Load"
+                " values with load_state_dict(assign=False), which copies, and apply other changes before"
+                " fully_shard"
+            )
+        self.sharded = current
+        self.unsharded = None
+        self.show(current)
+
+    def set_sharded_grad(self, shard: Tensor) -> None:
+        """Set, or add to, the gradient, from the reduced shard of the whole segment (1-D)."""
+        local = shard.as_strided(
+            self.rows_shape, self.rows_stride, shard.storage_offset() + self.place.shard_offset
+        )
+        sharded = self.sharded
+        grad = sharded.grad
+        if grad is None:
+            sharded.grad = ShardedRows.wrap(local, self.piece)
+        else:
+            assert isinstance(grad, ShardedRows)
+            grad._local.add_(local)
+        if _compat.post_accumulate_grad_hooks(sharded):
+            self.run_grad_hooks()
+
+
+def _offsets(spec: _compat.DTensorSpec) -> list[int]:
+    """Where this rank's part of a tensor-parallel tensor begins."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    offsets, sizes = [0] * len(meta.shape), tuple(meta.shape)
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_replicate():
+            continue
+        if not isinstance(placement, Shard):
+            raise ShardingError(
+                f"{here()}: a tensor-parallel parameter placed as {placement} cannot be sharded"
+            )
+        box = EvenShard(placement.dim).box(
+            sizes, rank=spec.mesh.get_local_rank(axis), ranks=spec.mesh.size(axis)
+        )
+        offsets[placement.dim] += box.offsets[placement.dim]
+        sizes = box.sizes
+    return offsets

@@ -1,0 +1,83 @@
+"""What data parallelism cuts over a mesh axis: one table, from which the collectives follow.
+
+    row      parameters   gradients   optimizer state    communication on that axis, a step
+    ddp      replicate    replicate   replicate          all-reduce gradients
+    zero1    replicate    replicate   shard              all-reduce gradients, all-gather parameters once
+    zero2    replicate    shard       shard              reduce-scatter gradients, all-gather once
+    fsdp     shard        shard       shard              reduce-scatter, all-gather in forward and backward
+
+A 1-D mesh takes one row. On a 2-D mesh (replicate, shard) the inner axis is `fsdp` and the outer takes one
+of the others: `hsdp` is (ddp, fsdp), `hierarchical_fsdp` is (zero2, fsdp).
+
+ZeRO's stages are those of Rajbhandari et al., 2020 (arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from shardwise.errors import ShardingError, here
+from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+
+
+class Held(Enum):
+    """What each rank of an axis holds of a state."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+
+
+_R, _S = Held.REPLICATE, Held.SHARD
+
+
+@dataclass(frozen=True)
+class AxisPlacement:
+    """One row of the table: how each state lies over one mesh axis, between its uses."""
+
+    parameter: Held
+    gradient: Held
+    optimizer: Held
+
+
+ROWS = {
+    "ddp": AxisPlacement(_R, _R, _R),
+    "zero1": AxisPlacement(_R, _R, _S),
+    "zero2": AxisPlacement(_R, _S, _S),
+    "fsdp": AxisPlacement(_S, _S, _S),
+}
+NAMED = {
+    **{name: (None, row) for name, row in ROWS.items()},
+    "hsdp": (ROWS["ddp"], ROWS["fsdp"]),
+    "hierarchical_fsdp": (ROWS["zero2"], ROWS["fsdp"]),
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The rows of both axes; None where the mesh has no such axis."""
+
+    replicate_axis: AxisPlacement | None
+    shard_axis: AxisPlacement | None
+
+
+def strategy_for(name: str | None, info: DataParallelMeshInfo) -> Strategy:
+    """The strategy of that name on the axes of `info`; None is FSDP on a shard axis, DDP on a replicate one.
+
+    Raises:
+        ShardingError: an unknown name, or one for a mesh of other dims.
+    """
+    if name is None:
+        return Strategy(
+            ROWS["ddp"] if isinstance(info, DDPMeshInfo) else None,
+            ROWS["fsdp"] if isinstance(info, FSDPMeshInfo) else None,
+        )
+    if name not in NAMED:
+        raise ShardingError(f"{here()}: strategy must be one of {', '.join(NAMED)}, got {name!r}")
+    outer, inner = NAMED[name]
+    if (outer is None) == isinstance(info, HSDPMeshInfo):
+        wanted = "1-D" if outer is None else "2-D (replicate, shard)"
+        raise ShardingError(f"{here()}: strategy={name!r} needs a {wanted} mesh, got {info.mesh}")
+    if outer is None and not isinstance(info, FSDPMeshInfo):
+        return Strategy(inner, None)
+    return Strategy(outer, inner)

@@ -1,0 +1,191 @@
+"""The contiguous layout: what an all-gather receives *is* the whole parameters, end to end.
+
+Two parameters A and B over two ranks::
+
+    shard buffer, rank 0      A0 A1 A2
+    shard buffer, rank 1      A3 B0 B1 -
+    gathered = unsharded      A0 A1 A2 | A3 B0 B1 -       one all-gather, no copy
+
+Rank `r` holds whatever lies between elements `r * S` and `(r + 1) * S`: rows of some parameters, and none of
+most others when ranks are many. `shardwise.layout.packing` orders the parameters so that these boundaries
+fall between blocks of rows. Parameters that differ in dtype or in whether they are trained lie in buffers of
+their own (segments), so that a frozen parameter costs no gradient.
+
+The arithmetic depends on shapes, not on names, and is done once for all modules that are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from shardwise.errors import ShardingError, here
+from shardwise.layout.box import Box
+from shardwise.layout.group_layout import ParamSpec
+from shardwise.layout.packing import Packing, pack
+from shardwise.layout.placement import EvenShard, Owned, RaggedShard
+
+_Cut = RaggedShard | Owned
+_Key = tuple[torch.dtype, torch.dtype, bool]  # stored, gathered, trained
+_Shaped = tuple[tuple[int, ...], _Key, _Cut]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one parameter lies in its segment, in elements."""
+
+    index: int  # of the parameter in the group
+    start: int  # of the whole parameter, in the gathered buffer
+    numel: int  # of the whole parameter
+    box: Box  # this rank's rows, in the parameter's own coordinates; zero rows where it holds none
+    shard_offset: int  # where this rank's rows begin in its shard buffer; 0 for an empty box
+
+
+@dataclass(frozen=True)
+class ContiguousSegment:
+    """The parameters of one stored and one gathered dtype that are all trained or all frozen."""
+
+    dtype: torch.dtype
+    gather_dtype: torch.dtype
+    trainable: bool
+    ranks: int
+    shard_numel: int  # elements of each rank's shard buffer
+    places: tuple[Place, ...]  # in the order of their starts
+
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of the gathered buffer."""
+        return self.ranks * self.shard_numel
+
+    @property
+    def padding(self) -> int:
+        """Elements of the gathered buffer that no parameter uses."""
+        return self.unsharded_numel - sum(place.numel for place in self.places)
+
+
+class ContiguousLayout:
+    """Every parameter a contiguous view of the gathered buffer, cut between blocks of rows or not at all.
+
+    Args:
+        specs: the group's parameters in registration order, of at least one dim each. `EvenShard(0)` is
+            taken as `RaggedShard(1)`.
+        ranks: size of the shard axis.
+        rank: this process's index on it.
+        align_bytes: every parameter and every shard begins at a multiple of it in all dtypes it has.
+
+    Raises:
+        ShardingError: a parameter is to be cut on a dim other than 0, or owned by a rank that is not there.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], *, ranks: int, rank: int, align_bytes: int = 16) -> None:
+        self.specs = tuple(specs)
+        self.ranks = ranks
+        self.rank = rank
+        shaped = tuple(
+            (spec.shape, (spec.dtype, spec.gather_dtype, spec.trainable), _cut(spec, ranks))
+            for spec in self.specs
+        )
+        self.segments = _segments(shaped, ranks, rank, align_bytes)
+
+    def box(self, index: int, rank: int) -> Box:
+        """The rows of parameter `index` that `rank` holds; zero rows where it holds none."""
+        start, shard_numel = self._found[index]
+        shape = self.specs[index].shape
+        packing = Packing((start,), shard_numel, self.ranks, (math.prod(shape),))
+        return _rows(shape, *packing.range(0, rank))
+
+    def describe(self) -> str:
+        """One line per segment and per parameter; equal on ranks that will communicate alike."""
+        lines = []
+        for segment in self.segments:
+            lines.append(
+                f"{segment.dtype} gathered as {segment.gather_dtype},"
+                f" {'trained' if segment.trainable else 'frozen'}:"
+                f" {segment.shard_numel} elements on each of {self.ranks} ranks"
+            )
+            for place in segment.places:
+                spec = self.specs[place.index]
+                cut = _cut(spec, self.ranks)
+                kept = "whole on one rank" if isinstance(cut, Owned) else f"row block {cut.block}"
+                lines.append(
+                    f"{spec.name}: shape {list(spec.shape)}, {spec.dtype} gathered as {spec.gather_dtype},"
+                    f" {kept}, from element {place.start}"
+                )
+        return "\n".join(lines)
+
+    @cached_property
+    def _found(self) -> dict[int, tuple[int, int]]:
+        """By index: a parameter's start, and the shard size of its segment."""
+        return {
+            place.index: (place.start, segment.shard_numel)
+            for segment in self.segments
+            for place in segment.places
+        }
+
+
+def _cut(spec: ParamSpec, ranks: int) -> _Cut:
+    """The placement of `spec` where only rows of dim 0 can be cut."""
+    placement = spec.placement
+    if isinstance(placement, EvenShard):
+        if placement.dim != 0:
+            raise ShardingError(
+                f"{here()}: '{spec.name}' is to be cut on dim {placement.dim}, but the contiguous layout"
+                " keeps a rank's part of it in one piece, which only whole rows are: shard it on dim 0,"
+                ' or use layout="interleaved"'
+            )
+        return _ROWS
+    if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= ranks:
+        raise ShardingError(
+            f"{here()}: '{spec.name}' is to be owned by rank {placement.rank} of the shard axis, which has"
+            f" {ranks} ranks: name a rank below {ranks}, or none"
+        )
+    return placement
+
+
+_ROWS = RaggedShard()
+
+
+@lru_cache(maxsize=1024)
+def _segments(
+    shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: int
+) -> tuple[ContiguousSegment, ...]:
+    keys = dict.fromkeys(key for _, key, _ in shaped)
+    return tuple(_segment(shaped, key, ranks=ranks, rank=rank, align_bytes=align_bytes) for key in keys)
+
+
+def _segment(
+    shaped: Sequence[_Shaped], key: _Key, *, ranks: int, rank: int, align_bytes: int
+) -> ContiguousSegment:
+    dtype, gather_dtype, trainable = key
+    mine = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
+    packing = pack(
+        tuple(math.prod(shape) for _, shape, _ in mine),
+        tuple(_block_numel(shape, cut) for _, shape, cut in mine),
+        ranks=ranks,
+        align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
+        owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in mine),
+    )
+    places = []
+    for i, (index, shape, _) in enumerate(mine):
+        start = packing.starts[i]
+        box = _rows(shape, *packing.range(i, rank))
+        offset = 0 if box.is_empty else max(start - rank * packing.shard_numel, 0)
+        places.append(Place(index, start, packing.numels[i], box, offset))
+    places.sort(key=lambda place: (place.start, place.numel, place.index))
+    return ContiguousSegment(dtype, gather_dtype, trainable, ranks, packing.shard_numel, tuple(places))
+
+
+def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
+    """Elements that no rank boundary divides; 1 at least, also for parameters without elements."""
+    return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
+
+
+def _rows(shape: tuple[int, ...], begin: int, end: int) -> Box:
+    """The rows of a tensor of `shape` between elements `begin` and `end`, which lie between rows."""
+    row = max(1, math.prod(shape[1:]))
+    first, last = begin // row, end // row
+    return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))

@@ -1,0 +1,350 @@
+"""Packing parameters end to end so that rank boundaries fall between their blocks.
+
+The gathered buffer of a group has `ranks` shards of S elements. A parameter of `numel` elements lies in it
+whole, from its start on, and may be cut by a rank boundary only between two of its blocks::
+
+    rank boundaries    |0         |S         |2S        |3S
+    parameters         [AA AA AA AA AA][BBB BBB BBB].[c]
+
+Packing finds starts, and an S near the least possible: the gathered buffer is what an all-gather moves, so
+padding costs bandwidth and memory. Starts and S are multiples of an alignment; inside this file they are
+counted in units of it.
+
+What S may be is arithmetic. A parameter with `numel > 2 S` contains two boundaries wherever it starts, so S
+is a multiple of its block. One with `S < numel <= 2 S` contains at least one boundary; one alone needs a
+multiple of the block between `numel - S` and S. The least S that passes this for every parameter is
+`least_shard_numel`. From there on, S grows until a greedy placement succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+
+_WINDOW = 16  # kinds of parameter that one greedy step chooses from
+_REFINEMENTS = 10  # bisections between the last S that failed and the first that did not
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each parameter begins in the gathered buffer of `ranks * shard_numel` elements."""
+
+    starts: tuple[int, ...]
+    shard_numel: int
+    ranks: int
+    numels: tuple[int, ...]
+
+    @property
+    def padding(self) -> int:
+        """Elements of the gathered buffer that no parameter uses."""
+        return self.ranks * self.shard_numel - sum(self.numels)
+
+    def range(self, index: int, rank: int) -> tuple[int, int]:
+        """`(begin, end)` of the elements of parameter `index` that `rank` holds; equal where none."""
+        start, numel = self.starts[index], self.numels[index]
+        begin = rank * self.shard_numel - start
+        return min(max(begin, 0), numel), min(max(begin + self.shard_numel, 0), numel)
+
+
+@dataclass(frozen=True)
+class _Item:
+    index: int
+    size: int  # units of the alignment
+    step: int  # units between the places where a boundary may fall, from the start on
+    owner: int | None
+
+
+@lru_cache(maxsize=1024)
+def pack(
+    numels: tuple[int, ...],
+    blocks: tuple[int, ...],
+    *,
+    ranks: int,
+    align: int,
+    owners: tuple[int | None, ...] | None = None,
+) -> Packing:
+    """Starts for parameters of `numels` elements, cut between blocks of `blocks` elements, over `ranks`.
+
+    Args:
+        numels: elements of each parameter, in registration order; may be 0.
+        blocks: elements of each parameter's block; at least its numel to keep it on one rank.
+        ranks: size of the shard axis.
+        align: starts and the shard's size are multiples of this many elements.
+        owners: for each parameter, the rank that must hold all of it, or None.
+
+    Returns:
+        a packing that depends on nothing but the arguments, so all ranks find the same one.
+    """
+    items = _items(numels, blocks, align, owners)
+    if not items:
+        return Packing((0,) * len(numels), 0, ranks, numels)
+    size, starts = _search(items, ranks)
+    placed = [0] * len(numels)
+    for index, start in starts.items():
+        placed[index] = start * align
+    return Packing(tuple(placed), size * align, ranks, numels)
+
+
+def least_shard_numel(
+    numels: tuple[int, ...],
+    blocks: tuple[int, ...],
+    *,
+    ranks: int,
+    align: int,
+    owners: tuple[int | None, ...] | None = None,
+) -> int:
+    """A shard size that no packing of these parameters can be below, in elements; arguments as for `pack`."""
+    items = _items(numels, blocks, align, owners)
+    return _least(items, ranks) * align if items else 0
+
+
+def _items(
+    numels: Sequence[int], blocks: Sequence[int], align: int, owners: Sequence[int | None] | None
+) -> list[_Item]:
+    """The parameters that have elements, in units of `align`."""
+    return [
+        _Item(index, -(-numel // align), math.lcm(block, align) // align, owner)
+        for index, (numel, block, owner) in enumerate(
+            zip(numels, blocks, owners or [None] * len(numels), strict=True)
+        )
+        if numel
+    ]
+
+
+def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
+    """The distinct (size, step), the largest first."""
+    return sorted({(item.size, item.step) for item in items}, reverse=True)
+
+
+# ---------------------------------------------------------------- what the shard's size may be
+
+
+def _least(items: Sequence[_Item], ranks: int) -> int:
+    least = -(-sum(item.size for item in items) // ranks)
+    pinned: dict[int, int] = {}
+    for item in items:
+        if item.owner is not None:
+            pinned[item.owner] = pinned.get(item.owner, 0) + item.size
+    least = max(least, *pinned.values(), 1)
+    # Of j * ranks + 1 parameters that are not cut, some rank holds j + 1.
+    whole = sorted((item.size for item in items if item.step >= item.size), reverse=True)
+    for j in range(1, (len(whole) - 1) // ranks + 1):
+        least = max(least, sum(whole[j * ranks - j : j * ranks + 1]))
+    return _next_possible(least, _kinds(items))
+
+
+def _can_cut(size: int, step: int, shard: int) -> bool:
+    """Is there any start at which all boundaries inside a parameter fall between its blocks?"""
+    return size <= shard or shard % step == 0 or shard // step * step + shard >= size
+
+
+def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
+    """The least size from `shard` on at which every kind of parameter can be cut."""
+    while True:
+        several = [(size, step) for size, step in kinds if size > 2 * shard]  # these contain two boundaries
+        multiple = _lcm((step for _, step in several), at_most=kinds[0][0])
+        if shard % multiple:
+            shard = min(shard + -shard % multiple, -(-several[-1][0] // 2))
+            continue
+        stuck = [(size, step, shard // step) for size, step in kinds if not _can_cut(size, step, shard)]
+        if not stuck:
+            return shard
+        shard = max(min(size - whole * step, (whole + 1) * step) for size, step, whole in stuck)
+
+
+def _lcm(steps: Iterable[int], *, at_most: int) -> int:
+    """Their least common multiple, or something above `at_most` that is too large already."""
+    multiple = 1
+    for step in steps:
+        multiple = math.lcm(multiple, step)
+        if multiple > at_most:
+            break
+    return multiple
+
+
+# ---------------------------------------------------------------- the search
+
+
+def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
+    """The first candidate size at which a placement succeeds, and its starts."""
+    kinds = _kinds(items)
+    failed = 0
+    for shard in _candidates(_least(items, ranks), kinds):
+        starts = _place(items, shard, ranks)
+        if starts is not None:
+            break
+        failed = shard
+    for _ in range(_REFINEMENTS if failed else 0):
+        middle = _next_possible((failed + shard + 1) // 2, kinds)
+        if not failed < middle < shard:
+            break
+        found = _place(items, middle, ranks)
+        if found is None:
+            failed = middle
+        else:
+            shard, starts = middle, found
+    assert starts is not None
+    return shard, starts
+
+
+def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """Possible sizes in ascending order, without end.
+
+    Any size, and besides those the multiples of what the largest parameters have in common: at such a size
+    they are cut without loss. Either series takes strides of 0.1% at least, longer as failures mount.
+    """
+    multiples, multiple = [1], 1
+    for _, step in kinds:
+        multiple = math.lcm(multiple, step)
+        if multiple > kinds[0][0]:
+            break
+        if multiple != multiples[-1]:
+            multiples.append(multiple)
+    series = [least + -least % m for m in multiples]  # the next of each
+    last = tried = 0
+    while True:
+        shard = _next_possible(min(series), kinds)
+        if shard != last:
+            yield shard
+            last, tried = shard, tried + 1
+        stride = max(1, (shard >> 10) << (tried // 16))
+        for j, m in enumerate(multiples):
+            if series[j] <= shard:
+                low = max(series[j] + stride, shard + 1)
+                series[j] = low + -low % m
+
+
+# ---------------------------------------------------------------- placing at one size
+
+
+def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
+    """Starts by index, by the first strategy that succeeds."""
+    for strategy in _STRATEGIES:
+        starts = strategy(items, shard, ranks)
+        if starts is not None:
+            return starts
+    return None
+
+
+class _Space:
+    """The gathered buffer while it is filled: a cursor, everything after it, and gaps before it."""
+
+    def __init__(self, shard: int, ranks: int) -> None:
+        self.shard = shard
+        self.end = shard * ranks
+        self.cursor = 0
+        self.gaps: list[tuple[int, int]] = []
+        self.largest_gap = 0
+        self.starts: dict[int, int] = {}
+
+    def first_start(self, at: int, size: int, step: int) -> int:
+        """The first place from `at` on where a parameter may begin."""
+        shard = self.shard
+        while True:
+            room = shard - at % shard
+            if size <= room:
+                return at
+            cut = room - room % step
+            if cut and (size <= cut + shard or shard % step == 0):
+                return at + room - cut
+            at += room
+
+    def add_gap(self, begin: int, end: int) -> None:
+        if begin < end:
+            self.gaps.append((begin, end))
+            self.largest_gap = max(self.largest_gap, end - begin)
+
+    def fill_gap(self, item: _Item) -> bool:
+        """Place `item` in the first gap that has room for it."""
+        if item.size > self.largest_gap:
+            return False
+        for position, (begin, end) in enumerate(self.gaps):
+            if item.size > end - begin:
+                continue
+            start = self.first_start(begin, item.size, item.step)
+            if start + item.size <= end:
+                self.starts[item.index] = start
+                rest = [(begin, start), (start + item.size, end)]
+                self.gaps[position : position + 1] = [(low, high) for low, high in rest if low < high]
+                return True
+        return False
+
+    def append(self, item: _Item) -> bool:
+        """Place `item` after the cursor."""
+        start = self.first_start(self.cursor, item.size, item.step)
+        self.add_gap(self.cursor, start)
+        self.starts[item.index] = start
+        self.cursor = start + item.size
+        return self.cursor <= self.end
+
+    def add(self, item: _Item) -> bool:
+        return self.fill_gap(item) or self.append(item)
+
+
+def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list[_Item]] | None:
+    """The buffer with the parameters that name their rank in place, and those still to be placed.
+
+    On even ranks they lie at the shard's start, on odd ranks at its end, so that the space between is as
+    long as can be.
+    """
+    space = _Space(shard, ranks)
+    pinned: dict[int, list[_Item]] = {}
+    for item in items:
+        if item.owner is not None:
+            pinned.setdefault(item.owner, []).append(item)
+    for rank, owned in sorted(pinned.items()):
+        total = sum(item.size for item in owned)
+        if total > shard:
+            return None
+        at = rank * shard if rank % 2 == 0 else (rank + 1) * shard - total
+        space.add_gap(space.cursor, at)
+        for item in owned:
+            space.starts[item.index] = at
+            at += item.size
+        space.cursor = at
+    return space, [item for item in items if item.owner is None]
+
+
+def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int, int] | None]:
+    """The strategy that places parameters by `key`, those with equal keys in registration order."""
+
+    def place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
+        found = _space(items, shard, ranks)
+        if found is None:
+            return None
+        space, free = found
+        return space.starts if all(map(space.add, sorted(free, key=key))) else None
+
+    return place
+
+
+def _least_push(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
+    """Place next whichever parameter leaves the smallest gap; those cut anywhere fill gaps at the end."""
+    found = _space(items, shard, ranks)
+    if found is None:
+        return None
+    space, free = found
+    waiting: dict[tuple[int, int], list[_Item]] = {}
+    for item in sorted(free, key=lambda item: (-item.step, -item.size)):
+        if item.step == 1 or not space.fill_gap(item):
+            waiting.setdefault((item.size, item.step), []).append(item)
+    for queue in waiting.values():
+        queue.reverse()
+    while window := [kind for kind in islice(waiting, _WINDOW) if kind[1] > 1]:
+        kind = min(window, key=lambda kind: space.first_start(space.cursor, *kind))
+        if not space.append(waiting[kind].pop()):
+            return None
+        if not waiting[kind]:
+            del waiting[kind]
+    rest = [item for queue in waiting.values() for item in reversed(queue)]
+    return space.starts if all(map(space.add, rest)) else None
+
+
+_STRATEGIES: tuple[Callable[[Sequence[_Item], int, int], dict[int, int] | None], ...] = (
+    _in_order(lambda item: (-item.step,)),
+    _least_push,
+    _in_order(lambda item: (-item.size, -item.step)),
+)

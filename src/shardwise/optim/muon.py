@@ -1,0 +1,430 @@
+"""Muon for matrices that are cut over ranks: each is orthogonalised whole, by one of its holders.
+
+    momentum          every rank, on its own rows
+    to the worker     the other holders' rows of a cut matrix              one all-to-all for all matrices
+    orthogonalise     the worker alone; whole matrices meanwhile
+    from the worker   the rows back to their holders                       one all-to-all for all matrices
+
+A matrix that one rank holds whole (`Owned`, or a plain tensor) is never sent. Rows travel in the dtype of
+the Newton-Schulz iteration, which begins by rounding to it: sending them so loses nothing.
+
+Sources. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
+https://kellerjordan.github.io/posts/muon/ (momentum, iteration, coefficients, "original" learning rate);
+Liu et al., "Muon is scalable for LLM training", 2025, arXiv 2502.16982 ("match_rms_adamw").
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.optim import Optimizer
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box, EvenShard
+from shardwise.optim.local import local_of
+from shardwise.sharded_parameter import ShardedRows
+
+LR_FACTORS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+class Muon(Optimizer):
+    """Momentum, orthogonalised: for the matrices of hidden layers. The same numbers however they are cut.
+
+    Takes what `torch.optim.Muon` takes and does the same arithmetic, on plain tensors, DTensors and
+    parameters of `fully_shard(layout="contiguous")`. Embeddings, heads, biases and norms belong to AdamW.
+
+    `step` is collective over each process group that cuts a matrix over two ranks or more: ranks must hold
+    the same parameters in the same order, with gradients for the same of them. It issues two all-to-alls
+    for each such group, none where every matrix has one holder. A cut matrix is worked on by the rank that
+    holds most of it, among equals by the one with the least work so far.
+
+    Args:
+        params: matrices, named or not, or dicts of them with options of their own.
+        lr: learning rate, before the factor that `adjust_lr_fn` names.
+        weight_decay: decoupled, as in AdamW: times `lr`, without that factor.
+        momentum: share of the old momentum kept in a step.
+        nesterov: look ahead by one step of momentum.
+        ns_coefficients: a, b, c of the iteration X <- aX + (bA + cA^2)X, where A = XX^T.
+        ns_steps: number of iterations.
+        eps: added to the norm by which a matrix is divided before the first.
+        adjust_lr_fn: "original" (also None), sqrt(max(1, rows / columns)); or "match_rms_adamw",
+            0.2 sqrt(max(rows, columns)), with which AdamW's learning rates fit.
+        ns_dtype: of the iteration and of what is sent. Momentum has the parameter's dtype.
+
+    Raises:
+        ShardingError: a parameter that is not a matrix, or that is cut over several mesh axes; an option
+            out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if not (lr >= 0 and weight_decay >= 0 and 0 <= momentum < 1 and ns_steps >= 1):
+            raise ShardingError(
+                f"{here()}: Muon needs lr >= 0, weight_decay >= 0, 0 <= momentum < 1 and ns_steps >= 1, got"
+                f" lr {lr}, weight_decay {weight_decay}, momentum {momentum}, ns_steps {ns_steps}"
+            )
+        if adjust_lr_fn is not None and adjust_lr_fn not in LR_FACTORS:
+            raise ShardingError(
+                f"{here()}: adjust_lr_fn must be None or one of {list(LR_FACTORS)}, got {adjust_lr_fn!r}"
+            )
+        self._forget_cuts()
+        options = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": str(ns_dtype).removeprefix("torch."),  # checkpoints hold plain values
+        }
+        super().__init__(params, options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_cuts()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add matrices with options of their own. Raises ShardingError as the constructor does."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        names = added.get("param_names", range(len(added["params"])))
+        try:
+            for name, param in zip(names, added["params"], strict=True):
+                self._cut(param, name)
+        except ShardingError:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every matrix that has a gradient. Collective, see the class. Returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        together: dict[tuple[dist.ProcessGroup | None, str], list[_Matrix]] = {}
+        for options in self.param_groups:
+            for param in options["params"]:
+                if param.grad is not None:
+                    matrix = self._matrix(param, options)
+                    together.setdefault((matrix.cut.group, options["ns_dtype"]), []).append(matrix)
+        exchanges = [
+            _Exchange(matrices, self._plan(key, matrices), dtype=getattr(torch, key[1]))
+            for key, matrices in together.items()
+        ]
+        for matrices in together.values():
+            for matrix in matrices:
+                if matrix.cut.is_whole_here:
+                    matrix.apply(matrix.orthogonalised(matrix.direction()))
+        for exchange in exchanges:
+            exchange.finish()
+        return loss
+
+    def _matrix(self, param: Tensor, options: dict[str, Any]) -> _Matrix:
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        grad = cast(Tensor, param.grad)
+        buffer = state["momentum_buffer"]
+        return _Matrix(self._cut(param), local_of(param), local_of(grad), local_of(buffer), options)
+
+    def _forget_cuts(self) -> None:
+        self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}
+        self._plans: dict[Any, tuple[list[_Cut], _Plan]] = {}
+
+    def _cut(self, param: Tensor, name: object = "?") -> _Cut:
+        """How `param` is cut; computed again only if it has become another."""
+        if isinstance(param, ShardedRows):
+            form: Any = param.piece
+        else:
+            form = _compat.spec_of(param) if isinstance(param, DTensor) else None
+        known = self._cuts.get(param)
+        if known is None or known[0] is not form:
+            known = self._cuts[param] = (form, _cut_of(param, name))
+        return known[1]
+
+    def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
+        """Who works on what; made again only if other matrices have gradients than in the last step."""
+        cuts = [matrix.cut for matrix in matrices]
+        known = self._plans.get(key)
+        if known is None or known[0] != cuts:
+            known = self._plans[key] = (cuts, _Plan.of(cuts))
+        return known[1]
+
+
+def newton_schulz(
+    matrix: Tensor,
+    *,
+    coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """A matrix near the closest semi-orthogonal one to `matrix`: the same singular vectors, values near 1.
+
+    Works on the wide side, where the products are smallest.
+
+    Args:
+        matrix: of shape (rows, columns), any floating dtype.
+
+    Returns:
+        Of the same shape, in `dtype`. Singular values of at least 0.01 of the norm end between 0.68 and 1.14
+        with the default coefficients in exact arithmetic.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(dtype)
+    x = x.mT if tall else x
+    x = x / (x.norm() + eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """Who holds what of a matrix."""
+
+    shape: tuple[int, int]
+    holders: Mapping[int, Box]  # by rank of `group`; ranks without elements are left out
+    group: dist.ProcessGroup | None = None
+    rank: int = 0  # this process's in `group`
+
+    @property
+    def is_whole_here(self) -> bool:
+        return len(self.holders) == 1 and self.rank in self.holders
+
+
+def _cut_of(param: Tensor, name: object) -> _Cut:
+    if param.ndim != 2:
+        raise ShardingError(
+            f"{here()}: Muon orthogonalises matrices, but parameter {name} has shape {tuple(param.shape)};"
+            " give parameters of other than 2 dims to AdamW"
+        )
+    rows, columns = param.shape
+    shape = (rows, columns)
+    if isinstance(param, ShardedRows):
+        piece = param.piece
+        if len(piece.groups) > 1 or piece.tensor_parallel is not None:
+            raise _several_axes(name, shape, piece)
+        boxes: Sequence[Box] = piece.boxes
+        group, rank = piece.group, piece.rank
+    else:
+        boxes, group, rank = _even_boxes(param, name)
+    return _Cut(shape, {r: box for r, box in enumerate(boxes) if not box.is_empty}, group, rank)
+
+
+def _even_boxes(param: Tensor, name: object) -> tuple[list[Box], dist.ProcessGroup | None, int]:
+    """The boxes of a DTensor or plain tensor by rank of the group that cuts it."""
+    shape = tuple(param.shape)
+    whole = [Box((0, 0), shape)]
+    if not isinstance(param, DTensor):
+        return whole, None, 0
+    mesh = param.device_mesh
+    cut = [
+        (axis, placement)
+        for axis, placement in enumerate(param.placements)
+        if not isinstance(placement, Replicate) and (mesh.size(axis) > 1 or isinstance(placement, Partial))
+    ]
+    if not cut:
+        return whole, None, 0
+    axis, placement = cut[0]
+    if len(cut) > 1 or type(placement) is not Shard:
+        raise _several_axes(name, shape, param.placements)
+    group = mesh.get_group(axis)
+    even = EvenShard(placement.dim)
+    boxes = [even.box(shape, rank=rank, ranks=group.size()) for rank in range(group.size())]
+    return boxes, group, group.rank()
+
+
+def _several_axes(name: object, shape: tuple[int, ...], found: object) -> ShardingError:
+    return ShardingError(
+        f"{here()}: Muon needs matrices that are whole or cut over one mesh axis, but parameter {name} of"
+        f" shape {shape} is {found}; give it to AdamW, or leave it out of tensor parallelism"
+    )
+
+
+def assign(cuts: Sequence[_Cut]) -> list[int]:
+    """The rank that works on each matrix: among those that hold most of it the one with the least work.
+
+    Depends on nothing but the cuts, so that all ranks agree. Matrices with one holder are counted first,
+    then the most expensive are placed first. -1 for matrices without elements.
+    """
+    work: dict[int, int] = defaultdict(int)  # multiplications of one Newton-Schulz step
+    workers = [-1] * len(cuts)
+
+    def cost(cut: _Cut) -> int:
+        return math.prod(cut.shape) * min(cut.shape)
+
+    for i in sorted(range(len(cuts)), key=lambda i: (len(cuts[i].holders) > 1, -cost(cuts[i]), i)):
+        holders = cuts[i].holders
+        most = max((box.numel for box in holders.values()), default=0)
+        equals = [rank for rank, box in holders.items() if box.numel == most]
+        if equals:
+            workers[i] = min(equals, key=lambda rank: (work[rank], rank))
+            work[workers[i]] += cost(cuts[i])
+    return workers
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank sends in the first exchange and gets back in the second, and the other way round.
+
+    Both lists are of (other rank, matrix), sorted: the order of the parts in the buffers on either side.
+    """
+
+    lent: list[tuple[int, int]]  # my rows of matrices that others work on
+    borrowed: list[tuple[int, int]]  # others' rows of the matrices that I work on
+    mine: list[int]  # the cut matrices that I work on
+    is_needed: bool  # does any rank send anything?
+
+    @classmethod
+    def of(cls, cuts: Sequence[_Cut]) -> _Plan:
+        rank = cuts[0].rank
+        workers = assign(cuts)
+        cut = [i for i in range(len(cuts)) if len(cuts[i].holders) > 1]
+        mine = [i for i in cut if workers[i] == rank]
+        return cls(
+            lent=sorted((workers[i], i) for i in cut if rank in cuts[i].holders and workers[i] != rank),
+            borrowed=sorted((holder, i) for i in mine for holder in cuts[i].holders if holder != rank),
+            mine=mine,
+            is_needed=bool(cut),
+        )
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One parameter in one step."""
+
+    cut: _Cut
+    local: Tensor  # this rank's part of the parameter, updated in place; so are the gradient's ...
+    grad: Tensor
+    buffer: Tensor  # ... and the momentum's
+    options: dict[str, Any]
+
+    def direction(self) -> Tensor:
+        """This rank's part of the matrix to orthogonalise; advances the momentum."""
+        momentum = self.options["momentum"]
+        self.buffer.lerp_(self.grad, 1 - momentum)
+        return torch.lerp(self.grad, self.buffer, momentum) if self.options["nesterov"] else self.buffer
+
+    def orthogonalised(self, whole: Tensor) -> Tensor:
+        options = self.options
+        return newton_schulz(
+            whole,
+            coefficients=options["ns_coefficients"],
+            steps=options["ns_steps"],
+            eps=options["eps"],
+            dtype=getattr(torch, options["ns_dtype"]),
+        )
+
+    def apply(self, result: Tensor) -> None:
+        """Decay and update this rank's part by its part of the orthogonalised matrix."""
+        lr = float(self.options["lr"])
+        factor = LR_FACTORS[self.options["adjust_lr_fn"] or "original"](*self.cut.shape)
+        self.local.mul_(1 - lr * self.options["weight_decay"])
+        self.local.add_(result, alpha=-lr * factor)
+
+
+class _Exchange:
+    """The cut matrices of one process group and step. Making it sends; `finish` works and sends back.
+
+    Both exchanges use the same two buffers: what came is overwritten by what it became.
+    """
+
+    def __init__(self, matrices: list[_Matrix], plan: _Plan, *, dtype: torch.dtype) -> None:
+        self.matrices, self.plan = matrices, plan
+        self.work: dist.Work | None = None
+        if not plan.is_needed:
+            return
+        cut, device = matrices[0].cut, matrices[0].local.device
+        self.group = cast(dist.ProcessGroup, cut.group)
+        self.lent = _Parts(
+            [(peer, matrices[i].cut.holders[cut.rank]) for peer, i in plan.lent], dtype, device
+        )
+        borrowed = [(peer, matrices[i].cut.holders[peer]) for peer, i in plan.borrowed]
+        self.borrowed = _Parts(borrowed, dtype, device)
+        for part, (_, i) in zip(self.lent.parts, plan.lent, strict=True):
+            part.copy_(matrices[i].direction())
+        self.work = _send(self.lent, self.borrowed, self.group, async_op=True)
+
+    def finish(self) -> None:
+        if self.work is None:
+            return
+        self.work.wait()
+        borrowed: dict[int, list[tuple[Box, Tensor]]] = defaultdict(list)
+        for part, (peer, i) in zip(self.borrowed.parts, self.plan.borrowed, strict=True):
+            borrowed[i].append((self.matrices[i].cut.holders[peer], part))
+        for i in self.plan.mine:
+            self._orthogonalise(self.matrices[i], borrowed[i])
+        _send(self.borrowed, self.lent, self.group, async_op=False)
+        for part, (_, i) in zip(self.lent.parts, self.plan.lent, strict=True):
+            self.matrices[i].apply(part)
+
+    def _orthogonalise(self, matrix: _Matrix, borrowed: list[tuple[Box, Tensor]]) -> None:
+        own = matrix.cut.holders[matrix.cut.rank]
+        whole = self.borrowed.buffer.new_empty(matrix.cut.shape)
+        whole[_slices(own)].copy_(matrix.direction())
+        for box, part in borrowed:
+            whole[_slices(box)].copy_(part)
+        result = matrix.orthogonalised(whole)
+        for box, part in borrowed:
+            part.copy_(result[_slices(box)])
+        matrix.apply(result[_slices(own)])
+
+
+class _Parts:
+    """Boxes end to end in one buffer, in the order of the ranks they go to or come from."""
+
+    def __init__(self, boxes: list[tuple[int, Box]], dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [box.numel for _, box in boxes]
+        self.buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
+        self.parts = [
+            flat.view(box.sizes) for flat, (_, box) in zip(self.buffer.split(sizes), boxes, strict=True)
+        ]
+        self.numel_by_rank: dict[int, int] = defaultdict(int)
+        for peer, box in boxes:
+            self.numel_by_rank[peer] += box.numel
+
+
+def _send(source: _Parts, target: _Parts, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+    """Every rank's parts to the ranks they are for. Collective over `group`."""
+    received, sent = (
+        [parts.numel_by_rank.get(rank, 0) for rank in range(group.size())] for parts in (target, source)
+    )
+    work = dist.all_to_all_single(
+        target.buffer, source.buffer, received, sent, group=group, async_op=async_op
+    )
+    return cast(dist.Work | None, work)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.offsets, box.ends))

@@ -1,0 +1,180 @@
+"""Ops that stay within rows: elementwise arithmetic, copies, random numbers, new tensors, views, products.
+
+All run on the local rows. Random numbers are drawn for the whole tensor, in a temporary of its size,
+and cut: ranks that seed alike agree, and get what one process gets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_parameter import convert
+from shardwise.sharded_parameter.operands import local_operand, refuse, result_piece, rows
+from shardwise.sharded_parameter.piece import Piece, local_part
+from shardwise.sharded_parameter.tensor import Handler, ShardedRows
+
+_KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A new tensor (or several) from tensors that are cut alike, or `out`."""
+    if kwargs.get("memory_format") not in _KEEPS_ROWS or kwargs.get("layout") not in (None, torch.strided):
+        refuse(op, args, kwargs, "in another memory format on tensors sharded by rows")
+    out = kwargs.get("out")
+    piece = result_piece(op, (*args, *(value for name, value in kwargs.items() if name != "out")))
+    if out is not None and (not isinstance(out, ShardedRows) or out.piece != piece):
+        refuse(op, args, kwargs, "with an out= that is cut otherwise, on tensors sharded by rows")
+    local = op(
+        *[local_operand(op, value, piece) for value in args],
+        **{name: local_operand(op, value, piece) for name, value in kwargs.items()},
+    )
+    if out is not None:
+        return out
+    return rows(local, piece) if isinstance(local, Tensor) else tuple(rows(each, piece) for each in local)
+
+
+def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Into the first argument."""
+    target = args[0]
+    if not isinstance(target, ShardedRows):
+        raise ShardingError(
+            f"{here()}: {op} would write a tensor sharded by rows into a {type(target).__name__} of shape"
+            f" {tuple(target.shape)}; use full_tensor() first"
+        )
+    piece = target.piece
+    op(
+        *[local_operand(op, value, piece) for value in args],
+        **{name: local_operand(op, value, piece) for name, value in kwargs.items()},
+    )
+    return target
+
+
+def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """From a whole plain tensor or the same rows; collective from other rows or a DTensor."""
+    target, source = args[0], args[1]
+    if isinstance(target, ShardedRows) and target.shape == source.shape:
+        if isinstance(source, DTensor):
+            source = rows(convert.from_dtensor(source, target.piece), target.piece)
+        elif isinstance(source, ShardedRows) and source.piece != target.piece:
+            source = rows(convert.moved(source._local, source.piece, target.piece), target.piece)
+    return elementwise_(op, (target, source, *args[2:]), kwargs)
+
+
+def random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`rand_like` and its kin, and with rows as probabilities `bernoulli` (collective)."""
+    return rows(_drawn(op, args, kwargs), args[0].piece)
+
+
+def random_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], ShardedRows):
+        refuse(op, args, kwargs, "into a plain tensor from one sharded by rows")
+    args[0]._local.copy_(_drawn(op, args, kwargs))
+    return args[0]
+
+
+def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    first = args[0]
+    if first.is_meta:
+        drawn: Tensor = op(first._local, *args[1:], **kwargs)
+        return drawn
+    if op._schema.name == "aten::bernoulli":
+        whole = first.full_tensor()
+    else:
+        whole = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    others = [value.full_tensor() if isinstance(value, ShardedRows) else value for value in args[1:]]
+    return local_part(first.piece, op(whole, *others, **kwargs)).clone()
+
+
+def eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = kwargs["out"]
+    if tuple(out.shape) != (args[0], args[-1]):
+        refuse(op, args, kwargs)
+    return out.copy_(torch.eye(*out.shape, dtype=out.dtype, device=out.device))
+
+
+def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`new_zeros` and its kin: sharded alike where dim 0 is the rows, else plain and whole."""
+    like, size = args[0], tuple(args[1])
+    piece: Piece = like.piece
+    if not size or size[:1] != tuple(like.shape[:1]):
+        return op(like._local, *args[1:], **kwargs)
+    of = [d if d < len(piece.shape) and piece.shape[d] == size[d] else None for d in range(1, len(size))]
+    piece = piece if size == tuple(like.shape) else piece.with_trailing(size[1:], of=of)
+    return rows(op(like._local, piece.rows.sizes, *args[2:], **kwargs), piece)
+
+
+def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views (and `expand` to no more) that leave dim 0 the rows and what tensor parallelism cuts alone."""
+    tensor, size = args[0], args[1]
+    if isinstance(size, torch.dtype) or len(args) > 2 or any(kwargs.values()):
+        refuse(op, args, kwargs)
+    piece, sizes = tensor.piece, list(size)
+    if -1 in sizes and op._schema.name != "aten::expand":
+        known = -math.prod(sizes)
+        sizes[sizes.index(-1)] = tensor.numel() // known if known else -1
+    elif len(sizes) == len(tensor.shape):
+        sizes = [old if new == -1 else new for new, old in zip(sizes, tensor.shape, strict=True)]
+    if math.prod(sizes) != tensor.numel() or not sizes or sizes[0] != tensor.shape[0]:
+        refuse(op, args, kwargs)
+    if sizes == list(tensor.shape):
+        return ShardedRows.wrap(tensor._local, piece)
+    if piece.axes_along(range(1, len(piece.shape))):
+        refuse(op, args, kwargs)
+    piece = piece.with_trailing(sizes[1:])
+    return rows(tensor._local.view(piece.rows.sizes), piece)
+
+
+def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`mm`: rows times a whole matrix. `bmm`: the matrices of the same rows, one by one."""
+    a, b = args
+    if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or isinstance(b, DTensor):
+        refuse(op, args, kwargs)
+    if op._schema.name == "aten::bmm":
+        if isinstance(b, ShardedRows):
+            if b.piece.row_ranges != a.piece.row_ranges or b.piece.axes != a.piece.axes:
+                refuse(op, args, kwargs)
+            local = b._local
+        else:
+            local = local_part(a.piece.with_trailing(b.shape[1:]), b)
+        return rows(op(a._local, local), a.piece.with_trailing((a.shape[1], b.shape[2])))
+    if isinstance(b, ShardedRows):
+        if b.shape[0] != 1:  # a whole matrix would have to be gathered
+            refuse(op, args, kwargs)
+        b = b.full_tensor()
+    return rows(op(a._local, b), a.piece.with_trailing((b.shape[1],)))
+
+
+def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`item()` of a tensor of one element, wherever it lies (collective)."""
+    return args[0].full_tensor().item()
+
+
+RANDOM = {
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_",
+    "random_", "uniform_", "rand_like", "randn_like", "randint_like",
+}  # fmt: skip
+# Elementwise, though torch does not tag them so.
+UNTAGGED = {
+    "alias", "clone", "detach", "empty_like", "fill", "fill_", "floor_divide", "floor_divide_", "full_like",
+    "lift_fresh", "ones_like", "_pin_memory", "_to_copy", "zero_", "zeros_like",
+}  # fmt: skip
+OTHERS: dict[str, Handler] = {
+    "copy_": copy_,
+    "eye": eye,
+    "new_empty": new,
+    "new_zeros": new,
+    "new_ones": new,
+    "new_full": new,
+    "view": view,
+    "_unsafe_view": view,
+    "expand": view,
+    "mm": product,
+    "bmm": product,
+    "_local_scalar_dense": scalar,
+}

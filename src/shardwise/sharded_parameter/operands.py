@@ -1,0 +1,121 @@
+"""Tensors of any kind as this rank's rows of them, and back.
+
+A plain tensor beside a sharded one is taken for the whole tensor, equal on all ranks, never for local
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_parameter.piece import Piece, local_part
+from shardwise.sharded_parameter.tensor import ShardedRows
+
+_HINTS = {
+    **dict.fromkeys(
+        ("t", "transpose", "permute", "mm", "addmm", "bmm", "matmul", "_foreach_mm"),
+        " An optimizer that multiplies whole matrices, such as torch.optim.Muon, cannot work on rows: use"
+        " shardwise.optim.Muon. If a forward got here, it ran outside the call of its fully_shard module.",
+    ),
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "cat"),
+        " An optimizer that flattens parameters, such as torch.optim.LBFGS, cannot work on rows.",
+    ),
+}
+
+
+def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
+    """The error for an op whose answer from this rank's rows alone would be wrong."""
+    shapes = [tuple(value.shape) for value in leaves((args, kwargs)) if isinstance(value, ShardedRows)]
+    name = op._schema.name.removeprefix("aten::")
+    raise ShardingError(
+        f"{here()}: {op} is not defined {why or 'on tensors sharded by rows'} (here of global shape"
+        f" {shapes[0] if shapes else '?'}): from this rank's rows alone its answer would be wrong. Use"
+        " .full_tensor() for the whole tensor (collective), or .local for this rank's rows."
+        f"{_HINTS.get(name, '')}"
+    )
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+def rows(local: Tensor, piece: Piece) -> ShardedRows:
+    """A result on this rank, as its rows of the whole result."""
+    assert local.shape == piece.rows.sizes, (local.shape, piece)
+    return ShardedRows.wrap(local.contiguous(), piece)
+
+
+def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
+    """How the result of an elementwise op is cut."""
+    tensors = [value for value in operands if isinstance(value, Tensor)]
+    pieces = [value.piece for value in tensors if isinstance(value, ShardedRows)]
+    widest = max(pieces, key=lambda piece: piece.shape.numel()) if len(pieces) > 1 else pieces[0]
+    if all(value.ndim == 0 or value.shape == widest.shape for value in tensors):
+        return widest
+    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    if shape == widest.shape:
+        return widest
+    if len(shape) != len(widest.shape) or shape[0] != widest.shape[0]:
+        plain = next(value for value in tensors if not isinstance(value, ShardedRows))
+        raise _misfit(op, plain, widest)
+    of = [d if shape[d] == widest.shape[d] else None for d in range(1, len(shape))]
+    if widest.axes_along([d for d in range(1, len(shape)) if d not in of]):
+        raise _misfit(op, tensors[0], widest)
+    return widest.with_trailing(shape[1:], of=of)
+
+
+def local_operand(op: Any, value: Any, piece: Piece) -> Any:
+    """An operand of an elementwise op as this rank's rows of it, where the result is cut as `piece`."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, ShardedRows):
+        if value.piece is not piece and value.piece != piece and not _broadcasts(value.piece, piece):
+            raise ShardingError(
+                f"{here()}: {op} got tensors that are cut differently: {value.piece.box} of"
+                f" {tuple(value.shape)} and {piece.box} of {tuple(piece.shape)}. Bring them to one cut"
+                " first, with copy_() or full_tensor()"
+            )
+        return value._local
+    if isinstance(value, DTensor):
+        raise ShardingError(
+            f"{here()}: {op} got a DTensor beside a tensor sharded by rows; convert one of them, with"
+            " to_dtensor(), from_dtensor() or full_tensor()"
+        )
+    if value.ndim == 0:
+        return value
+    first = len(piece.shape) - value.ndim
+    if first < 0 or any(s not in (1, piece.shape[first + d]) for d, s in enumerate(value.shape)):
+        raise _misfit(op, value, piece)
+    return local_part(piece, value)
+
+
+def _misfit(op: Any, value: Tensor, piece: Piece) -> ShardingError:
+    return ShardingError(
+        f"{here()}: {op} got a tensor of shape {tuple(value.shape)} beside a sharded one of global shape"
+        f" {tuple(piece.shape)} (this rank: {piece.box}), to which it does not broadcast. Plain operands are"
+        " whole tensors; for local rows operate on .local"
+    )
+
+
+def _broadcasts(piece: Piece, to: Piece) -> bool:
+    """The same rows, of widths that broadcast, cut alike where they are equal?"""
+    if len(piece.shape) != len(to.shape) or piece.groups != to.groups or piece.row_ranges != to.row_ranges:
+        return False
+    if piece.shape[0] != to.shape[0]:
+        return False
+    equal = [d for d in range(len(to.shape)) if piece.shape[d] == to.shape[d]]
+    if any(piece.shape[d] != 1 for d in range(len(to.shape)) if d not in equal):
+        return False
+    cut = range(len(to.shape))
+    return all(piece.axes_along([d]) == (to.axes_along([d]) if d in equal else ()) for d in cut)
