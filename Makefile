@@ -55,8 +55,8 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step
 	$(BIN)/shardwise verify examples/train_gpt.py --ranks $(RANKS)
 
-bench: $(VENV)/.installed ## host cost against torch, about 2 minutes
-	$(BIN)/python benchmarks/host_cost.py --vs torch
+bench: $(VENV)/.installed ## every benchmark against torch, about 10 minutes
+	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove what make and the tools created
 	rm -rf $(VENV) runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,42 +2,52 @@
 
     python benchmarks/host_cost.py --vs torch --world 8 64
     python benchmarks/host_cost.py --vs torch --instructions
-    python benchmarks/host_cost.py --profile shardwise
+    python benchmarks/host_cost.py --profile interleaved
 
 Runs in one process under a no-op process group (see noop_group.py). CPU time is the process's own (user and
 system, all threads), interleaved step by step between the implementations, garbage collector off. Calls are
 what `sys.setprofile` sees: Python functions and builtins; torch runs a CPU backward in the calling thread,
-so its Python callbacks are among them. Ops are what reaches a `TorchDispatchMode`, also from inside a
-DTensor's own dispatch. Calls, ops and instructions do not depend on the machine's load.
+so its Python callbacks are among them. Ops are what reaches a `TorchDispatchMode`, also from inside
+a tensor subclass such as DTensor. Calls, ops and instructions do not depend on the machine's load.
 """
 
 import argparse
 import cProfile
 import gc
-import json
 import pstats
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import callgrind
 import torch
 from noop_group import noop_world
-from results import RESULTS, machine_facts, write_section
-from subjects import IMPLEMENTATIONS, PHASES, Subject, build, startup
-from torch.distributed.tensor import DTensor
+from results import add_output_arguments, machine_facts, report, spread
+from storages import runs_its_own_ops
+from subjects import (
+    IMPLEMENTATIONS,
+    PEER,
+    PHASES,
+    StartupCase,
+    Subject,
+    available,
+    build,
+    linear_layers,
+    llama_70b,
+    startup,
+)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from report import instruction_tables, startup_table, step_tables
+from report import instruction_tables, startup_tables, step_tables
 
 INSTRUCTION_BLOCKS, INSTRUCTION_STEPS, WARM_UP = 8, 3, 3
 INSTRUCTION_TIMEOUT_S = 900.0
-STARTUP_WORLD, STARTUP_ROUNDS = 8, 3
+STARTUP_ROUNDS, STARTUP_WARM_UP = 3, partial(linear_layers, 2)
 
 
 class _OpCount(TorchDispatchMode):
@@ -49,8 +59,8 @@ class _OpCount(TorchDispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         self.count += 1
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # on to DTensor's own dispatch, whose ops then come through here
+        if any(runs_its_own_ops(kind) for kind in types):
+            return NotImplemented  # on to the subclass, whose ops on what it wraps then come through here
         return func(*args, **(kwargs or {}))
 
 
@@ -84,8 +94,19 @@ def cpu_ms(work: Callable[[], None]) -> float:
     return (time.process_time() - begin) * 1e3
 
 
-def _spread(values: Sequence[float]) -> list[float]:
-    return [statistics.median(values), min(values), max(values)]
+def heap_bytes(work: Callable[[], Any]) -> int:
+    """Bytes of Python objects that `work` leaves behind, while its result is held."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        result = work()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        del result
+    finally:
+        tracemalloc.stop()
+    return after - before
 
 
 def _step(subject: Subject) -> None:
@@ -123,29 +144,36 @@ def measure_steps(names: Sequence[str], *, world: int, blocks: int, steps: int) 
             ops = {phase: count_ops(partial(run, subject)) for phase, run in PHASES.items()}
             for phase in PHASES:
                 result[phase][name] = {
-                    "cpu_ms": _spread(times[phase, name]),
+                    "cpu_ms": spread(times[phase, name]),
                     "calls": calls[phase],
                     "ops": ops[phase],
                 }
     return result
 
 
-def measure_startup(names: Sequence[str], *, modules: int) -> dict[str, Any]:
-    """`{implementation: {"cpu_ms": [median, min, max], "calls": n}}` of sharding `modules` linear layers."""
-    sharders = [name for name in names if name != "bare"]
+def measure_startup(names: Sequence[str], *, case: StartupCase) -> dict[str, Any]:
+    """`{implementation: {"cpu_ms": [median, min, max], "calls": n, "heap_bytes": n}}` of sharding a model.
+
+    The heap is Python's own objects, in a separate pass: what is allocated in sharding and still there.
+    """
+    sharders = [name for name in names if name != "bare" and not name.endswith("+flat")]
     times: dict[str, list[float]] = {name: [] for name in sharders}
-    calls: dict[str, int] = {}
-    with noop_world(STARTUP_WORLD) as mesh:
+    result: dict[str, Any] = {}
+    with noop_world(case.world) as mesh:
         for name in sharders:
-            startup(name, mesh, modules=2)()  # lazy imports
+            startup(name, mesh, STARTUP_WARM_UP)()  # lazy imports
         for _ in range(STARTUP_ROUNDS):
             for name in sharders:
-                shard = startup(name, mesh, modules=modules)
+                work = startup(name, mesh, case.make)
                 gc.collect()
-                times[name].append(cpu_ms(shard))
+                times[name].append(cpu_ms(work))
         for name in sharders:
-            calls[name] = count_calls(startup(name, mesh, modules=modules))
-    return {name: {"cpu_ms": _spread(times[name]), "calls": calls[name]} for name in sharders}
+            result[name] = {
+                "cpu_ms": spread(times[name]),
+                "calls": count_calls(startup(name, mesh, case.make)),
+                "heap_bytes": heap_bytes(startup(name, mesh, case.make)),
+            }
+    return result
 
 
 def run_under_callgrind(name: str, *, world: int, blocks: int) -> None:
@@ -172,7 +200,7 @@ def measure_instructions(names: Sequence[str], *, world: int, blocks: int) -> di
         counts = callgrind.run([__file__, *arguments], timeout=INSTRUCTION_TIMEOUT_S)
         nothing = statistics.median(counts["nothing"])
         for phase in PHASES:
-            result[phase][name] = _spread([count - nothing for count in counts[phase]])
+            result[phase][name] = spread([count - nothing for count in counts[phase]])
     return result
 
 
@@ -193,24 +221,20 @@ def profile(name: str, *, world: int, blocks: int, steps: int) -> None:
         pstats.Stats(profiler).sort_stats(order).print_stats(30)
 
 
-def available(names: Sequence[str]) -> list[str]:
-    """Those of `names` that can shard a model here; says why the others cannot."""
-    usable = []
-    with noop_world(2) as mesh:
-        for name in names:
-            try:
-                build(name, mesh, blocks=1)
-            except (ImportError, AttributeError, NotImplementedError, ValueError) as error:
-                print(f"leaving out {name}: {type(error).__name__}: {error}", file=sys.stderr)
-            else:
-                usable.append(name)
-    return usable
+def startup_cases(modules: int) -> list[StartupCase]:
+    linear = f"{modules:,} linear layers and their root, 8 ranks"
+    return [
+        StartupCase(linear, partial(linear_layers, modules), world=8),
+        StartupCase(
+            "Llama 70B on the meta device, 80 blocks and their root, 512 ranks", llama_70b, world=512
+        ),
+    ]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     others = [name for name in IMPLEMENTATIONS if name != "bare"]
-    parser.add_argument("--vs", choices=others, default="torch", help="the peer that ratios are against")
+    parser.add_argument("--vs", choices=others, default=PEER, help="the peer that ratios are against")
     parser.add_argument("--world", type=int, nargs="+", default=[8, 64], help="world sizes")
     parser.add_argument("--blocks", type=int, help=f"default 32, with --instructions {INSTRUCTION_BLOCKS}")
     parser.add_argument("--steps", type=int, default=24, help="timed steps")
@@ -221,8 +245,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--instructions", action="store_true", help="count instructions with valgrind instead"
     )
     parser.add_argument("--profile", choices=list(IMPLEMENTATIONS), help="print one implementation's profile")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the Markdown file to update")
+    add_output_arguments(parser)
     parser.add_argument("--under-callgrind", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.blocks = options.blocks or (INSTRUCTION_BLOCKS if options.instructions else 32)
@@ -249,17 +272,11 @@ def main() -> None:
     else:
         for world in options.world:
             figures["worlds"][world] = measure_steps(names, world=world, blocks=blocks, steps=options.steps)
-        figures["startup"] = measure_startup(names, modules=options.modules)
-        figures["modules"] = options.modules
-        section = "host_cost"
-        tables = [*step_tables(figures), startup_table(figures)]
-    for table in tables:
-        table.show()
-    facts = "; ".join(f"{name} {value}" for name, value in figures["facts"].items())
-    body = "\n\n".join([f"## {section}", facts, *(table.markdown() for table in tables)])
-    write_section(section, body, path=options.results)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        figures["startup"] = {
+            case.title: measure_startup(names, case=case) for case in startup_cases(options.modules)
+        }
+        section, tables = "host_cost", [*step_tables(figures), *startup_tables(figures)]
+    report(section, figures, tables, options)
     return None
 
 

@@ -4,14 +4,18 @@ A section is replaced where it stands whenever its benchmark runs, so the file h
 each.
 """
 
+import argparse
 import datetime
+import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -68,6 +72,37 @@ def machine_facts() -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.system(),
     }
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Median, least and greatest."""
+    return [statistics.median(values), min(values), max(values)]
+
+
+def with_spread(value: Sequence[float], *, digits: int = 2) -> str:
+    middle, low, high = (f"{number:.{digits}f}" for number in value)
+    return f"{middle} [{low}..{high}]"
+
+
+def ratio(value: float, reference: float) -> str:
+    return f"{value / reference:.3f}" if reference > 0 else "-"
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the Markdown file to update")
+
+
+def report(name: str, figures: dict[str, Any], tables: Sequence[Table], options: argparse.Namespace) -> None:
+    """Show the tables, write them and the facts into section `name`, and the figures where --json says."""
+    for table in tables:
+        table.show()
+    facts = "; ".join(f"{fact} {value}" for fact, value in figures["facts"].items())
+    body = "\n\n".join([f"## {name}", facts, *(table.markdown() for table in tables)])
+    write_section(name, body, path=options.results)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(figures, indent=1))
 
 
 def write_section(name: str, body: str, *, path: Path = RESULTS) -> None:

@@ -4,12 +4,16 @@ The blocks are so small (12 parameters, width 32) that a step's cost is almost a
 All but the sharding is the same for every implementation; a new one is one more row of `IMPLEMENTATIONS`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from llama import LLAMA_70B, Llama
+from noop_group import noop_world
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,36 +58,74 @@ class TinyGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+def _torch_adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+@dataclass(frozen=True)
+class Library:
+    """What a way to shard is made of."""
+
+    fully_shard: Callable[..., Any] | None  # None leaves the model whole
+    clip: Callable[..., Any] = nn.utils.clip_grad_norm_  # its own, if it has one
+    policy: Callable[..., Any] | None = None  # MixedPrecisionPolicy
+    adamw: Callable[..., torch.optim.Optimizer] = _torch_adamw  # (model, **options of AdamW)
+
+
+def _bare() -> Library:
+    return Library(None)
+
+
+def _torch() -> Library:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    return Library(fully_shard, policy=MixedPrecisionPolicy)
+
+
+def _shardwise() -> Library:
+    import shardwise
+
+    return Library(shardwise.fully_shard, shardwise.clip_grad_norm_, shardwise.MixedPrecisionPolicy)
+
+
+def _shardwise_flat() -> Library:
+    import shardwise.optim
+
+    if not hasattr(shardwise.optim, "flat"):
+        raise NotImplementedError("shardwise.optim has no 'flat'")
+    return replace(_shardwise(), adamw=partial(shardwise.optim.flat, torch.optim.AdamW))
+
+
 @dataclass(frozen=True)
 class Implementation:
-    """One way to shard. `load` imports it and returns its `fully_shard` and its own `clip_grad_norm_`."""
+    """One way to shard: `load` imports it."""
 
-    load: Callable[[], tuple[Callable[..., Any] | None, Callable[..., Any]]]
+    load: Callable[[], Library]
     options: dict[str, Any]  # keyword arguments of every `fully_shard` call
 
 
-def _bare() -> tuple[None, Callable[..., Any]]:
-    return None, nn.utils.clip_grad_norm_
-
-
-def _torch() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard, nn.utils.clip_grad_norm_
-
-
-def _shardwise() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    import shardwise
-
-    return shardwise.fully_shard, getattr(shardwise, "clip_grad_norm_", nn.utils.clip_grad_norm_)
-
-
+PEER = "torch"
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "bare": Implementation(load=_bare, options={}),
-    "torch": Implementation(load=_torch, options={}),
-    "shardwise": Implementation(load=_shardwise, options={}),
+    PEER: Implementation(load=_torch, options={}),
+    "interleaved": Implementation(load=_shardwise, options={"layout": "interleaved"}),
     "contiguous": Implementation(load=_shardwise, options={"layout": "contiguous"}),
+    "contiguous+flat": Implementation(load=_shardwise_flat, options={"layout": "contiguous"}),
 }
+
+
+def available(names: Sequence[str]) -> list[str]:
+    """Those of `names` that can shard a model here; says why the others cannot."""
+    usable = []
+    with noop_world(2) as mesh:
+        for name in names:
+            try:
+                build(name, mesh, blocks=1)
+            except (ImportError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
+                print(f"leaving out {name}: {type(error).__name__}: {error}", file=sys.stderr)
+            else:
+                usable.append(name)
+    return usable
 
 
 @dataclass
@@ -126,38 +168,60 @@ PHASES: dict[str, Callable[[Subject], None]] = {
 }
 
 
+def shard(name: str, model: nn.Module, parts: Iterable[nn.Module], **options: Any) -> Library:
+    """Shard `parts` of `model`, then `model`, by the implementation called `name`; returns its library."""
+    implementation = IMPLEMENTATIONS[name]
+    library = implementation.load()
+    if library.fully_shard is not None:
+        for part in (*parts, model):
+            library.fully_shard(part, **implementation.options, **options)
+    return library
+
+
 def build(name: str, mesh: DeviceMesh, *, blocks: int) -> Subject:
     """The model with `blocks` blocks, sharded over `mesh` by the implementation called `name`."""
-    implementation = IMPLEMENTATIONS[name]
-    fully_shard, clip = implementation.load()
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         model = TinyGPT(blocks)
         tokens = torch.randint(VOCABULARY, (1, SEQUENCE))
-    if fully_shard is not None:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, **implementation.options)
-        fully_shard(model, mesh=mesh, **implementation.options)
+    library = shard(name, model, model.blocks, mesh=mesh)
     return Subject(
         model=model,
         tokens=tokens,
-        clip=clip,
-        fused=torch.optim.AdamW(model.parameters(), fused=True),
-        foreach=torch.optim.AdamW(model.parameters(), foreach=True),
+        clip=library.clip,
+        fused=library.adamw(model, fused=True),
+        foreach=library.adamw(model, foreach=True),
     )
 
 
-def startup(name: str, mesh: DeviceMesh, *, modules: int) -> Callable[[], None]:
-    """A call that shards `modules` linear layers, made already, one by one, then their root."""
-    implementation = IMPLEMENTATIONS[name]
-    fully_shard, _ = implementation.load()
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(modules)))
+@dataclass(frozen=True)
+class StartupCase:
+    """A model whose sharding is timed; `make` returns it and the parts sharded before it."""
 
-    def shard() -> None:
-        if fully_shard is None:
-            return
-        for layer in model:
-            fully_shard(layer, mesh=mesh, **implementation.options)
-        fully_shard(model, mesh=mesh, **implementation.options)
+    title: str
+    make: Callable[[], tuple[nn.Module, Sequence[nn.Module]]]
+    world: int
 
-    return shard
+
+def linear_layers(count: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+    return model, list(model)
+
+
+def llama_70b() -> tuple[nn.Module, Sequence[nn.Module]]:
+    with torch.device("meta"):
+        model = Llama(LLAMA_70B)
+    return model, list(model.blocks)
+
+
+def startup(
+    name: str, mesh: DeviceMesh, make: Callable[[], tuple[nn.Module, Sequence[nn.Module]]]
+) -> Callable[[], nn.Module]:
+    """A call that shards a model, made already: its parts one by one, then the whole."""
+    model, parts = make()
+
+    def work() -> nn.Module:
+        shard(name, model, parts, mesh=mesh)
+        return model
+
+    return work

@@ -7,7 +7,8 @@ torch moves or renames is mended here, once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, cast
 
@@ -274,3 +275,49 @@ def allow_foreach(*types: type[Tensor]) -> None:
 
     for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         supported.extend(kind for kind in types if kind not in supported)
+
+
+def flatten_together(tensors: Sequence[Any]) -> Tensor:
+    """Many tensors end to end in a new one, in one batched copy; torch uses it for DDP's buckets."""
+    flat: Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
+    return flat
+
+
+def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:
+    """Let torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind`, as they do DTensors.
+
+    There is no hook for this, and without it `full_state_dict=True` would take such tensors for whole
+    ones. `cut(sharded, whole)` is this rank's part of `whole`, cut as `sharded`.
+    """
+    from torch.distributed import _state_dict_utils as utils
+    from torch.distributed.checkpoint import state_dict
+
+    iterate, broadcast, distribute = (
+        utils._iterate_state_dict,
+        utils._broadcast_tensors,
+        state_dict._distribute_state_dict,
+    )
+
+    def gather(value: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:
+        if isinstance(value, kind) and dtensor is not plain is utils._identity_func:
+            value = cast(Any, value).full_tensor()
+        return iterate(value, sharded, dtensor, plain, **options)
+
+    @contextmanager
+    def cut_again(local: dict[str, Any], keys: Sequence[str]) -> Iterator[None]:
+        before = {key: local[key] for key in keys if isinstance(local.get(key), kind)}
+        yield
+        local.update({key: cut(part, local[key]) for key, part in before.items()})
+
+    def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *where: Any) -> None:
+        with cut_again(local, keys):
+            broadcast(full, local, keys, *where)
+
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], **where: Any) -> None:
+        for key, value in full.items():  # one at a time: whole tensors of all would not fit
+            with cut_again(local, [key]):
+                distribute({key: value}, local, **where)
+
+    utils._iterate_state_dict = gather  # type: ignore[assignment]
+    utils._broadcast_tensors = broadcast_tensors  # type: ignore[assignment]
+    state_dict._distribute_state_dict = distribute_state_dict

@@ -5,15 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def test_a_small_run_reports_that_sharding_with_the_peer_costs_calls_and_ops(tmp_path: Path) -> None:
@@ -27,7 +21,9 @@ def test_a_small_run_reports_that_sharding_with_the_peer_costs_calls_and_ops(tmp
     phase = figures["worlds"]["4"]["forward+backward"]
     assert phase["torch"]["calls"] > phase["bare"]["calls"] > 0
     assert phase["torch"]["ops"] > phase["bare"]["ops"] > 0
-    assert figures["startup"]["torch"]["calls"] > 0
+    linear, llama = figures["startup"].values()
+    assert llama["torch"]["calls"] > linear["torch"]["calls"] > 0
+    assert llama["torch"]["heap_bytes"] > linear["torch"]["heap_bytes"] > 0
     assert "4 ranks, 1 blocks" in results_path.read_text()
 
 
@@ -61,3 +57,15 @@ def test_a_section_is_replaced_where_it_stands_and_the_others_are_kept(tmp_path:
     text = path.read_text()
     assert "old" not in text
     assert text.index("new") < text.index("kept")
+
+
+def test_the_heap_is_what_work_leaves_behind_and_not_what_it_freed() -> None:
+    from host_cost import heap_bytes
+
+    kept, freed = 1_000_000, 8_000_000
+
+    def work() -> bytearray:
+        bytearray(freed)
+        return bytearray(kept)
+
+    assert kept <= heap_bytes(work) < kept + 50_000

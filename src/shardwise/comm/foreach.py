@@ -234,24 +234,23 @@ def reduce_scatter(
         The shard, and on an accelerator when the input may be freed.
     """
     streams = how.streams
-    if streams is not None:
-        streams.reduce_scatter.wait_stream(current_stream(how.device))
-    with nullcontext() if streams is None else streams.reduce_scatter:
-        if how.factors.before is not None and how.factors.before != 1:
-            reduce_input.div_(how.factors.before)
-        ranks = 1 if how.shard_group is None else how.shard_group.size()
-        if how.shard_group is None or ranks == 1:
-            shard = reduce_input if out is None else out.copy_(reduce_input)
-        else:
-            size = (reduce_input.numel() // ranks,)
-            shard = how.comm.allocate(size, dtype=how.dtype, device=how.device) if out is None else out
-            how.comm(
-                output_tensor=shard,
-                input_tensor=reduce_input,
-                group=how.shard_group,
-                op=how.factors.reduce_scatter_op,
-            )
-        return shard, None if streams is None else record_event(streams.reduce_scatter)
+    if streams is None:
+        return _reduce_scatter(reduce_input, how, out), None
+    streams.reduce_scatter.wait_stream(current_stream(how.device))
+    with streams.reduce_scatter:
+        return _reduce_scatter(reduce_input, how, out), record_event(streams.reduce_scatter)
+
+
+def _reduce_scatter(reduce_input: Tensor, how: Reduction, out: Tensor | None) -> Tensor:
+    if how.factors.before is not None and how.factors.before != 1:
+        reduce_input.div_(how.factors.before)
+    group = how.shard_group
+    if group is None or (ranks := group.size()) == 1:
+        return reduce_input if out is None else out.copy_(reduce_input)
+    if out is None:
+        out = how.comm.allocate((reduce_input.numel() // ranks,), dtype=how.dtype, device=how.device)
+    how.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=how.factors.reduce_scatter_op)
+    return out
 
 
 def finish_reduction(
@@ -274,13 +273,20 @@ def finish_reduction(
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
             return ReduceResult(None, shard, reduce_input, input_event, shard, input_event, stream)
-    stream = _all_reduce(shard, how)
-    with nullcontext() if stream is None else stream:
-        if how.factors.after is not None and how.factors.after != 1:
-            shard.div_(how.factors.after)
-        result = shard.to(how.result_dtype)
-        event = None if stream is None else record_event(stream)
+    stream = None
+    if streams is not None or how.replicate_group is not None or how.hook is not None:
+        stream = _all_reduce(shard, how)
+    if stream is None:
+        return ReduceResult(_divide(shard, how), None, reduce_input, input_event, shard, None, None)
+    with stream:
+        result, event = _divide(shard, how), record_event(stream)
     return ReduceResult(result, None, reduce_input, input_event, shard, event, stream)
+
+
+def _divide(shard: Tensor, how: Reduction) -> Tensor:
+    if how.factors.after is not None and how.factors.after != 1:
+        shard.div_(how.factors.after)
+    return shard if shard.dtype == how.result_dtype else shard.to(how.result_dtype)
 
 
 def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:

@@ -79,9 +79,10 @@ class GlooAllGather:
             if slices[rank].data_ptr() != input_tensor.data_ptr():
                 _check_apart("all-gather", output_tensor, input_tensor)
                 slices[rank].copy_(input_tensor)
-            sources = _peers(rank, ranks)
-            works = [group.recv([slices[peer]], peer, _GATHER_TAG) for peer in sources]
-            works += [group.send([input_tensor], peer, _GATHER_TAG) for peer in reversed(sources)]
+            above, below = _targets(rank, ranks)
+            works += [group.send([input_tensor], peer, _GATHER_TAG) for peer in above]
+            works += [group.recv([slices[peer]], peer, _GATHER_TAG) for peer in _sources(rank, ranks)]
+            works += [group.send([input_tensor], peer, _GATHER_TAG) for peer in below]
         work = _AllGatherWork(works)
         if async_op:
             return work
@@ -166,18 +167,19 @@ class _ReduceScatterWork(dist.Work):
         self._output, self._group, self._op = output, group, op
         self._receives: deque[tuple[dist.Work, Tensor]] = deque()
         self._sends: list[dist.Work] = []
-        self._sources = deque(_peers(rank, ranks) if numel else ())
+        self._sources = deque(_sources(rank, ranks) if numel else ())
         self._tag = _REDUCE_TAGS[next(_issued(group)) % len(_REDUCE_TAGS)]
         if ranks == 1 or not numel:
             output.copy_(input)
             return
         slices = input.split(numel)
         self._own = slices[rank]
-        for peer in reversed(self._sources):
-            self._sends.append(group.send([slices[peer]], peer, self._tag))
+        above, below = _targets(rank, ranks)
+        self._sends += [group.send([slices[peer]], peer, self._tag) for peer in above]
         self._receive(output)
         for _ in range(min(STAGED_SLICES, len(self._sources))):
             self._receive(torch.empty_like(output))
+        self._sends += [group.send([slices[peer]], peer, self._tag) for peer in below]
 
     def _receive(self, buffer: Tensor) -> None:
         work = self._group.recv([buffer], self._sources.popleft(), self._tag)
@@ -206,9 +208,18 @@ class _ReduceScatterWork(dist.Work):
         return not self._receives and not self._sends
 
 
-def _peers(rank: int, ranks: int) -> list[int]:
+def _sources(rank: int, ranks: int) -> list[int]:
     """The other ranks, beginning with the next."""
     return [*range(rank + 1, ranks), *range(rank)]
+
+
+def _targets(rank: int, ranks: int) -> tuple[range, range]:
+    """Ranks above, to which one sends before one receives, and below, to which after; nearest first.
+
+    So of two ranks one sends first and the other receives first. Where both do the same, gloo's input
+    thread more often finds the connection locked by the caller, and spins until it is not.
+    """
+    return range(rank + 1, ranks), range(rank - 1, -1, -1)
 
 
 _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()

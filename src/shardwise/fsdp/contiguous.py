@@ -26,6 +26,7 @@ from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.group import Form, ParamGroup
+from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import Held, Strategy
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
@@ -87,6 +88,7 @@ class ContiguousGroup(ParamGroup):
         self.shards: list[Tensor] = []
         self.streams: CommStreams | None = None
         self.refreshed_at: Any = None
+        self.offloads = isinstance(self.offload, CPUOffloadPolicy)
         self.pack()
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
@@ -215,7 +217,7 @@ class ContiguousGroup(ParamGroup):
             return
         if not self.buffers:
             self._make_unsharded()
-        self.gathered_at = optimizer_watch.steps()
+        self.gathered_at = optimizer_watch.Steps.count
         self.streams = streams
         comm = self.settings.all_gather
         if self.refresh_group is not None or self.gather_group is None:
@@ -227,9 +229,13 @@ class ContiguousGroup(ParamGroup):
         smaller = self.post_forward if self.form is Form.POST_FORWARD else None
         if smaller is not None:
             group = smaller.shard_process_group
+        event = None
         if streams is None:
+            if len(self.buffers) == 1:
+                work = self._gather_one(self.buffers[0], group, comm, async_op)
+                self.gather = _DONE if work is None else AllGatherResult(_NOTHING, (), None, work)
+                return
             works = [self._gather_one(buffer, group, comm, async_op) for buffer in self.buffers]
-            event = None
         else:
             streams.reclaim(self, keep=1)
             with streams.all_gather:
@@ -239,8 +245,7 @@ class ContiguousGroup(ParamGroup):
         if not running and event is None:
             self.gather = _DONE
         else:
-            work = running[0] if len(running) == 1 else cast(dist.Work, _Works(running))
-            self.gather = AllGatherResult(_NOTHING, (), event, work if running else None)
+            self.gather = AllGatherResult(_NOTHING, (), event, cast(dist.Work, _Works(running)))
 
     def _gather_one(
         self, buffer: _Buffer, group: dist.ProcessGroup, comm: AllGather, async_op: bool
@@ -277,7 +282,7 @@ class ContiguousGroup(ParamGroup):
 
         Collective over the axis that replicates parameters but cuts optimizer state.
         """
-        state = (optimizer_watch.steps(), sum(param.sharded._version for param in self.params))
+        state = (optimizer_watch.Steps.count, sum(param.sharded._version for param in self.params))
         if self.refreshed_at == state:
             return
         self.refreshed_at = state

@@ -10,142 +10,203 @@ all-reduce, of which the rank keeps its part if optimizer state is cut.
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm import CommStreams, ReduceResult
+from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
 from shardwise.comm.foreach import Reduction, current_stream, finish_reduction, reduce_scatter
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.reduction import GradReducer, Taken
+from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import Held
-from shardwise.layout import ContiguousSegment
+from shardwise.layout import ContiguousLayout, ContiguousSegment
+from shardwise.sharded_parameter import ShardedRows
 
-Placed = list[tuple[RowsParam, Tensor]]
+
+@dataclass
+class _Members:
+    """The parameters of one segment, in the order in which they lie."""
+
+    segment: ContiguousSegment
+    params: list[RowsParam]
+    numel: int  # of the gathered buffer
+    plain: bool  # no tensor-parallel ones
+    gaps: list[tuple[int, int]]  # padding: (begin, size) in elements
+    padding: list[tuple[int, Tensor]]  # before which parameter, from the last on, how many zeros
+
+
+@dataclass
+class _Taken:
+    """A segment's gradients, by parameter; None where there is none."""
+
+    index: int
+    members: _Members
+    grads: list[Tensor | None]
+    complete: bool  # every parameter has one, of the gathered dtype
 
 
 @dataclass
 class ContiguousReducer(GradReducer):
     """The reductions of a `ContiguousGroup`."""
 
-    _gaps: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-
-    @property
-    def _contiguous(self) -> ContiguousGroup:
-        return cast(ContiguousGroup, self.group)
+    group: ContiguousGroup
+    _members: list[_Members] = field(default_factory=list)
+    _layout: ContiguousLayout | None = None
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         shard_group, replicate_group = self.group.info.process_groups
-        row = self._contiguous.strategy.shard_axis
+        row = self.group.strategy.shard_axis
         if row is not None and row.gradient is Held.REPLICATE:
             return None, shard_group
         return shard_group, replicate_group
 
-    def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
+    def _find_members(self) -> None:
+        group = self.group
+        self._layout = group.layout
+        self._members = []
+        for segment in group.layout.segments:
+            params = [group.params[place.index] for place in segment.places]
+            gaps = _gaps(segment)
+            starts = [place.start for place in segment.places]
+            zero = torch.zeros(1, dtype=segment.gather_dtype, device=group.device)
+            padding = [(bisect(starts, begin), zero.expand(size)) for begin, size in reversed(gaps)]
+            plain = all(param.tp_spec is None for param in params)
+            self._members.append(_Members(segment, params, segment.unsharded_numel, plain, gaps, padding))
+
+    def take(self) -> list[_Taken]:
+        if self._layout is not self.group.layout:
+            self._find_members()
+        taken = []
+        for index, members in enumerate(self._members):
+            complete = False
+            if self.accumulates or not members.plain or self.group.settings.reduce_unused:
+                grads = [self.taken_from(param) for param in members.params]
+                found = sum([grad is not None for grad in grads])
+            else:
+                grads = [param.unsharded.grad for param in members.params]  # type: ignore[union-attr]
+                found = sum([grad is not None for grad in grads])
+                if found:
+                    for param in members.params:
+                        param.unsharded.grad = None  # type: ignore[union-attr]
+                    complete = found == len(grads)
+            if found:
+                taken.append(_Taken(index, members, grads, complete))
+        self.accumulates = False
+        return taken
+
+    def reduce(self, taken: list[_Taken], *, streams: CommStreams | None) -> list[ReduceResult]:
         """One reduction for each segment with a gradient."""
-        segments = self._contiguous.layout.segments
-        if len(segments) == 1:
-            batches = {0: cast(Placed, list(taken))}
-        else:
-            batches = {}
-            where = {place.index: i for i, segment in enumerate(segments) for place in segment.places}
-            for param, grad in cast(Placed, taken):
-                batches.setdefault(where[param.place.index], []).append((param, grad))
-        taken.clear()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.reduce(taken, streams=streams)
         results: list[ReduceResult] = []
-        for index in sorted(batches):
-            self._reduce_segment(index, segments[index], batches[index], streams, results)
+        for batch in taken:
+            self._reduce_segment(batch, streams, results)
         return results
 
     def _reduce_segment(
-        self,
-        index: int,
-        segment: ContiguousSegment,
-        batch: Placed,
-        streams: CommStreams | None,
-        results: list[ReduceResult],
+        self, taken: _Taken, streams: CommStreams | None, results: list[ReduceResult]
     ) -> None:
-        key = (segment.dtype, segment.gather_dtype)
-        plan = self._plans.get(key) or self._plan(*key, streams)
-        params = [param for param, _ in batch]
-        total = segment.unsharded_numel
-        limit = max(1, self.group.settings.staging_bytes // plan.dtype.itemsize)
-        if total <= limit or plan.shard_group is None:
-            reduce_input = plan.comm.allocate((total,), dtype=plan.dtype, device=plan.device)
-            self._copy_in(index, segment, batch, reduce_input)
+        members, index = taken.members, taken.index
+        segment = members.segment
+        plan = self._plans.get((segment.dtype, segment.gather_dtype)) or self._plan(
+            segment.dtype, segment.gather_dtype, streams
+        )
+        params = members.params
+        if not taken.complete:
+            pairs = zip(params, taken.grads, strict=True)
+            params = [param for param, grad in pairs if grad is not None]
+        limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
+        if members.numel <= limit or plan.shard_group is None:
+            reduce_input = self._copy_in(taken, plan)
             shard, event = reduce_scatter(reduce_input, plan)
         else:
-            reduce_input, shard, event = self._reduce_in_slices(segment, batch, plan, limit, results)
-        result = finish_reduction(
-            shard,
-            plan,
-            reduce_input=reduce_input,
-            input_event=event,
-            partial=self.partials.pop(index, None),
-        )
+            reduce_input, shard, event = self._reduce_in_slices(taken, plan, limit)
+        partial = self.partials.pop(index, None) if self.partials else None
+        result = finish_reduction(shard, plan, reduce_input=reduce_input, input_event=event, partial=partial)
         if result.partial is not None:
             self.partials[index] = result.partial
-        if result.shard is not None:
-            self._give(params, self._own_part(result.shard), result.stream)
+        elif result.stream is None:
+            self._give(params, result)
+        else:
+            with result.stream:
+                self._give(params, result)
         results.append(result)
 
-    def _give(self, params: list[RowsParam], shard: Tensor, stream: torch.Stream | None) -> None:
-        if stream is None:
+    def _give(self, params: list[RowsParam], result: ReduceResult) -> None:
+        """Views of the reduced shard become, or add to, the gradients."""
+        assert result.shard is not None
+        shard = result.shard
+        if self.group.refresh_group is not None:
+            shard = self._own_part(shard)
+        if self.group.offloads:
             shard = self._to_home(params, shard)
-            for param in params:
-                param.set_sharded_grad(shard)
-            return
-        with stream:
-            shard = self._to_home(params, shard)
-            for param in params:
-                param.set_sharded_grad(shard)
+        begin, dtype, device = shard.storage_offset(), shard.dtype, shard.device
+        for param in params:
+            local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
+            sharded = param.sharded
+            if sharded.grad is None:
+                grad = _compat.make_wrapper(ShardedRows, param.global_shape, dtype=dtype, device=device)
+                grad._local, grad.piece = local, param.piece
+                sharded.grad = grad
+            else:
+                sharded.grad._local.add_(local)  # type: ignore[attr-defined]
+            if _compat.post_accumulate_grad_hooks(sharded):
+                param.run_grad_hooks()
 
     def _own_part(self, shard: Tensor) -> Tensor:
         """This rank's part of a gradient that is replicated though optimizer state is cut."""
-        group = self._contiguous.refresh_group
-        if group is None or shard.numel() == self._contiguous.shards[0].numel():
+        group = self.group.refresh_group
+        if group is None or shard.numel() == self.group.shards[0].numel():
             return shard
         size = shard.numel() // group.size()
         return shard.narrow(0, group.rank() * size, size)
 
-    def _copy_in(self, index: int, segment: ContiguousSegment, batch: Placed, out: Tensor) -> None:
-        targets, grads = [], []
-        for param, grad in batch:
-            targets.append(out.as_strided(param.shape, param.whole_stride, param.place.start))
-            grads.append(grad)
-        if len(batch) == len(segment.places):
-            gaps = self._gaps.get(index)
-            if gaps is None:
-                gaps = self._gaps[index] = _gaps(segment)
-            for start, size in gaps:
-                out.narrow(0, start, size).zero_()
+    def _copy_in(self, taken: _Taken, plan: Reduction) -> Tensor:
+        """The gradients where their parameters lie, in the reduction's dtype."""
+        members, grads = taken.members, taken.grads
+        own_memory = type(plan.comm).allocate is not DefaultReduceScatter.allocate
+        if taken.complete and plan.dtype == members.segment.gather_dtype and not own_memory:
+            for position, zeros in members.padding:
+                grads.insert(position, zeros)
+            out = _compat.flatten_together(grads)
+            grads.clear()
+            return out
+        total = members.segment.unsharded_numel
+        out = plan.comm.allocate((total,), dtype=plan.dtype, device=plan.device)
+        if taken.complete:
+            for begin, size in members.gaps:
+                out.narrow(0, begin, size).zero_()
         else:
             out.zero_()
-        batch.clear()
-        with torch.no_grad():
-            _compat.foreach_copy(targets, grads)
+        present = [
+            (param, grad) for param, grad in zip(members.params, grads, strict=True) if grad is not None
+        ]
+        grads.clear()
+        targets = [out.as_strided(param.shape, param.whole_stride, param.place.start) for param, _ in present]
+        _compat.foreach_copy(targets, [grad for _, grad in present])
+        return out
 
     def _reduce_in_slices(
         self,
-        segment: ContiguousSegment,
-        batch: Placed,
+        taken: _Taken,
         plan: Reduction,
         limit: int,
-        results: list[ReduceResult],
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Reduce-scatter the same range of every rank's shard at a time."""
         assert plan.shard_group is not None
         ranks = plan.shard_group.size()
-        width = segment.unsharded_numel // ranks
+        width = taken.members.segment.unsharded_numel // ranks
         step = max(1, limit // ranks)
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
-        sources = {param.place.start: grad.reshape(-1) for param, grad in batch}
-        batch.clear()
+        pairs = zip(taken.members.params, taken.grads, strict=True)
+        sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
+        taken.grads.clear()
         event: torch.Event | None = None
         reduce_input = shard
         pending: list[tuple[Tensor, torch.Event]] = []
@@ -161,7 +222,6 @@ class ContiguousReducer(GradReducer):
         return reduce_input, shard, event
 
 
-@torch.no_grad()
 def _fill_slice(
     out: Tensor, sources: dict[int, Tensor], *, ranks: int, width: int, begin: int, size: int
 ) -> None:

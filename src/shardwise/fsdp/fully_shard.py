@@ -147,8 +147,9 @@ def fully_shard(
         _reshard_for_state_dict(group, managed)
     for one in modules:
         one.__class__ = sharded_class(type(one))
-    state.guards = guards([one for one in managed if state_of(one) is None], groups)
-    install(state.guards)
+    if not contiguous:  # whose sharded parameters refuse by themselves
+        state.guards = guards([one for one in managed if state_of(one) is None], groups)
+        install(state.guards)
     optimizer_watch.watch_replaced(replaced)
     return module
 

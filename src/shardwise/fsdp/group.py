@@ -204,7 +204,7 @@ class ParamGroup(ABC):
 
     def drop_stale(self) -> None:
         """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
-        if self.gathered_at == optimizer_watch.steps():
+        if self.gathered_at == optimizer_watch.Steps.count:
             return
         self.abandon_gather()
         if self.form is Form.UNSHARDED:

@@ -203,7 +203,7 @@ class InterleavedGroup(ParamGroup):
             self._make_unsharded()
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
-        self.gathered_at = optimizer_watch.steps()
+        self.gathered_at = optimizer_watch.Steps.count
         if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
             streams.wait(self.smaller_ready)
         inputs, dtypes = plan.shards, plan.dtypes

@@ -35,6 +35,8 @@ class TrainingState(Enum):
     PRE_BACKWARD = auto()
     POST_BACKWARD = auto()
 
+    __hash__ = object.__hash__  # Enum's own is Python, at every lookup
+
 
 class Event(Enum):
     ENTER_FORWARD = auto()
@@ -42,6 +44,8 @@ class Event(Enum):
     ENTER_BACKWARD = auto()
     EXIT_BACKWARD = auto()
     END_OF_BACKWARD = auto()
+
+    __hash__ = object.__hash__
 
 
 class Action(Enum):

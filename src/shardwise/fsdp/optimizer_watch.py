@@ -48,13 +48,13 @@ class _Watched:
 _replaced, _gathered = _Watched(), _Watched()
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at which change
 _changes = 0
-_steps = 0
 _watching = False
 
 
-def steps() -> int:
+class Steps:
     """How many optimizer steps this process has made since the first `fully_shard`."""
-    return _steps
+
+    count = 0
 
 
 def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
@@ -97,5 +97,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    global _steps
-    _steps += 1
+    Steps.count += 1

@@ -133,6 +133,10 @@ class ShardedParam(ABC):
             whole = _compat.dtensor(whole, spec)
         return nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
 
+    def rename(self, name: str) -> None:
+        """Take the name that the root module gives the parameter."""
+        self.name = name
+
     # Gradients
 
     @property

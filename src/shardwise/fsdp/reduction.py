@@ -42,6 +42,7 @@ class GradReducer(ABC):
     group: ParamGroup
     partials: dict[Any, Tensor] = field(default_factory=dict)
     offload_events: list[torch.Event] = field(default_factory=list)
+    accumulates: bool = False  # do parameters hold gradients of earlier backwards?
     _plans: dict[tuple[torch.dtype, torch.dtype], Reduction] = field(default_factory=dict)
 
     def forget_plans(self) -> None:
@@ -68,29 +69,32 @@ class GradReducer(ABC):
                 assert param.unsharded is not None
                 param.unsharded.grad = None
                 param.accumulated = grad.to(wanted)
+                self.accumulates = True
 
-    def take(self) -> Taken:
-        """The gradients of this backward and of those before it that were not synchronised."""
-        taken: Taken = []
-        reduce_unused = self.group.settings.reduce_unused
-        for param in self.group.params:
-            unsharded = param.unsharded
-            if unsharded is None:
-                continue
-            if param.accumulated is not None:
-                taken.append((param, param.plain_grad(param.accumulated)))
-                param.accumulated = None
-            elif (grad := unsharded.grad) is not None:
-                taken.append((param, grad if param.tp_spec is None else param.plain_grad(grad)))
-                unsharded.grad = None
-            elif reduce_unused and unsharded.requires_grad:
-                taken.append(
-                    (param, torch.zeros(param.shape, dtype=unsharded.dtype, device=unsharded.device))
-                )
-        return taken
+    def taken_from(self, param: ShardedParam) -> Tensor | None:
+        """The gradient of one parameter, which is left without."""
+        unsharded = param.unsharded
+        if unsharded is None:
+            return None
+        if param.accumulated is not None:
+            grad, param.accumulated = param.accumulated, None
+            return param.plain_grad(grad)
+        if (found := unsharded.grad) is not None:
+            unsharded.grad = None
+            return found if param.tp_spec is None else param.plain_grad(found)
+        if self.group.settings.reduce_unused and unsharded.requires_grad:
+            return torch.zeros(param.shape, dtype=unsharded.dtype, device=unsharded.device)
+        return None
 
     @abstractmethod
-    def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
+    def take(self) -> Any:
+        """The gradients of this backward and of those before it that were not synchronised.
+
+        For `reduce`; false if there are none.
+        """
+
+    @abstractmethod
+    def reduce(self, taken: Any, *, streams: CommStreams | None) -> list[ReduceResult]:
         """Reduce gradients and give them to the sharded parameters.
 
         Collective over the group's shard and replicate ranks. Consumes `taken`; returns what running
@@ -164,6 +168,13 @@ class GradReducer(ABC):
 
 class InterleavedReducer(GradReducer):
     """Gradients cut into rows by rank, side by side in the reduce-scatter's input."""
+
+    def take(self) -> Taken:
+        taken: Taken = []
+        for param in self.group.params:
+            if (grad := self.taken_from(param)) is not None:
+                taken.append((param, grad))
+        return taken
 
     def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
         """One reduction for each pair of stored and gradient dtype, in order of first appearance."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.extension import POST, PRE
 from shardwise.fsdp.parameter import ParamPlacement, ShardedParam
 from shardwise.layout import Box, ContiguousLayout, EvenShard, Owned, ParamSpec, Place, RaggedShard
-from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_parameter import Piece, ShardedParameter
 
 
 class RowsParam(ShardedParam):
@@ -80,6 +81,7 @@ class RowsParam(ShardedParam):
         self.place = place
         rows = place.box
         self.rows_shape = torch.Size(rows.sizes)
+        self.rows_offset = place.shard_offset
         self.rows_stride = _compat.contiguous_stride(rows.sizes)
         self.whole_stride = _compat.contiguous_stride(self.shape)
         box = rows
@@ -87,7 +89,7 @@ class RowsParam(ShardedParam):
             offsets = _offsets(self.tp_spec)
             box = Box(tuple(a + b for a, b in zip(rows.offsets, offsets, strict=True)), rows.sizes)
         box_of = partial(layout.box, place.index)
-        self.piece = Piece(self.global_shape, box, groups, box_of, rows, self.tp_spec)
+        self.piece = Piece(self.global_shape, box, groups, box_of, rows, self.tp_spec, self.name)
 
     def move_to(self, local: Tensor) -> None:
         """Let `local` be the memory of the sharded form; the parameter object stays if it can."""
@@ -98,6 +100,10 @@ class RowsParam(ShardedParam):
         requires_grad = self.trainable if sharded is None else sharded.requires_grad
         self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
         self.show(self.sharded)
+
+    def rename(self, name: str) -> None:
+        super().rename(name)
+        self.piece = self.sharded.piece = replace(self.piece, name=name)
 
     def adopt(self) -> None:
         owner = self.owners[0]
@@ -115,21 +121,6 @@ class RowsParam(ShardedParam):
         self.sharded = current
         self.unsharded = None
         self.show(current)
-
-    def set_sharded_grad(self, shard: Tensor) -> None:
-        """Set, or add to, the gradient, from the reduced shard of the whole segment (1-D)."""
-        local = shard.as_strided(
-            self.rows_shape, self.rows_stride, shard.storage_offset() + self.place.shard_offset
-        )
-        sharded = self.sharded
-        grad = sharded.grad
-        if grad is None:
-            sharded.grad = ShardedRows.wrap(local, self.piece)
-        else:
-            assert isinstance(grad, ShardedRows)
-            grad._local.add_(local)
-        if _compat.post_accumulate_grad_hooks(sharded):
-            self.run_grad_hooks()
 
 
 def _offsets(spec: _compat.DTensorSpec) -> list[int]:

@@ -27,15 +27,17 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.contiguous_reduction import ContiguousReducer
-from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
+from shardwise.fsdp.optimizer_watch import Steps
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.fsdp.reduction import GradReducer, InterleavedReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors
 
 _KEY = "_shardwise_state"
-_ENTER_FORWARD = TABLE[Event.ENTER_FORWARD]
+_ENTER_FORWARD, _END_OF_BACKWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.END_OF_BACKWARD]
+_ENTER_BACKWARD, _EXIT_BACKWARD = TABLE[Event.ENTER_BACKWARD], TABLE[Event.EXIT_BACKWARD]
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -66,7 +68,7 @@ class FSDPState:
         self.modules = [weakref.ref(module) for module in modules]
         self.groups = groups
         self.reducers: list[GradReducer] = [
-            (ContiguousReducer if isinstance(group, ContiguousGroup) else InterleavedReducer)(group)
+            ContiguousReducer(group) if isinstance(group, ContiguousGroup) else InterleavedReducer(group)
             for group in groups
         ]
         self.device = device
@@ -146,7 +148,7 @@ class FSDPState:
             raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
         for name, param in root.named_parameters():
             if (managed := by_param.get(param)) is not None:
-                managed.name = name
+                managed.rename(name)
 
     def _compare_ranks(self, groups: list[ParamGroup]) -> None:
         by_ranks: dict[tuple[Any, ...], list[ParamGroup]] = {}
@@ -181,11 +183,12 @@ class FSDPState:
         if action is Action.GATHER:
             if schedule.forward_root is None:
                 args, kwargs = self._begin_pass(schedule, args, kwargs)
-            if not _compat.in_backward():
+            if schedule.kept is not None and not _compat.in_backward():
                 schedule.release_kept(unless=self)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.input_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
-            if action is Action.GATHER:
+            if action is Action.GATHER and group.gathered_at != Steps.count:
                 group.drop_stale()
             self._gather(group, schedule, forward=True)
         if action is Action.GATHER:
@@ -198,7 +201,8 @@ class FSDPState:
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         schedule.forward_root = self.myself
         for state in (self, *self.below):
-            guard.lift(state.guards)
+            if state.guards:
+                guard.lift(state.guards)
         schedule.begin_forward()
         if self.device.type == "cpu":
             return args, kwargs
@@ -227,16 +231,16 @@ class FSDPState:
         assert schedule is not None
         self.running -= 1
         if self.training_state is TrainingState.FORWARD:
-            self.still_to_run.discard(id(module))
+            if self.still_to_run:
+                self.still_to_run.discard(id(module))
             if self.running or self.still_to_run:  # an outer call, or the list's other modules, goes on
                 return self._cast_output(output)
         action, self.training_state = advance(self.training_state, Event.EXIT_FORWARD, module=self.name)
-        if action is Action.KEEP:
-            return self._cast_output(output)
-        output = self._leave(schedule, output)
-        if schedule.forward_root is self.myself:
-            output = self._end_pass(schedule, output)
-        return self._cast_output(output)
+        if action is not Action.KEEP:
+            output = self._leave(schedule, output)
+            if schedule.forward_root is self.myself:
+                output = self._end_pass(schedule, output)
+        return output if self.policy.output_dtype is None else self._cast_output(output)
 
     def abandon_forward(self) -> None:
         """A forward raised. Recomputation does so on purpose, when it has what it needs."""
@@ -246,9 +250,12 @@ class FSDPState:
         """Put off this module's release until the next module runs, and mark its output."""
         grad_enabled = torch.is_grad_enabled()
         if not _compat.in_backward():
-            if any(group.post_forward is not None for group in self.groups):
-                schedule.release_kept(unless=self)
-                schedule.kept = self.myself
+            for group in self.groups:
+                if group.post_forward is not None:
+                    if schedule.kept is not None:
+                        schedule.release_kept(unless=self)
+                    schedule.kept = self.myself
+                    break
             if grad_enabled:
                 schedule.order.append(self.myself)
         if grad_enabled:
@@ -275,7 +282,8 @@ class FSDPState:
 
     def install_guards(self) -> None:
         for state in (self, *self.below):
-            guard.install(state.guards)
+            if state.guards:
+                guard.install(state.guards)
 
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""
@@ -303,7 +311,7 @@ class FSDPState:
         """Gather for this module's backward; called with the gradient of each of its outputs."""
         schedule = self.schedule
         assert schedule is not None
-        action, self.training_state = advance(self.training_state, Event.ENTER_BACKWARD, module=self.name)
+        action, self.training_state = _ENTER_BACKWARD[self.training_state]
         root = schedule.root()
         if not schedule.callback_queued and root is not None:
             schedule.callback_queued = True
@@ -335,7 +343,7 @@ class FSDPState:
         schedule = self.schedule
         assert schedule is not None
         partly_run = len(self.modules) > 1 and self.training_state is TrainingState.FORWARD
-        _, self.training_state = advance(self.training_state, Event.EXIT_BACKWARD, module=self.name)
+        _, self.training_state = _EXIT_BACKWARD[self.training_state]
         self._reduce(schedule)
         if partly_run and schedule.streams is not None:
             # No hook of this module begins its next backward: order it after this one here.
@@ -345,7 +353,8 @@ class FSDPState:
     def _reduce(self, schedule: Schedule) -> None:
         for group, reducer in zip(reversed(self.groups), reversed(self.reducers), strict=True):
             settings = group.settings
-            reducer.accumulate()
+            if reducer.accumulates:
+                reducer.accumulate()
             if not settings.reduce_grads:
                 if settings.reshard_after_backward:
                     group.reshard()
@@ -370,10 +379,9 @@ class FSDPState:
         schedule.forward_root = None
         schedule.kept = None
         for state in (self, *self.below):
-            state.still_to_run.clear()
-            action, state.training_state = advance(
-                state.training_state, Event.END_OF_BACKWARD, module=state.name
-            )
+            if state.still_to_run:
+                state.still_to_run.clear()
+            action, state.training_state = _END_OF_BACKWARD[state.training_state]
             if action is Action.REDUCE:
                 state._reduce(schedule)
         if schedule.is_last_backward:
@@ -381,14 +389,16 @@ class FSDPState:
             schedule.wait_for_reductions()
             for state in (self, *self.below):
                 for group, reducer in zip(state.groups, state.reducers, strict=True):
-                    group.abandon_gather()
-                    reducer.finish()
+                    if group.gather is not None:
+                        group.abandon_gather()
+                    if reducer.offload_events:
+                        reducer.finish()
         self.install_guards()
 
     # Gathering
 
     def _gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
-        if group.is_unsharded:
+        if group.form is Form.UNSHARDED:
             return
         group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
         result = group.wait_for_unshard()

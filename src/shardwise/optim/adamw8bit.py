@@ -163,13 +163,13 @@ def code_book(*, signed: bool, device: torch.device) -> CodeBook:
         cells = 2 ** (bits - zeros)
         magnitudes += [10.0**-zeros * (0.1 + 0.9 * (cell + 0.5) / cells) for cell in range(cells)]
     negatives = [-value for value in magnitudes] if signed else []
-    numbers = torch.tensor(sorted([*negatives, 0.0, *magnitudes, 1.0]), dtype=torch.float64)
-    midpoints = ((numbers[1:] + numbers[:-1]) / 2).float()
+    numbers = torch.tensor(sorted([*negatives, 0.0, *magnitudes, 1.0]))
+    midpoints = ((numbers[1:].double() + numbers[:-1].double()) / 2).float()
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
     ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32)  # of each interval
     first = torch.bucketize(ends.amin(dim=0), midpoints)
     midpoint = nn.functional.pad(midpoints, (0, 1), value=math.inf)[first]
-    return CodeBook(numbers.float().to(device), first.to(torch.uint8).to(device), midpoint.to(device))
+    return CodeBook(numbers.to(device), first.to(torch.uint8).to(device), midpoint.to(device))
 
 
 def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ def dequantise(codes: Tensor, scales: Tensor, *, block: int, signed: bool) -> Te
     values = numbers.index_select(0, codes.reshape(-1).int()).view(rows, columns)
     if columns % block:
         return values.mul_(scales.repeat_interleave(block, dim=1)[:, :columns])
-    values.view(rows, -1, block).mul_(scales.unsqueeze(-1))
+    values.view(rows, columns // block, block).mul_(scales.unsqueeze(-1))
     return values
 
 

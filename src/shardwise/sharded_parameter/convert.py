@@ -51,7 +51,7 @@ def _gather_padded(whole: Tensor, local: Tensor, piece: Piece, largest: int) -> 
         gathered[: local.numel()].copy_(local.reshape(-1))
     for group in piece.groups:
         wider = local.new_empty(group.size() * gathered.numel())
-        _compat.all_gather_single(wider, gathered, group, async_op=False)
+        _compat.all_gather_single(_as_bytes(wider), _as_bytes(gathered), group, async_op=False)
         gathered = wider
     for part, box in zip(gathered.view(piece.ranks, largest), piece.boxes, strict=True):
         if box.numel:
@@ -70,12 +70,17 @@ def _broadcast_each(whole: Tensor, local: Tensor, piece: Piece) -> None:
             box = piece.boxes[index]
             if box.numel:
                 rows = whole.narrow(0, box.offsets[0], box.sizes[0])
-                dist.broadcast(rows, group=group, group_src=(index - first) // step)
+                dist.broadcast(_as_bytes(rows), group=group, group_src=(index - first) // step)
         step *= group.size()
 
 
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory, flat, in a dtype that every backend moves."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def overlaps(mine: Box, others: Sequence[Box]) -> list[tuple[int, int]]:
-    """For each of `others`, the rows it shares with `mine`: the first, counted within `mine`, and how many."""
+    """The rows that `mine` shares with each of `others`: the first, counted within `mine`, and how many."""
     shared = [mine.intersect(other) for other in others]
     return [(0, 0) if box is None else (box.offsets[0] - mine.offsets[0], box.sizes[0]) for box in shared]
 
@@ -96,18 +101,20 @@ def move_rows(
         return local.clone()
     width = wanted.sizes[1:]
     sends, receives = overlaps(source[rank], target), overlaps(wanted, source)
-    numel = torch.Size(width).numel()
+    row_numel = torch.Size(width).numel()
+    row_bytes = row_numel * local.element_size()
     outgoing = torch.cat([local.narrow(0, *rows).reshape(-1) for rows in sends])
-    incoming = local.new_empty(sum(count for _, count in receives) * numel)
+    incoming = local.new_empty(sum(count for _, count in receives) * row_numel)
     dist.all_to_all_single(
-        incoming,
-        outgoing,
-        [count * numel for _, count in receives],
-        [count * numel for _, count in sends],
+        _as_bytes(incoming),
+        _as_bytes(outgoing),
+        [count * row_bytes for _, count in receives],
+        [count * row_bytes for _, count in sends],
         group=group,
     )
+    parts = incoming.split([count * row_numel for _, count in receives])
     moved = local.new_empty(wanted.sizes)
-    for rows, part in zip(receives, incoming.split([count * numel for _, count in receives]), strict=True):
+    for rows, part in zip(receives, parts, strict=True):
         moved.narrow(0, *rows).copy_(part.view(rows[1], *width))
     return moved
 

@@ -152,6 +152,8 @@ def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`item()` of a tensor of one element, wherever it lies (collective)."""
+    if args[0].numel() != 1:
+        refuse(op, args, kwargs)
     return args[0].full_tensor().item()
 
 

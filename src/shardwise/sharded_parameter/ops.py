@@ -32,11 +32,11 @@ def find_handler(op: Any) -> Handler:
         return refuse
     if name in RANDOM:
         return random_in_place if _writes_first(op) else random_new
+    for handlers in (OTHERS, LISTS, REDUCTIONS):
+        if name in handlers and op._schema.overload_name != "other":  # max.other is maximum
+            return handlers[name]
     if torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags:
         return elementwise_ if _writes_first(op) else elementwise
-    for handlers in (OTHERS, LISTS, REDUCTIONS):
-        if name in handlers:
-            return handlers[name]
     if name.startswith("_foreach_"):
         return foreach if _is_elementwise(name.removeprefix("_foreach_")) and not _has_out(op) else refuse
     if _is_elementwise(name):

@@ -33,6 +33,7 @@ class Piece:
             parallelism this rank's part of it.
         rows: `box` in those coordinates.
         tensor_parallel: how the tensor that `groups` cut is itself a part of the whole one.
+        name: of the parameter, for errors.
     """
 
     shape: torch.Size
@@ -41,6 +42,7 @@ class Piece:
     box_of: Callable[[int], Box] = field(repr=False)
     rows: Box
     tensor_parallel: _compat.DTensorSpec | None = field(default=None, repr=False)
+    name: str = ""
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -111,14 +113,16 @@ class Piece:
         spec = self.tensor_parallel
         if spec is None:
             return []
-        cut = [(axis, p) for axis, p in enumerate(spec.placements) if not p.is_replicate()]
-        for _, placement in cut:
-            if type(placement) is not Shard:
+        cut = []
+        for axis, placement in enumerate(spec.placements):
+            if isinstance(placement, Shard):
+                cut.append((spec.mesh.get_group(axis), placement.dim))
+            elif not isinstance(placement, Replicate):
                 raise ShardingError(
                     f"{here()}: a parameter of shape {tuple(self.shape)} has tensor-parallel placement"
                     f" {placement}; rows can be cut from Shard and Replicate only"
                 )
-        return [(spec.mesh.get_group(axis), placement.dim) for axis, placement in cut]
+        return cut
 
     def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
         """The piece of a tensor with the same rows of another width: `(rows, *trailing)`.

@@ -10,7 +10,7 @@ What ranks combine is fp32 or wider, and is rounded to the result's dtype at the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 

@@ -23,7 +23,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_parameter import convert
-from shardwise.sharded_parameter.piece import Piece
+from shardwise.sharded_parameter.piece import Piece, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +64,9 @@ class ShardedRows(Tensor):
         return cls.wrap(convert.from_dtensor(dtensor, piece), piece)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         handler = HANDLERS.get(func) or _find_handler(func)
         return handler(func, args, kwargs or {})
 
@@ -104,7 +106,7 @@ class ShardedRows(Tensor):
         with torch.no_grad():
             self._local.copy_(convert.from_dtensor(source, self.piece))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = "ShardedParameter" if self._is_param else "ShardedRows"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{name}({self._local.detach()!r}, {self.box} of {tuple(self.shape)}{grad})"
@@ -126,7 +128,7 @@ class ShardedRows(Tensor):
     # What torch does below the ops that `__torch_dispatch__` sees
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The same rows without gradient."""
         return self.detach()
 
@@ -202,10 +204,18 @@ class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
         raise ShardingError('a ShardedParameter is made by fully_shard(..., layout="contiguous")')
 
     @classmethod
-    def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = True) -> ShardedParameter:
+    def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = False) -> ShardedParameter:
         made = ShardedRows.wrap(local, piece, requires_grad=requires_grad)
         made._is_param = True
         return cast(ShardedParameter, made)
 
 
+def _cut_alike(sharded: ShardedRows, whole: Tensor) -> Tensor:
+    """This rank's rows of `whole`; another shape is left for `load_state_dict` to refuse by name."""
+    if whole.shape != sharded.shape:
+        return whole
+    return ShardedRows.wrap(local_part(sharded.piece, whole).clone(), sharded.piece)
+
+
 _compat.allow_foreach(ShardedRows)
+_compat.extend_state_dict_helpers(ShardedRows, cut=_cut_alike)

@@ -1,0 +1,83 @@
+"""Bytes alive, against sums done by hand. A float32 vector of 100 elements holds 400 bytes."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_peak_counts_views_once_and_memory_until_its_last_view_dies(fake: bool) -> None:
+    from storages import Storages
+
+    with FakeTensorMode() if fake else torch.no_grad(), Storages() as storages:
+        a = torch.empty(100)
+        with storages.peak("a, b, d, then a, d, e"):
+            b = a + 1
+            c = b.view(10, 10)
+            del b
+            d = c * 2
+            assert storages.live == 1200
+            del c
+            assert storages.live == 800
+            e = d + 1
+        assert storages.peaks == {"a, b, d, then a, d, e": 1200}
+        with storages.peak("nothing new"):
+            del a
+        assert storages.peaks["nothing new"] == 1200
+        assert storages.live == 800
+        del d, e
+        assert storages.live == 0
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_storage_that_is_resized_counts_as_it_is_then(fake: bool) -> None:
+    from storages import Storages
+
+    with FakeTensorMode() if fake else torch.no_grad(), Storages() as storages:
+        a = torch.empty(100)
+        with storages.peak("emptied, then doubled"):
+            a.untyped_storage().resize_(0)
+            assert storages.live == 0
+            a.untyped_storage().resize_(800)
+        assert storages.peaks == {"emptied, then doubled": 800}
+        assert storages.life(a).sizes == [400, 0, 800]
+
+
+def test_gradients_and_activations_of_a_backward_are_counted() -> None:
+    from storages import Storages
+
+    weight = torch.ones(100, requires_grad=True)
+    with Storages() as storages:
+        storages.see([weight])
+        with storages.peak("forward"):  # the weight, its exponential, their product, the scalar sum
+            loss = (weight.exp() * weight).sum()
+        assert storages.peaks["forward"] == 3 * 400 + 4
+        loss.backward()
+        del loss
+        assert storages.live == 2 * 400  # the weight and its gradient
+
+
+def test_a_tensor_that_wraps_another_counts_as_what_it_wraps() -> None:
+    from noop_group import noop_world
+    from storages import Storages
+    from torch.distributed.tensor import DTensor, Shard
+
+    with noop_world(4) as mesh, Storages() as storages:
+        whole = DTensor.from_local(torch.empty(100), mesh, [Shard(0)], run_check=False)
+        doubled = whole * 2
+        assert whole.numel() == doubled.numel() == 400
+        assert storages.live == 800
+
+
+def test_memory_that_was_there_before_counts_once_it_is_seen() -> None:
+    from storages import Storages
+
+    a, b = torch.empty(100), torch.empty(50)
+    with Storages() as storages:
+        storages.see({"a": [a, (a[:10], 3, "text", None)]})
+        assert storages.live == 400
+        b.add_(1)
+        assert storages.live == 600
+    assert torch.UntypedStorage.resize_.__name__ == "resize_"
+    b.untyped_storage().resize_(0)
+    assert storages.live == 600  # nothing is watched any more

@@ -1,0 +1,127 @@
+"""Tensors cut by hand into rows, in every way that a piece can say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardwise.layout import Box
+from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+
+Cut = Callable[[Sequence[int]], Piece]
+
+
+def boxes_of(shape: Sequence[int], counts: Sequence[int]) -> list[Box]:
+    """`counts[i]` rows for index i, one after the other."""
+    assert sum(counts) == shape[0]
+    starts = itertools.accumulate(counts, initial=0)
+    rest = tuple(shape[1:])
+    return [Box((start, *[0] * len(rest)), (n, *rest)) for start, n in zip(starts, counts, strict=False)]
+
+
+def by_counts(
+    shape: Sequence[int], counts: Sequence[int], groups: tuple[dist.ProcessGroup, ...] | None = None
+) -> Piece:
+    """Rows by counts over the default group, or over several groups."""
+    boxes = boxes_of(shape, counts)
+    groups = (dist.group.WORLD,) if groups is None else groups
+    index, step = 0, 1
+    for group in groups:
+        index, step = index + group.rank() * step, step * group.size()
+    mine = boxes[index]
+    return Piece(torch.Size(shape), mine, groups, boxes.__getitem__, mine)
+
+
+def uneven(shape: Sequence[int]) -> Piece:
+    """The last rank holds most; with more than one other rank, rank 1 holds none."""
+    ranks = dist.get_world_size()
+    counts = [0] * ranks
+    for row in range(shape[0]):
+        rank = row % (ranks + 2)
+        counts[ranks - 1 if rank >= ranks or rank == 1 else rank] += 1
+    return by_counts(shape, counts)
+
+
+def even(shape: Sequence[int]) -> Piece:
+    ranks = dist.get_world_size()
+    chunk = -(-shape[0] // ranks)
+    counts = [max(0, min(chunk, shape[0] - rank * chunk)) for rank in range(ranks)]
+    return by_counts(shape, counts)
+
+
+def all_on_last(shape: Sequence[int]) -> Piece:
+    return by_counts(shape, [0] * (dist.get_world_size() - 1) + [shape[0]])
+
+
+def two_groups(shape: Sequence[int]) -> Piece:
+    """Over a 2 x 2 mesh, the inner axis fastest; uneven."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    rows = shape[0]
+    counts = [rows // 2, 0, rows // 4, rows - rows // 2 - rows // 4]
+    return by_counts(shape, counts, (mesh.get_group("inner"), mesh.get_group("outer")))
+
+
+def replicated(shape: Sequence[int]) -> Piece:
+    """Over the inner axis of a 2 x 2 mesh; the outer one replicates."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return by_counts(shape, [shape[0] // 3, shape[0] - shape[0] // 3], (mesh.get_group("inner"),))
+
+
+def _tensor_parallel(shape: Sequence[int], dim: int) -> Piece:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole = distribute_tensor(torch.zeros(*shape), mesh["tensor"], [Shard(dim)])
+    held = tuple(whole.to_local().shape)
+    offset = (shape[dim] + 1) // 2 * mesh["tensor"].get_local_rank()
+    boxes = boxes_of(held, [held[0] // 3, held[0] - held[0] // 3])
+    mine = boxes[mesh["data"].get_local_rank()]
+    offsets = [o + (offset if d == dim else 0) for d, o in enumerate(mine.offsets)]
+    return Piece(
+        torch.Size(shape),
+        Box(tuple(offsets), mine.sizes),
+        (mesh.get_group("data"),),
+        boxes.__getitem__,
+        mine,
+        whole._spec,
+    )
+
+
+def rowwise(shape: Sequence[int]) -> Piece:
+    """Cut over a tensor-parallel axis along dim 0, each half by rows."""
+    return _tensor_parallel(shape, 0)
+
+
+def columnwise(shape: Sequence[int]) -> Piece:
+    """Cut over a tensor-parallel axis along dim 1 (dim 0 of a vector), each half by rows."""
+    return _tensor_parallel(shape, 1 if len(shape) > 1 else 0)
+
+
+ANY_RANKS: list[Cut] = [even, uneven, all_on_last]
+FOUR_RANKS: list[Cut] = [*ANY_RANKS, two_groups, replicated, rowwise, columnwise]
+
+
+def local_rows(whole: Tensor, piece: Piece) -> Tensor:
+    """This rank's part, in memory of its own."""
+    for dim, (offset, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+def sharded(whole: Tensor, cut: Cut) -> ShardedRows:
+    piece = cut(tuple(whole.shape))
+    return ShardedRows.wrap(local_rows(whole, piece), piece)
+
+
+def parameter(whole: Tensor, cut: Cut) -> ShardedParameter:
+    piece = cut(tuple(whole.shape))
+    return ShardedParameter.wrap(local_rows(whole, piece), piece, requires_grad=True)
+
+
+def gathered(value: Tensor) -> Tensor:
+    """The whole of a sharded tensor; a plain one as it is."""
+    return value.full_tensor() if isinstance(value, ShardedRows) else value
