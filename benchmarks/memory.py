@@ -198,8 +198,8 @@ def measure_cases(
 ) -> list[dict[str, Any]]:
     """A case for each sequence and world: `bytes[floor or implementation][phase]`."""
     cases = []
-    # A process each: the counts do not depend on what else the machine does.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    # In several processes: the counts do not depend on what else the machine does.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         started = []
         for sequence, world in itertools.product(sequences, worlds):
             where = {"world": world, "sequence": sequence}
@@ -236,9 +236,7 @@ def tables(figures: dict[str, Any]) -> list[Table]:
             row += [ratio(peaks[phase], peer[phase]) for phase in PHASES]
             row += [ratio(_fused_peak(peaks), _fused_peak(peer))]
             rows.append([*row, GOAL if name.startswith("contiguous") else "-"])
-        title = (
-            f"{figures['shape']}, {case['world']} ranks, sequences of {case['sequence']}: peak bytes alive"
-        )
+        title = f"{figures['shape']}, {case['world']} ranks, sequence {case['sequence']}: peak bytes alive"
         result.append(Table(title, header, rows))
     return result
 

@@ -284,19 +284,17 @@ def flatten_together(tensors: Sequence[Any]) -> Tensor:
 
 
 def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:
-    """Let torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind`, as they do DTensors.
+    """Let torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind` as they do DTensors.
 
     There is no hook for this, and without it `full_state_dict=True` would take such tensors for whole
     ones. `cut(sharded, whole)` is this rank's part of `whole`, cut as `sharded`.
     """
-    from torch.distributed import _state_dict_utils as utils
+    from torch.distributed import _state_dict_utils
     from torch.distributed.checkpoint import state_dict
 
-    iterate, broadcast, distribute = (
-        utils._iterate_state_dict,
-        utils._broadcast_tensors,
-        state_dict._distribute_state_dict,
-    )
+    utils, helpers = cast(Any, _state_dict_utils), cast(Any, state_dict)
+    iterate, broadcast = utils._iterate_state_dict, utils._broadcast_tensors
+    distribute = helpers._distribute_state_dict
 
     def gather(value: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:
         if isinstance(value, kind) and dtensor is not plain is utils._identity_func:
@@ -318,6 +316,10 @@ def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor]
             with cut_again(local, [key]):
                 distribute({key: value}, local, **where)
 
-    utils._iterate_state_dict = gather  # type: ignore[assignment]
-    utils._broadcast_tensors = broadcast_tensors  # type: ignore[assignment]
-    state_dict._distribute_state_dict = distribute_state_dict
+    utils._iterate_state_dict = gather
+    utils._broadcast_tensors = broadcast_tensors
+    helpers._distribute_state_dict = distribute_state_dict
+
+
+# optim: gradients that are views of one buffer are worked on as that buffer. None for what is no view.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

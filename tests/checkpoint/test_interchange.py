@@ -6,6 +6,7 @@ unevenly: fewer rows than ranks, a single element, 1-D parameters, bfloat16, an 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -131,8 +132,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     """Every rank computes the same batch, so the mean over ranks is each one's gradient, up to rounding."""
     losses = []
     for step in steps:
-        tokens = torch.randint(WORDS, (4, 3), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        tokens = torch.randint(WORDS, (12,), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -278,3 +279,202 @@ def test_another_kind_on_another_number_of_ranks_goes_on_with_the_same_training(
         # moment was lost shows in the first decimal.
         assert found == pytest.approx(expected, rel=5e-3), shard.__name__
         assert abs(found[0] - found[2]) > 0.1
+
+
+# Through torch's state dict helpers
+
+
+def holder(options: dict[str, Any]) -> bool:
+    """Does this rank get the state? CPU offloading of whole states is for rank 0."""
+    return not (options.get("full_state_dict") and options.get("cpu_offload")) or dist.get_rank() == 0
+
+
+@pytest.mark.parametrize("shard", [contiguous, zero2, owned])
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(1, 3)
+def test_whole_states_of_torchs_helpers_are_whole_plain_tensors(shard: Shard, offload: bool) -> None:
+    model, optimizer = build(shard, seed=1)
+    train(model, optimizer, range(3))
+    options = {"full_state_dict": True, "cpu_offload": offload}
+    found = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    expected = whole(state_of(model, optimizer))
+    assert_trained(expected)
+    if not holder(options):
+        assert found == ({}, {})
+        return
+    assert type(found[0]["words.weight"]) is Tensor
+    assert_equal({"model": found[0], "optimizer": found[1]}, expected)
+
+
+@on_ranks(2)
+def test_states_offloaded_in_pieces_stay_pieces() -> None:
+    model, optimizer = build(contiguous, seed=1)
+    train(model, optimizer, range(1))
+    found = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    assert type(found[0]["words.weight"]) is ShardedRows
+    assert_equal(whole({"model": found[0], "optimizer": found[1]}), whole(state_of(model, optimizer)))
+
+
+@pytest.mark.parametrize("shard", [contiguous, zero2, owned])
+@pytest.mark.parametrize("from_rank_0", [False, True])
+@on_ranks(1, 3)
+def test_whole_states_load_through_torchs_helpers_and_train_on(shard: Shard, from_rank_0: bool) -> None:
+    model, optimizer = build(shard, seed=1)
+    train(model, optimizer, range(3))
+    saved = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    saved = copy.deepcopy(saved)  # counts of steps are the optimizer's own tensors
+    expected = train(model, optimizer, range(3, 6))
+
+    again, resumed = build(shard, seed=2)
+    train(again, resumed, range(1))
+    here = not from_rank_0 or dist.get_rank() == 0
+    set_state_dict(
+        again,
+        resumed,
+        model_state_dict=saved[0] if here else {},
+        optim_state_dict=saved[1] if here else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0),
+    )
+    moments = resumed.state[again.up.weight]
+    assert type(moments["exp_avg"]) is ShardedRows
+    assert moments["exp_avg"].piece == again.up.weight.piece
+    found = whole(state_of(again, resumed))
+    assert_equal(found["model"], saved[0])
+    assert_equal(found["optimizer"]["state"], saved[1]["state"])  # torch's helper makes lists of tuples
+    assert train(again, resumed, range(3, 6)) == expected
+
+
+@on_ranks(2)
+def test_a_model_on_the_meta_device_is_filled_from_rank_0() -> None:
+    torch.manual_seed(1)
+    reference = Mixed()
+    with torch.device("meta"):
+        model = Mixed()
+    contiguous(model)
+    state = reference.state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    assert isinstance(model.up.weight, ShardedParameter)
+    assert model.head.weight is model.words.weight
+    assert_equal(whole(dict(model.state_dict())), dict(reference.state_dict()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.05)
+    # The mean of two equal gradients is exact; sums inside kernels are those of one process.
+    assert train(model, optimizer, range(3)) == train(reference, plain, range(3))
+
+
+@on_ranks(2)
+def test_a_whole_tensor_of_another_shape_is_refused_by_name() -> None:
+    model, _ = build(contiguous, seed=1)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state["up.weight"] = torch.zeros(6, WIDTH)
+    with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+
+
+# Through load_state_dict
+
+
+def states(kind: str, seed: int) -> dict[str, Any]:
+    if kind == "whole":
+        torch.manual_seed(seed)
+        return Mixed().state_dict()
+    ways = {"dtensors": interleaved, "other rows": owned, "same rows": contiguous, "replicas": ddp}
+    return build(ways[kind], seed=seed)[0].state_dict()
+
+
+@pytest.mark.parametrize("kind", ["whole", "dtensors", "other rows", "same rows", "replicas"])
+@pytest.mark.parametrize("shard", [contiguous, ddp, owned])
+@on_ranks(3)
+def test_load_state_dict_takes_tensors_placed_in_any_way(shard: Shard, kind: str) -> None:
+    model, optimizer = build(shard, seed=1)
+    train(model, optimizer, range(1))
+    before = dict(model.named_parameters())
+    expected = whole(states("whole", 3))
+    assert not model.load_state_dict(states(kind, 3)).missing_keys
+    assert_equal(whole(dict(model.state_dict())), expected)
+    assert all(param is before[name] for name, param in model.named_parameters())  # the optimizer's
+    after = train(model, optimizer, range(2))
+    assert after[0] != after[1]
+    assert all(moment["step"] == 3 for moment in optimizer.state.values())
+
+
+@on_ranks(2)
+def test_values_loaded_while_gathered_are_those_of_the_next_forward() -> None:
+    model, _ = build(contiguous, seed=1)
+    reference, _ = build(contiguous, seed=2)
+    tokens = torch.arange(WORDS)
+    with torch.no_grad():
+        model(tokens)
+        model.unshard()
+        model.load_state_dict(reference.state_dict())
+        assert torch.equal(model(tokens), reference(tokens))
+
+
+@on_ranks(2)
+def test_assigning_whole_tensors_is_refused_with_the_way_to_load_them() -> None:
+    model, _ = build(contiguous, seed=1)
+    with pytest.raises(ShardingError, match=r"'low\.weight' was replaced by Parameter .*assign=False"):
+        model.load_state_dict(states("whole", 3), assign=True)
+
+
+@on_ranks(2)
+def test_optimizer_states_of_the_same_rows_load_as_they_are() -> None:
+    model, optimizer = build(contiguous, seed=1)
+    train(model, optimizer, range(2))
+    again, resumed = build(contiguous, seed=1)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert train(again, resumed, range(2, 4)) == train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("kind", [interleaved, torch_fsdp2, "whole"])
+@on_ranks(2)
+def test_an_optimizer_state_placed_otherwise_never_steps(kind: Shard | str) -> None:
+    """`Optimizer.load_state_dict` takes anything; `set_optimizer_state_dict` is the way to convert."""
+    model, optimizer = build(contiguous, seed=1)
+    if kind == "whole":
+        other, foreign = build(contiguous, seed=1)
+        train(other, foreign, range(1))
+        state = whole(foreign.state_dict())
+    else:
+        other, foreign = build(kind, seed=1)
+        train(other, foreign, range(1))
+        state = foreign.state_dict()
+    optimizer.load_state_dict(state)
+    before = whole(dict(model.state_dict()))
+    with pytest.raises((ShardingError, RuntimeError)):
+        train(model, optimizer, range(1))
+    assert_equal(whole(dict(model.state_dict())), before)
+
+
+@on_ranks(2)
+def test_a_state_dict_of_rows_is_not_pickled_as_if_it_were_whole(tmp_path: Path) -> None:
+    model, _ = build(contiguous, seed=1)
+    with pytest.raises(ShardingError, match=r"shardwise\.checkpoint\.save"):
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+
+
+@on_ranks(2)
+def test_interleaved_models_load_rows_as_dtensors() -> None:
+    model, _ = build(contiguous, seed=1)
+    target, _ = build(interleaved, seed=2)
+    rows = model.state_dict()
+    mesh = target.up.weight.device_mesh
+    target.load_state_dict(
+        {n: v.to_dtensor(mesh) if isinstance(v, ShardedRows) else v for n, v in rows.items()}
+    )
+    assert isinstance(target.up.weight, DTensor)
+    assert_equal(whole(dict(target.state_dict())), whole(dict(rows)))
+
+
+@on_ranks(2)
+def test_a_checkpoint_saved_in_the_background_is_read_back(tmp_path: Path) -> None:
+    model, optimizer = build(contiguous, seed=1)
+    train(model, optimizer, range(3))
+    state = state_of(model, optimizer)
+    saving = dcp.async_save(state, checkpoint_id=tmp_path)
+    expected = whole(state)
+    train(model, optimizer, range(3, 4))  # what was saved must not follow
+    saving.result()
+    assert_equal(restored(contiguous, tmp_path, "torch")[0], expected)

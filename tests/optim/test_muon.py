@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ranks import on_ranks
+from shardwise import fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
-from shardwise.layout import Box
+from shardwise.layout import Box, Owned
 from shardwise.optim.muon import Muon, _Cut, assign, newton_schulz
 from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
 
@@ -418,3 +419,61 @@ def test_a_matrix_cut_over_two_axes_is_refused() -> None:
         param = DTensor.from_local(local, mesh, placements)
         with pytest.raises(ShardingError, match=rf"rank {dist.get_rank()}: .*cut over one mesh axis.*AdamW"):
             Muon([param])
+    box = Box((dist.get_rank(), 0), (1, 2))
+    groups = (mesh.get_group("tensor"), mesh.get_group("data"))
+    piece = Piece(torch.Size((4, 2)), box, groups, lambda rank: Box((rank, 0), (1, 2)), box, name="up.weight")
+    with pytest.raises(ShardingError, match=r"cut over one mesh axis, but parameter up.weight.*AdamW"):
+        Muon([ShardedParameter.wrap(torch.zeros(1, 2), piece, requires_grad=True)])
+
+
+# Models
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "interleaved": {},
+    "contiguous": {"layout": "contiguous"},
+    "owned": {
+        "layout": "contiguous",
+        "shard_placement_fn": lambda param: Owned() if param.ndim == 2 else None,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(1, 2, 4)
+def test_a_model_of_each_layout_trains_bit_for_bit_as_on_one_process(layout: str) -> None:
+    """All ranks have the same batch, and means of 2 or 4 equal gradients are exact. Biases have SGD."""
+
+    def trained(shard: Callable[[nn.Module], object], count: Callable[[CommCounter], None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *[nn.Sequential(nn.Linear(9, 20), nn.ReLU(), nn.Linear(20, 9)) for _ in range(2)]
+        )
+        for block in model:
+            shard(block)
+        shard(model)
+        muon = Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+        sgd = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.1)
+        batches = matrices([(6, 9)] * 3)
+        for batch in batches:
+            model(batch).square().mean().backward()
+            with CommCounter() as counter:
+                muon.step()
+            count(counter)
+            sgd.step()
+            model.zero_grad()
+        return [whole.detach() for whole in map(whole_of, model.parameters())]
+
+    def is_silent(counter: CommCounter) -> None:
+        if layout == "owned" or dist.get_world_size() == 1:
+            assert counter.calls == []
+        else:
+            assert [call.kind for call in counter.calls] == ["all_to_all"] * 2
+
+    found = trained(lambda module: fully_shard(module, **LAYOUTS[layout]), is_silent)
+    expected = trained(lambda module: None, lambda counter: None)
+    assert all(map(torch.equal, found, expected))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
-from shardwise.sharded_parameter import ShardedRows
 
 SHAPE = (7, 5)
 UNDEFINED = ("empty", "resize", "new_empty", "_efficientzerotensor")  # memory that nobody has written
@@ -32,7 +31,7 @@ SKIPPED = (
     "set_data", "_nested", "_test", "_mkldnn", "mkldnn", "_cudnn", "cudnn", "miopen", "_assert", "_thnn",
     "_cslt", "_sparse", "sparse", "_fw_primal", "_make_dual", "_make_dep_token", "_print", "cuda", "vulkan",
     "xpu", "_coalesced", "_use_cudnn", "from_file", "_unpack_dual", "storage_offset", "fbgemm", "qint",
-    "share_memory", "tolist", "batch_dim",
+    "share_memory", "tolist", "batch_dim", "_convert_indices", "embedding_bag",
 )  # fmt: skip
 
 
@@ -134,7 +133,8 @@ def same(found: Any, expected: Any) -> bool:
     found = gathered(found)
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
-    return torch.allclose(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    tolerance = 1e-12 if expected.dtype in (torch.float64, torch.complex128) else 1e-6
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def wrong(op: Any, whole: Tensor, cut: Cut) -> tuple[list[str], int]:
@@ -154,7 +154,9 @@ def wrong(op: Any, whole: Tensor, cut: Cut) -> tuple[list[str], int]:
             problems.append(f"{op} {args} {kwargs}: {type(error).__name__}: {str(error)[:150]}")
             continue
         if any(word in op.name() for word in UNDEFINED):
-            good = all(f.shape == e.shape and f.dtype == e.dtype for f, e in zip(found, expected, strict=True))
+            good = all(
+                f.shape == e.shape and f.dtype == e.dtype for f, e in zip(found, expected, strict=True)
+            )
         else:
             pairs = zip([*found, *changed], [*expected, *after], strict=True)
             good = len(found) == len(expected) and all([same(f, e) for f, e in pairs])
@@ -165,14 +167,13 @@ def wrong(op: Any, whole: Tensor, cut: Cut) -> tuple[list[str], int]:
 
 
 def sweep(cut: Cut, kind: str) -> None:
-    whole = inputs()[kind]
-    assert isinstance(sharded(whole, cut), ShardedRows)
+    whole, piece = inputs()[kind], cut(SHAPE)
     problems: list[str] = []
     defined = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in operators():
-            found, right = wrong(op, whole, cut)
+            found, right = wrong(op, whole, lambda shape: piece)
             problems += found
             if right:
                 defined.add(op.name())
@@ -183,18 +184,18 @@ def sweep(cut: Cut, kind: str) -> None:
     assert len(defined) > {"floats": 300, "not finite": 300, "ints": 150, "bools": 60}[kind]
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2, timeout=110)
 @pytest.mark.parametrize("kind", ["floats", "not finite", "ints", "bools"])
 def test_every_operator_answers_for_the_whole_tensor_or_refuses(kind: str) -> None:
     sweep(ANY_RANKS[1], kind)
 
 
-@on_ranks(3, timeout=200)
+@on_ranks(3, timeout=110)
 def test_every_operator_answers_for_the_whole_tensor_where_ranks_hold_nothing() -> None:
     sweep(ANY_RANKS[2], "floats")
 
 
-@on_ranks(4, timeout=200)
+@on_ranks(4, timeout=110)
 @pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
 def test_every_operator_answers_for_the_whole_tensor_on_a_mesh(cut: Cut) -> None:
     sweep(cut, "floats")

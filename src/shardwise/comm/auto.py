@@ -19,15 +19,16 @@ from torch import Tensor
 from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter
 from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, can_reduce
 
-# Of the whole buffer. The exchange never cost more CPU time than c10d's, down to 2 kB on 2 and 4 ranks, but
-# below this it saves less than 0.1 ms a call (benchmarks/gloo_transport.py).
-MIN_BYTES = 1 << 16
+# Bytes of the whole buffer from which the exchange cost less CPU time than c10d in every run on 2 and 4
+# ranks. On fewer the two are close, and with more threads than cores the exchange is at times the slower.
+GATHER_MIN_BYTES = 8_000_000
+REDUCE_MIN_BYTES = 4_000_000
 
 
 class AutoAllGather(DefaultAllGather):
     """`GlooAllGather` for CPU buffers of at least `min_bytes` over gloo, else c10d's all-gather."""
 
-    def __init__(self, *, min_bytes: int = MIN_BYTES) -> None:
+    def __init__(self, *, min_bytes: int = GATHER_MIN_BYTES) -> None:
         self.min_bytes = min_bytes
         self._exchange = GlooAllGather()
 
@@ -43,7 +44,7 @@ class AutoReduceScatter(DefaultReduceScatter):
     """`GlooReduceScatter` for what it can reduce, in CPU buffers of at least `min_bytes` over gloo, else
     c10d's reduce-scatter. Sums of floats over 3 or more ranks may differ in rounding between the two."""
 
-    def __init__(self, *, min_bytes: int = MIN_BYTES) -> None:
+    def __init__(self, *, min_bytes: int = REDUCE_MIN_BYTES) -> None:
         self.min_bytes = min_bytes
         self._exchange = GlooReduceScatter()
 

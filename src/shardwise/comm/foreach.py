@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -146,6 +146,8 @@ class Reduction:
         device: of the buffers.
         align_bytes: each rank's slice is padded to a multiple of it.
         all_reduce: False leaves the all-reduce for a later backward and accumulates until then.
+        replicate_scatter: reduce-scatters over the replicate axis where each rank keeps its part only; None
+            all-reduces.
         hook: called with the reduced shard, in place of or after the all-reduce.
         streams: where to run on an accelerator.
         hook_stream: the stream of `hook` where there is no replicate axis.
@@ -160,6 +162,7 @@ class Reduction:
     device: torch.device
     align_bytes: int = 1
     all_reduce: bool = True
+    replicate_scatter: ReduceScatter | None = None
     hook: Callable[[Tensor], None] | None = None
     streams: CommStreams | None = None
     hook_stream: torch.Stream | None = None
@@ -245,11 +248,17 @@ def _reduce_scatter(reduce_input: Tensor, how: Reduction, out: Tensor | None) ->
     if how.factors.before is not None and how.factors.before != 1:
         reduce_input.div_(how.factors.before)
     group = how.shard_group
-    if group is None or (ranks := group.size()) == 1:
+    if group is None or group.size() == 1:
         return reduce_input if out is None else out.copy_(reduce_input)
+    return _scatter(reduce_input, how.comm, group, how.factors.reduce_scatter_op, out)
+
+
+def _scatter(
+    source: Tensor, comm: ReduceScatter, group: dist.ProcessGroup, op: Any, out: Tensor | None = None
+) -> Tensor:
     if out is None:
-        out = how.comm.allocate((reduce_input.numel() // ranks,), dtype=how.dtype, device=how.device)
-    how.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=how.factors.reduce_scatter_op)
+        out = comm.allocate((source.numel() // group.size(),), dtype=source.dtype, device=source.device)
+    comm(output_tensor=out, input_tensor=source, group=group, op=op)
     return out
 
 
@@ -261,7 +270,7 @@ def finish_reduction(
     input_event: torch.Event | None,
     partial: Tensor | None,
 ) -> ReduceResult:
-    """All-reduce a reduce-scattered shard over the replicate axis, divide it and cast it.
+    """Reduce a reduce-scattered shard over the replicate axis, divide it and cast it.
 
     Collective over `how.replicate_group` unless `how.all_reduce` is false.
     """
@@ -273,13 +282,13 @@ def finish_reduction(
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
             return ReduceResult(None, shard, reduce_input, input_event, shard, input_event, stream)
-    stream = None
+    stream, reduced = None, shard
     if streams is not None or how.replicate_group is not None or how.hook is not None:
-        stream = _all_reduce(shard, how)
+        reduced, stream = _reduce_over_replicas(shard, how)
     if stream is None:
-        return ReduceResult(_divide(shard, how), None, reduce_input, input_event, shard, None, None)
+        return ReduceResult(_divide(reduced, how), None, reduce_input, input_event, shard, None, None)
     with stream:
-        result, event = _divide(shard, how), record_event(stream)
+        result, event = _divide(reduced, how), record_event(stream)
     return ReduceResult(result, None, reduce_input, input_event, shard, event, stream)
 
 
@@ -314,8 +323,8 @@ def _shard_numel(rows: Sequence[Tensor], ranks: int) -> int:
     return sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
 
 
-def _all_reduce(shard: Tensor, how: Reduction) -> torch.Stream | None:
-    """All-reduce over the replicate axis and run the user's hook; the stream they ran on."""
+def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.Stream | None]:
+    """Reduce over the replicate axis and run the user's hook; the result, and the stream they ran on."""
     streams = how.streams
     stream = None if streams is None else streams.reduce_scatter
     if how.replicate_group is not None:
@@ -323,11 +332,15 @@ def _all_reduce(shard: Tensor, how: Reduction) -> torch.Stream | None:
             streams.all_reduce.wait_stream(streams.reduce_scatter)
             stream = streams.all_reduce
         with nullcontext() if stream is None else stream:
-            dist.all_reduce(shard, group=how.replicate_group, op=how.factors.all_reduce_op)
+            op = how.factors.all_reduce_op
+            if how.replicate_scatter is None:
+                dist.all_reduce(shard, group=how.replicate_group, op=op)
+            elif how.replicate_group.size() > 1:
+                shard = _scatter(shard, how.replicate_scatter, how.replicate_group, op)
     if how.hook is not None:
         if streams is not None:
             stream = how.hook_stream or streams.all_reduce
             stream.wait_stream(streams.reduce_scatter)
         with nullcontext() if stream is None else stream:
             how.hook(shard)
-    return stream
+    return shard, stream

@@ -1,14 +1,16 @@
 """All-gather and reduce-scatter over gloo at the least number of bytes, as direct exchanges of slices.
 
-gloo's own reduce-scatter sends what an all-reduce sends, twice the least; its own all-gather copies the
-buffer several times on the way. Here every rank sends each other rank exactly what that rank needs,
-straight from the caller's buffer, and receives straight into it:
+gloo's own reduce-scatter sends what an all-reduce sends, twice the least; its own all-gather costs about
+three times the CPU time of plain messages (benchmarks/gloo_transport.py).
+Here every rank sends each other rank exactly what that rank needs, straight from the caller's buffer, and
+receives straight into it:
 
     all-gather       shard  --> slice r of every rank's output
     reduce-scatter   slice j of the input --> rank j, which adds
 
 Each rank sends (n-1) slices in either, the least any algorithm can, and none passes through a third rank.
-A ring sends the same bytes, but waits for its neighbour n-1 times in a row.
+A ring sends the same bytes but waits for its neighbour n-1 times in a row: reducing 33.6 MB on 4 ranks
+took 18.1 ms of CPU and 39 ms of wall time as a ring, 15.5 and 35 as here; on 2 ranks the two are the same.
 
 Ranks meet message by message: gloo sends nothing before its receiver has made room, so that a rank that
 comes early holds no one's data. Messages have tags of their own, far from those of users' sends and

@@ -313,8 +313,8 @@ class ContiguousGroup(ParamGroup):
 
     def _show_unsharded(self) -> None:
         for parameters, name, unsharded, param in self._shown:
-            if unsharded.requires_grad is not param.sharded.requires_grad:
-                unsharded.requires_grad_(param.sharded.requires_grad)
+            if unsharded.requires_grad is not param.sharded.trains:
+                unsharded.requires_grad_(param.sharded.trains)
             parameters[name] = unsharded
         for buffer in self.buffers:
             buffer.kept = None

@@ -5,13 +5,13 @@ parameter lies, in one batched copy that casts on the way. Large segments go in 
 that backward's peak is not set by the staging of an embedding's gradient.
 
 What happens over which axis follows from `strategy.py`: where gradients are cut a reduce-scatter, else an
-all-reduce, of which the rank keeps its part if optimizer state is cut.
+all-reduce, of which the rank keeps its part if optimizer state is cut. The shard axis comes first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import Held
 from shardwise.layout import ContiguousLayout, ContiguousSegment
 from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_parameter.shard import declare
 
 
 @dataclass
@@ -38,6 +39,7 @@ class _Members:
     plain: bool  # no tensor-parallel ones
     gaps: list[tuple[int, int]]  # padding: (begin, size) in elements
     padding: list[tuple[int, Tensor]]  # before which parameter, from the last on, how many zeros
+    used: int  # elements of this rank's shard that are no padding
 
 
 @dataclass
@@ -57,6 +59,7 @@ class ContiguousReducer(GradReducer):
     group: ContiguousGroup
     _members: list[_Members] = field(default_factory=list)
     _layout: ContiguousLayout | None = None
+    _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are in `partials`
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         shard_group, replicate_group = self.group.info.process_groups
@@ -64,6 +67,14 @@ class ContiguousReducer(GradReducer):
         if row is not None and row.gradient is Held.REPLICATE:
             return None, shard_group
         return shard_group, replicate_group
+
+    def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
+        plan = super()._plan(stored, computed, streams)
+        row = self.group.strategy.replicate_axis
+        if row is not None and row.gradient is Held.SHARD:
+            plan = replace(plan, replicate_scatter=plan.comm)
+            self._plans[stored, computed] = plan
+        return plan
 
     def _find_members(self) -> None:
         group = self.group
@@ -76,9 +87,14 @@ class ContiguousReducer(GradReducer):
             zero = torch.zeros(1, dtype=segment.gather_dtype, device=group.device)
             padding = [(bisect(starts, begin), zero.expand(size)) for begin, size in reversed(gaps)]
             plain = all(param.tp_spec is None for param in params)
-            self._members.append(_Members(segment, params, segment.unsharded_numel, plain, gaps, padding))
+            used = sum([place.box.numel for place in segment.places])
+            self._members.append(
+                _Members(segment, params, segment.unsharded_numel, plain, gaps, padding, used)
+            )
 
     def take(self) -> list[_Taken]:
+        if not self.group.buffers:
+            return []  # never gathered
         if self._layout is not self.group.layout:
             self._find_members()
         taken = []
@@ -128,26 +144,37 @@ class ContiguousReducer(GradReducer):
         else:
             reduce_input, shard, event = self._reduce_in_slices(taken, plan, limit)
         partial = self.partials.pop(index, None) if self.partials else None
+        if partial is not None:
+            earlier = self._partly.pop(index)
+            params = [param for param in members.params if param in earlier or param in params]
         result = finish_reduction(shard, plan, reduce_input=reduce_input, input_event=event, partial=partial)
         if result.partial is not None:
             self.partials[index] = result.partial
+            self._partly[index] = params
         elif result.stream is None:
-            self._give(params, result)
+            self._give(members, params, result)
         else:
             with result.stream:
-                self._give(params, result)
+                self._give(members, params, result)
         results.append(result)
 
-    def _give(self, params: list[RowsParam], result: ReduceResult) -> None:
+    def _give(self, members: _Members, params: list[RowsParam], result: ReduceResult) -> None:
         """Views of the reduced shard become, or add to, the gradients."""
         assert result.shard is not None
         shard = result.shard
-        if self.group.refresh_group is not None:
+        if shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:
             shard = self._to_home(params, shard)
+        if self.group.settings.all_reduce_hook is None:  # which may write to padding
+            declare(shard, members.used)
         begin, dtype, device = shard.storage_offset(), shard.dtype, shard.device
         for param in params:
+            if param.no_rows is not None:
+                param.sharded.grad = param.no_rows
+                if param.sharded.hooked:
+                    param.run_grad_hooks()
+                continue
             local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
             sharded = param.sharded
             if sharded.grad is None:
@@ -156,16 +183,15 @@ class ContiguousReducer(GradReducer):
                 sharded.grad = grad
             else:
                 sharded.grad._local.add_(local)  # type: ignore[attr-defined]
-            if _compat.post_accumulate_grad_hooks(sharded):
+            if sharded.hooked:
                 param.run_grad_hooks()
 
     def _own_part(self, shard: Tensor) -> Tensor:
-        """This rank's part of a gradient that is replicated though optimizer state is cut."""
+        """This rank's part of a gradient that was reduced whole though optimizer state is cut."""
         group = self.group.refresh_group
-        if group is None or shard.numel() == self.group.shards[0].numel():
-            return shard
+        assert group is not None
         size = shard.numel() // group.size()
-        return shard.narrow(0, group.rank() * size, size)
+        return shard.narrow(0, group.rank() * size, size).clone()
 
     def _copy_in(self, taken: _Taken, plan: Reduction) -> Tensor:
         """The gradients where their parameters lie, in the reduction's dtype."""

@@ -16,7 +16,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.extension import POST, PRE
 from shardwise.fsdp.parameter import ParamPlacement, ShardedParam
 from shardwise.layout import Box, ContiguousLayout, EvenShard, Owned, ParamSpec, Place, RaggedShard
-from shardwise.sharded_parameter import Piece, ShardedParameter
+from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
 
 
 class RowsParam(ShardedParam):
@@ -30,6 +30,7 @@ class RowsParam(ShardedParam):
     sharded: ShardedParameter
     piece: Piece
     place: Place
+    no_rows: ShardedRows | None  # the gradient, the same in every step, where this rank holds no rows
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
@@ -96,10 +97,11 @@ class RowsParam(ShardedParam):
         sharded = getattr(self, "sharded", None)
         if sharded is not None and (sharded.dtype, sharded.device) == (local.dtype, local.device):
             sharded._local, sharded.piece = local, self.piece
-            return
-        requires_grad = self.trainable if sharded is None else sharded.requires_grad
-        self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
-        self.show(self.sharded)
+        else:
+            requires_grad = self.trainable if sharded is None else sharded.requires_grad
+            self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
+            self.show(self.sharded)
+        self.no_rows = None if local.numel() else ShardedRows.wrap(torch.empty_like(local), self.piece)
 
     def rename(self, name: str) -> None:
         super().rename(name)

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -45,9 +45,8 @@ class AdamW8bit(Optimizer):
     one row on one rank.
 
     Parameters keep fp32 moments, and the arithmetic of `torch.optim.AdamW`, if they have one dim, a single
-    column or fewer than 4096 elements; also if ranks hold parts of rows (DTensors cut along another dim than
-    the first), where blocks would depend on the number of ranks, and in the contiguous layout if they are
-    tensor-parallel.
+    column or fewer than 4096 elements; also if ranks hold parts of rows (cut along another dim than the
+    first, as by row-wise tensor parallelism), where blocks would depend on the number of ranks.
 
     Args:
         params: parameters, named or not, or dicts of them with options of their own.
@@ -216,7 +215,8 @@ def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
     local = local_of(param)
     for moment in _MOMENTS:  # all codes stand for zero where the scale is zero
         scales = torch.zeros(_scale_shape(local.shape, block), device=local.device)
-        state[moment] = _like(param, torch.zeros_like(local, dtype=torch.uint8), tuple(param.shape))
+        codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+        state[moment] = _like(param, codes, tuple(param.shape))
         state[f"{moment}_scale"] = _like(param, scales, _scale_shape(param.shape, block))
     return state
 
@@ -246,14 +246,12 @@ def _has_8_bits(param: Tensor) -> bool:
     """Is `param` large, of several columns, and cut into whole rows if at all?"""
     if param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
         return False
+    placements: Sequence[Placement] = ()
     if isinstance(param, ShardedRows):
-        return param.piece.tensor_parallel is None
-    if isinstance(param, DTensor):
-        return all(
-            isinstance(placement, Replicate) or getattr(placement, "dim", None) == 0
-            for placement in param.placements
-        )
-    return True
+        placements = param.piece.placements
+    elif isinstance(param, DTensor):
+        placements = param.placements
+    return all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in placements)
 
 
 def _like(param: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -278,9 +276,12 @@ def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, 
     step = state["step"].item()
     codes = [local_of(state[moment]).view(rows, columns) for moment in _MOMENTS]
     scales = [local_of(state[f"{moment}_scale"]) for moment in _MOMENTS]
-    whole = [local.view(rows, columns), grad.reshape(rows, columns), *codes, *scales]
+    param_rows = local.reshape(rows, columns)  # a copy where the memory is in another order
+    whole = [param_rows, grad.reshape(rows, columns), *codes, *scales]
     for run in zip(*[tensor.split(at_once) for tensor in whole], strict=True):
         _step_rows(*run, step=step, options=options)
+    if not local.is_contiguous():
+        local.copy_(param_rows.view(local.shape))
 
 
 def _step_rows(

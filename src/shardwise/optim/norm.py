@@ -1,8 +1,10 @@
 """The norm of a model's gradients, and clipping by it, across shards and meshes.
 
-Local pieces first, then one all-reduce for each mesh axis that any gradient is sharded over::
+Local memory first, then one all-reduce for each mesh axis that any gradient is sharded over::
 
     total^p = all-reduce(SUM over sharding axes) of  sum over gradients of |g|^p
+
+Gradients of the contiguous layout that fill their group's reduced shard are taken as that shard, one tensor.
 
 A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
 which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
@@ -12,7 +14,7 @@ not, experts and not) thus get one right norm. The infinity norm takes MAX in pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,19 +23,22 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_parameter.shard import merged
 
 Axes = tuple[dist.ProcessGroup, ...]
+_PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
 
 
 @torch.no_grad()
 def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements of `tensors` taken together, as if each were whole.
 
-    Collective over every mesh of a DTensor in `tensors`; all ranks must pass the same tensors in the
-    same order.
+    Collective over every mesh of a sharded tensor in `tensors`; all ranks must pass the same tensors in
+    the same order.
 
     Args:
-        tensors: plain tensors (equal on all ranks) and DTensors, sharded or replicated.
+        tensors: plain tensors (equal on all ranks), `ShardedRows`, and DTensors, sharded or replicated.
         norm_type: the p of the p-norm, positive or infinite.
 
     Returns:
@@ -43,20 +48,35 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Raises:
         ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
     """
-    if not norm_type > 0:
-        raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
+    return _norm(_local_by_axes(tensors), norm_type)
+
+
+def _local_by_axes(tensors: Iterable[Tensor]) -> dict[Axes, list[Tensor]]:
+    """This rank's memory of all tensors, by the axes that cut them."""
     by_axes: dict[Axes, list[Tensor]] = {}
+    rows: dict[Axes, list[Tensor]] = {}
     axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
     for tensor in tensors:
+        if isinstance(tensor, ShardedRows):
+            rows.setdefault(tensor.piece.axes, []).append(tensor._local)
+            continue
+        axes: Axes = ()
         if isinstance(tensor, DTensor):
             spec = _compat.spec_of(tensor)
             key = (id(spec.mesh), spec.placements)
             if key not in axes_of:
                 axes_of[key] = _sharded_axes(tensor)
             axes, tensor = axes_of[key], _compat.local_tensor(tensor)
-        else:
-            axes = ()
         by_axes.setdefault(axes, []).append(tensor)
+    for axes, locals_ in rows.items():
+        by_axes.setdefault(axes, []).extend(merged(locals_))
+    return by_axes
+
+
+def _norm(by_axes: dict[Axes, list[Tensor]], norm_type: float) -> Tensor:
+    """The norm of everything. Collective over all of the axes."""
+    if not norm_type > 0:
+        raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
     if not by_axes:
         return torch.tensor(0.0)
     infinite = math.isinf(norm_type)
@@ -71,6 +91,7 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return total if infinite else total.pow(1 / norm_type)
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -80,8 +101,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
 
-    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters and DTensors on
-    any meshes, in one all-reduce for each axis that shards a parameter.
+    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters and sharded ones of
+    either layout on any meshes, in one all-reduce for each axis that shards a parameter.
 
     Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
 
@@ -92,8 +113,8 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads = [p.grad for p in parameters if p.grad is not None]
-    total = get_total_norm(grads, norm_type)
+    by_axes = _local_by_axes([grad for p in parameters if (grad := p.grad) is not None])
+    total = _norm(by_axes, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"{here()}: the {norm_type}-norm of the gradients is {total.item()}, so they cannot be clipped;"
@@ -101,9 +122,9 @@ def clip_grad_norm_(
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        local = _compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
-        by_device.setdefault((local.device, local.dtype), []).append(local)
+    for locals_ in by_axes.values():
+        for local in locals_:
+            by_device.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), locals_ in by_device.items():
         _compat.foreach_mul(locals_, scale.to(device, dtype))
     return total
@@ -140,7 +161,7 @@ def _all_reduce(totals: Tensor, group: dist.ProcessGroup, *, infinite: bool) -> 
 
 def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Sum of |x|^p over all elements (their maximum for infinity), in fp32 or wider."""
-    filled = [t for t in tensors if t.numel()]
+    filled = [part for t in tensors if t.numel() for part in _parts(t)]
     wide = torch.float32
     for dtype in {t.dtype for t in tensors}:
         wide = torch.promote_types(wide, dtype)
@@ -148,3 +169,10 @@ def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     norms = torch.stack(list(_compat.foreach_norm(filled, norm_type, wide)))
     return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.numel() < 2 * _PART or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return (tensor,)
+    parts: Sequence[Tensor] = tensor.view(-1).split(_PART)  # type: ignore[no-untyped-call]
+    return parts

@@ -36,11 +36,20 @@ def full_tensor(local: Tensor, piece: Piece) -> Tensor:
             _gather_padded(whole, local, piece, largest)
         else:
             _broadcast_each(whole, local, piece)
-    spec = piece.tensor_parallel
-    if spec is None:
+    if piece.tensor_parallel is None:
         return whole.view(piece.shape)
-    form = _compat.dtensor_spec(spec.mesh, spec.placements, shape=piece.shape, dtype=local.dtype)
-    return _compat.dtensor(whole, form).full_tensor()
+    return gather_tensor_parallel(whole, piece.tensor_parallel)
+
+
+def gather_tensor_parallel(part: Tensor, spec: _compat.DTensorSpec) -> Tensor:
+    """The whole of a DTensor described by `spec`, of any dtype. Collective over the axes that cut it."""
+    moved = part.view(_MOVED_AS.get(part.element_size(), part.dtype))
+    form = _compat.dtensor_spec(spec.mesh, spec.placements, shape=torch.Size(spec.shape), dtype=moved.dtype)
+    return _compat.dtensor(moved, form).full_tensor().view(part.dtype)
+
+
+# gloo knows these dtypes, not all.
+_MOVED_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def _gather_padded(whole: Tensor, local: Tensor, piece: Piece, largest: int) -> None:

@@ -63,15 +63,18 @@ def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
     widest = max(pieces, key=lambda piece: piece.shape.numel()) if len(pieces) > 1 else pieces[0]
     if all(value.ndim == 0 or value.shape == widest.shape for value in tensors):
         return widest
-    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    other = next(value for value in tensors if value.ndim and value.shape != widest.shape)
+    try:
+        shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    except RuntimeError as error:
+        raise _misfit(op, other, widest) from error
     if shape == widest.shape:
         return widest
     if len(shape) != len(widest.shape) or shape[0] != widest.shape[0]:
-        plain = next(value for value in tensors if not isinstance(value, ShardedRows))
-        raise _misfit(op, plain, widest)
+        raise _misfit(op, other, widest)
     of = [d if shape[d] == widest.shape[d] else None for d in range(1, len(shape))]
     if widest.axes_along([d for d in range(1, len(shape)) if d not in of]):
-        raise _misfit(op, tensors[0], widest)
+        raise _misfit(op, other, widest)
     return widest.with_trailing(shape[1:], of=of)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import _compat
+from shardwise.sharded_parameter.convert import gather_tensor_parallel
 from shardwise.sharded_parameter.operands import refuse, rows
 from shardwise.sharded_parameter.piece import Piece
 from shardwise.sharded_parameter.tensor import Handler, ShardedRows
@@ -112,10 +112,7 @@ def _spread(tensor: ShardedRows, value: Tensor, dims: tuple[int, ...], *, keepdi
         return value
     spec = piece.spec_of([tensor.shape[d] if d is not None else 1 for d in of], of)
     assert spec is not None
-    return _compat.dtensor(
-        value,
-        _compat.dtensor_spec(spec.mesh, spec.placements, shape=torch.Size(spec.shape), dtype=value.dtype),
-    ).full_tensor()
+    return gather_tensor_parallel(value.contiguous(), spec)
 
 
 def _filled(local: Tensor, piece: Piece, dims: tuple[int, ...], neutral: float) -> Tensor:

@@ -32,6 +32,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}  # by operator; `ops` decides
 
 
+_requires_grad: Any = Tensor.requires_grad
+
+
 class ShardedRows(Tensor):
     """A tensor of global shape whose local memory is this rank's rows.
 
@@ -52,6 +55,8 @@ class ShardedRows(Tensor):
         )
         made._local = local
         made.piece = piece
+        if requires_grad:
+            made.trains = True
         return made
 
     @classmethod
@@ -142,6 +147,30 @@ class ShardedRows(Tensor):
             )
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local, self.piece = value._local, value.piece
+
+    # What `fully_shard` reads of every parameter in every step: an attribute of a tensor subclass costs
+    # torch a lookup by name, a plain one is ten times as cheap.
+
+    trains = False  # requires_grad
+    hooked = False  # has it hooks that run when its gradient is there?
+
+    @property
+    def requires_grad(self) -> bool:
+        required: bool = _requires_grad.__get__(self)
+        return required
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        _requires_grad.__set__(self, requires_grad)
+        self.trains = requires_grad
+        return self
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        self.hooked = True
+        return super().register_post_accumulate_grad_hook(hook)
 
     def tolist(self) -> Any:
         return self._beyond("tolist()")

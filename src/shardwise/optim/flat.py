@@ -1,0 +1,562 @@
+"""An optimizer over the memory in which sharded parameters lie, in place of over the parameters.
+
+In the contiguous layout a rank's rows of a group of parameters lie end to end in one shard buffer, and after
+backward so do their gradients. An elementwise optimizer does not care where one parameter ends and the next
+begins, so it may step on the buffer as one tensor::
+
+    shard buffer    A A A A A B B C C C C -     parameters A, B, C and padding
+    hyper-params    0 0 0 0 0 1 1 0 0 0 0       B without weight decay, say
+    flat tensors    [   a   ] [b] [  c  ]       three runs; one, if all are alike
+
+Each run has one state. That is right as long as its parameters have gradients at the same steps; the first
+time they do not, the run is split for good. To users and checkpoints all state is that of parameters, by
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.rows import RowsParam
+from shardwise.fsdp.state import state_of
+from shardwise.sharded_parameter import ShardedRows
+
+_ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+_WHY_NOT = {
+    "Adafactor": "it keeps sums over the rows and columns of each parameter",
+    "LBFGS": "it takes inner products of all parameters",
+    "Muon": "it multiplies whole matrices; use shardwise.optim.Muon",
+    "SparseAdam": "it needs sparse gradients",
+}
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # no part of a name, to torch's checkpoints too
+
+
+def flat(
+    optimizer: type[Optimizer],
+    model: nn.Module,
+    *,
+    params: Iterable[Any] | None = None,
+    **options: Any,
+) -> FlatOptimizer:
+    """`optimizer` over a model sharded with `layout="contiguous"`, one tensor per group and set of options.
+
+    The numbers are those of `optimizer(model.parameters(), **options)`, at the host cost of a few tensors.
+    (Fused on CPU, to 1 ulp: its kernel rounds otherwise in the last elements of a tensor, which lie
+    elsewhere.) Local, except that loading a state that is cut otherwise is collective.
+
+    Args:
+        optimizer: of `torch.optim`, and elementwise: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam,
+            RAdam, RMSprop, Rprop or SGD.
+        model: after `fully_shard`. Parameters that no group manages are optimized as they are.
+        params: what to optimize, as `torch.optim` takes it: parameters of the model, or dicts of "params" and
+            their own options. None is all. Parameters that differ in options and lie alternately in their
+            group make many tensors.
+        options: of the optimizer.
+
+    Returns:
+        a `torch.optim.Optimizer` whose state dict is by parameter name.
+
+    Raises:
+        ShardingError: an optimizer that is not elementwise; parameters that are not sharded with
+            `layout="contiguous"`, that are not the model's, or that are given twice.
+    """
+    found = getattr(torch.optim, optimizer.__name__, None)
+    if found is not optimizer or optimizer.__name__ not in _ELEMENTWISE:
+        known = f"only {', '.join(_ELEMENTWISE)} of torch.optim are known to"
+        why = _WHY_NOT.get(optimizer.__name__, known)
+        raise ShardingError(
+            f"{here()}: {optimizer.__name__} cannot step on flat memory, where every element must be treated"
+            f" alone: {why}. Build it over model.parameters() instead"
+        )
+    managed = _managed(model)
+    named = _names(model, managed)
+    sets: list[dict[str, Any]] = []
+    given: list[Any] = list(named) if params is None else list(params)
+    for one in given if given and isinstance(given[0], dict) else [{"params": given}]:
+        members = [one["params"]] if isinstance(one["params"], Tensor) else list(one["params"])
+        sets.append({**one, "params": members})
+    _check_params([param for one in sets for param in one["params"]], named)
+    made: FlatOptimizer = _flat_class(optimizer)(sets, managed, named, **options)
+    return made
+
+
+def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
+    """The groups of the model, showing their sharded parameters."""
+    found: dict[ContiguousGroup, None] = {}
+    for name, module in model.named_modules():
+        state = state_of(module)
+        for group in () if state is None else state.groups:
+            if not isinstance(group, ContiguousGroup):
+                first = ", ".join(param.name for param in group.params[:5])
+                raise ShardingError(
+                    f"{here()}: the parameters of '{name or type(module).__name__}' ({first}) are sharded"
+                    ' with layout="interleaved"; a flat optimizer needs fully_shard(..., layout="contiguous")'
+                )
+            found[group] = None
+    for group in found:
+        group.reshard()
+    return found
+
+
+def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Parameter, str]:
+    """The model's parameters and what they are called."""
+    named = {}
+    for name, param in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        named[param] = name
+    ours = {id(param.sharded) for group in managed for param in group.params}
+    other = [
+        name for param, name in named.items() if id(param) not in ours and isinstance(param, ShardedRows)
+    ]
+    if other or not managed:
+        wrong = other or list(named.values())
+        raise ShardingError(
+            f"{here()}: {len(wrong)} parameters ({', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''})"
+            f" are {'sharded by a module around this one' if other else 'not sharded'}; pass the module that"
+            ' fully_shard(..., layout="contiguous") was applied to, or one that contains it'
+        )
+    return named
+
+
+def _check_params(given: Sequence[nn.Parameter], named: dict[nn.Parameter, str]) -> None:
+    seen: set[nn.Parameter] = set()
+    for param in given:
+        if param not in named:
+            raise ShardingError(
+                f"{here()}: params holds a {type(param).__name__} of shape {tuple(param.shape)} that is not a"
+                " parameter of the model; take parameters from the model after fully_shard"
+            )
+        if param in seen:
+            raise ShardingError(f"{here()}: '{named[param]}' is given twice in params")
+        seen.add(param)
+
+
+@dataclass(eq=False)
+class _Run:
+    """Neighbours in a shard buffer that are optimized as one tensor, and others without memory here."""
+
+    group: ContiguousGroup
+    segment: int
+    begin: int  # of its range of the shard buffer
+    end: int
+    members: list[RowsParam] = field(default_factory=list)
+
+    def lay(self) -> None:
+        """Take hold of the buffer as it is now."""
+        self.shard = self.group.shards[self.segment]
+        self.size = self.shard.numel()
+        self.tensor = nn.Parameter(self.shard.narrow(0, self.begin, self.end - self.begin))
+        self.params = [member.sharded for member in self.members]
+        here = [member for member in self.members if not member.place.box.is_empty]
+        self.here = [(member.sharded, member.place.shard_offset) for member in here]
+        self.elsewhere = [member.sharded for member in self.members if member.place.box.is_empty]
+
+    @property
+    def is_current(self) -> bool:
+        return self.group.shards[self.segment] is self.shard
+
+    def gradient(self) -> Tensor | list[bool]:
+        """Of the whole run, without a copy where all are views of one reduced shard.
+
+        Or, if only some members have gradients, which.
+        """
+        try:
+            locals_ = [param.grad._local for param, _ in self.here]  # type: ignore[union-attr]
+        except AttributeError:
+            return self._gathered_up()
+        for param in self.elsewhere:
+            if param.grad is None:
+                return self._gathered_up()
+        if not locals_:
+            return torch.zeros_like(self.tensor)
+        base = _compat.base_of(locals_[0])
+        if base is None or base.numel() != self.size:
+            return self._gathered_up()
+        for local, (_, offset) in zip(locals_, self.here, strict=True):
+            if _compat.base_of(local) is not base or local.storage_offset() != offset:
+                return self._gathered_up()
+        return (
+            base if self.end - self.begin == self.size else base.narrow(0, self.begin, self.end - self.begin)
+        )
+
+    def _gathered_up(self) -> Tensor | list[bool]:
+        has = [param.grad is not None for param in self.params]
+        if not all(has):
+            return has
+        made = torch.zeros_like(self.tensor)
+        for member, param in zip(self.members, self.params, strict=True):
+            self.rows_of(made, member).copy_(cast(Tensor, param.grad))
+        return made
+
+    def rows_of(self, tensor: Tensor, member: RowsParam) -> ShardedRows:
+        """A member's rows of a tensor that lies as this run does."""
+        rows = member.place.box
+        begin = 0 if rows.is_empty else member.place.shard_offset - self.begin
+        return ShardedRows.wrap(tensor.narrow(0, begin, rows.numel).view(rows.sizes), member.piece)
+
+    def padding(self) -> list[Tensor]:
+        """The memory of this run that no member uses."""
+        found, end = [], self.begin
+        for rows, start in [(m.place.box, m.place.shard_offset) for m in self.members]:
+            if not rows.is_empty:
+                found.append((end, start))
+                end = start + rows.numel
+        found.append((end, self.end))
+        return [self.tensor.detach().narrow(0, a - self.begin, b - a) for a, b in found if b > a]
+
+    def cut(self, kinds: Sequence[Any]) -> list[tuple[Any, _Run]]:
+        """Runs of members of equal kind, over the same range."""
+        runs: list[tuple[Any, _Run]] = []
+        for member, kind in zip(self.members, kinds, strict=True):
+            if member.place.box.is_empty:
+                continue
+            if not runs or runs[-1][0] != kind:
+                begin = self.begin
+                if runs:
+                    begin = runs[-1][1].end = member.place.shard_offset
+                runs.append((kind, _Run(self.group, self.segment, begin, self.end)))
+            runs[-1][1].members.append(member)
+        for member, kind in zip(self.members, kinds, strict=True):
+            if not member.place.box.is_empty:
+                continue
+            run = next((run for of, run in runs if of == kind), None)
+            if run is None:
+                run = _Run(self.group, self.segment, self.end, self.end)
+                runs.append((kind, run))
+            run.members.append(member)
+        return runs
+
+
+class FlatOptimizer(Optimizer):
+    """What `flat` returns: an instance of this class and of the optimizer's.
+
+    `param_groups` hold the options, which schedulers may change, and flat tensors.
+    """
+
+    def __init__(
+        self,
+        sets: list[dict[str, Any]],
+        managed: Iterable[ContiguousGroup],
+        named: dict[nn.Parameter, str],
+        **options: Any,
+    ) -> None:
+        self._names_by_set = [[named[param] for param in one["params"]] for one in sets]
+        set_of = {id(param): i for i, one in enumerate(sets) for param in one["params"]}
+        tensors: list[list[nn.Parameter]] = [[] for _ in sets]
+        self._runs: dict[nn.Parameter, _Run] = {}
+        self._run_names: dict[RowsParam, str] = {}
+        sharded: set[int] = set()
+        for group in managed:
+            for index, segment in enumerate(group.layout.segments):
+                members = [group.params[place.index] for place in segment.places]
+                sharded.update(id(member.sharded) for member in members)
+                whole = _Run(group, index, 0, segment.shard_numel, members)
+                for kind, run in whole.cut([set_of.get(id(member.sharded)) for member in members]):
+                    if kind is None:
+                        continue
+                    run.lay()
+                    self._runs[run.tensor] = run
+                    self._run_names.update({member: named[member.sharded] for member in run.members})
+                    tensors[kind].append(run.tensor)
+        self._ordinary: dict[nn.Parameter, str] = {}
+        for own, one in zip(tensors, sets, strict=True):
+            ordinary = {param: named[param] for param in one["params"] if id(param) not in sharded}
+            self._ordinary.update(ordinary)
+            own.extend(ordinary)
+        self._is_built = False
+        groups = [{**one, "params": own} for one, own in zip(sets, tensors, strict=True)]
+        cast(Any, super()).__init__(groups, **options)
+        self._is_built = True
+        self._list_params()
+        self.register_step_pre_hook(_before_step)
+        self.register_step_post_hook(_after_step)
+
+    def _list_params(self) -> None:
+        self._params = [*self._ordinary, *(param for run in self._runs.values() for param in run.params)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_is_built", False):
+            raise ShardingError(
+                f"{here()}: a flat optimizer lays out its memory once; give all parameters in params="
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop, or set to zero, the gradients of the model's parameters."""
+        if set_to_none:
+            for param in self._params:
+                param.grad = None
+            return
+        for param in self._params:
+            if param.grad is not None:
+                param.grad.detach().zero_()
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Let each flat tensor's gradient be that of its parameters, until the step ends. Local.
+
+        A step does it first (with a closure, after each evaluation).
+        """
+        for tensor, run in list(self._runs.items()):
+            if not run.is_current:
+                tensor, run = self._moved(tensor, run)
+            grad = run.gradient()
+            if isinstance(grad, Tensor):
+                tensor.grad = grad
+            elif any(grad):
+                for part in self._split(tensor, run.cut(grad)):
+                    found = part.gradient()
+                    part.tensor.grad = found if isinstance(found, Tensor) else None
+            else:
+                tensor.grad = None
+
+    def _moved(self, tensor: nn.Parameter, run: _Run) -> tuple[nn.Parameter, _Run]:
+        """The model has other memory now: `to_empty`, `load_state_dict(assign=True)`, ..."""
+        shard = run.group.shards[run.segment]
+        if self.state.get(tensor) and (shard.dtype, shard.device) != (tensor.dtype, tensor.device):
+            raise ShardingError(
+                f"{here()}: '{self._run_names[run.members[0]]}' is {shard.dtype} on {shard.device} now, but"
+                f" the optimizer's state is {tensor.dtype} on {tensor.device}; convert and move the model"
+                " before its first step"
+            )
+        (moved,) = self._split(tensor, run.cut([None] * len(run.members)))
+        return moved.tensor, moved
+
+    def _split(self, tensor: nn.Parameter, cut: list[tuple[Any, _Run]]) -> list[_Run]:
+        """Put other runs over the same range in place of one, each with its part of the state."""
+        whole = self._runs.pop(tensor)
+        state = self.state.pop(tensor, {})
+        parts = [run for _, run in cut]
+        for part in parts:
+            part.lay()
+            self._runs[part.tensor] = part
+            if state:
+                begin, size = part.begin - whole.begin, part.end - part.begin
+                self.state[part.tensor] = {
+                    key: value.narrow(0, begin, size) if _is_state(value, tensor) else _copied(value)
+                    for key, value in state.items()
+                }
+        for group in self.param_groups:
+            members = group["params"]
+            for i, member in enumerate(members):
+                if member is tensor:
+                    members[i : i + 1] = [part.tensor for part in parts]
+                    break
+        self._list_params()
+        return parts
+
+    # State by parameter name
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by parameter name, as torch's `get_optimizer_state_dict` has it. Local.
+
+        `{"state": {name: {"exp_avg": rows, "step": scalar, ...}}, "param_groups": [{"params": [name, ...],
+        "lr": ..., ...}]}`. Rows (`ShardedRows`) are this rank's and share memory with the optimizer; a
+        distributed checkpoint writes and reads them for any number of ranks. Before the first step there is
+        no state; see `allocate_state`.
+        """
+        packed = super().state_dict()
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        found: dict[str, dict[str, Any]] = {}
+        for index, values in packed["state"].items():
+            tensor = tensors[index]
+            run = self._runs.get(tensor)
+            if run is None:
+                found[self._ordinary[tensor]] = values
+                continue
+            for member in run.members:
+                found[self._run_names[member]] = {
+                    key: run.rows_of(value, member) if _is_state(value, tensor) else _copied(value)
+                    for key, value in values.items()
+                }
+        names = [name for own in self._names_by_set for name in own]
+        groups = [
+            {**group, "params": list(own)}
+            for group, own in zip(packed["param_groups"], self._names_by_set, strict=True)
+        ]
+        return {"state": {name: found[name] for name in names if name in found}, "param_groups": groups}
+
+    def allocate_state(self) -> None:
+        """Give parameters without state some, for `state_dict` to name what a checkpoint is to fill. Local.
+
+        The values are those after one step with gradients of zero; parameters do not change.
+        """
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if not self.state.get(tensor):
+                    stand_in = nn.Parameter(torch.zeros_like(tensor))
+                    stand_in.grad = torch.zeros_like(stand_in)
+                    kind = cast(Any, type(self)).kind
+                    made = kind([{**group, "params": [stand_in]}])
+                    made.step()
+                    if made.state[stand_in]:
+                        self.state[tensor] = made.state[stand_in]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state by parameter name: `state_dict()`'s, or torch's `get_optimizer_state_dict`'s.
+
+        Values are rows, DTensors or whole tensors. Local for rows that are cut as the parameters are;
+        else collective over the ranks that hold them.
+
+        Raises:
+            ShardingError: names, groups or shapes that are not those of this optimizer.
+        """
+        loaded = _by_name(state_dict, self._names_by_set)
+        state: dict[str, Any] = state_dict["state"]
+        members = {name: member for member, name in self._run_names.items()}
+        local = {
+            name: _local_state(name, state[name], members[name])
+            for own in self._names_by_set
+            for name in own
+            if name in members and name in state
+        }
+        for tensor, run in list(self._runs.items()):
+            kinds = [_kind(local.get(self._run_names[member])) for member in run.members]
+            if kinds.count(kinds[0]) != len(kinds):
+                self._split(tensor, run.cut(kinds))
+        packed: dict[str, Any] = {"state": {}, "param_groups": []}
+        index = 0
+        for group, options in zip(self.param_groups, loaded, strict=True):
+            first = index
+            for tensor in group["params"]:
+                if tensor in self._ordinary:
+                    values = state.get(self._ordinary[tensor])
+                else:
+                    run = self._runs[tensor]
+                    values = _joined(run, [local.get(self._run_names[member]) for member in run.members])
+                if values:
+                    packed["state"][index] = values
+                index += 1
+            packed["param_groups"].append({**options, "params": list(range(first, index))})
+        super().load_state_dict(packed)
+
+
+@lru_cache
+def _flat_class(kind: type[Optimizer]) -> Any:
+    return type(f"Flat{kind.__name__}", (FlatOptimizer, kind), {"kind": kind})
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    assert isinstance(optimizer, FlatOptimizer)
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise ShardingError(
+            f"{here()}: a flat optimizer does not know torch.amp.GradScaler; train in bfloat16, or build the"
+            " optimizer over model.parameters()"
+        )
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return optimizer.take_gradients()
+
+    def evaluated() -> Any:
+        loss = closure()
+        optimizer.take_gradients()
+        return loss
+
+    return (args[0], evaluated), {}
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    assert isinstance(optimizer, FlatOptimizer)
+    for tensor in optimizer._runs:
+        tensor.grad = None
+    for group in optimizer.param_groups:
+        if group.get("eps") == 0:  # padding, whose gradient is zero, was divided by zero
+            for tensor in group["params"]:
+                if tensor in optimizer._runs:
+                    for unused in optimizer._runs[tensor].padding():
+                        unused.zero_()
+
+
+def _is_state(value: Any, tensor: Tensor) -> bool:
+    """Has `value` an element for each of `tensor`?"""
+    return isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _by_name(state_dict: dict[str, Any], own: list[list[str]]) -> list[dict[str, Any]]:
+    """The loaded options of each set of parameters."""
+    groups = state_dict["param_groups"]
+    where = {name: i for i, group in enumerate(groups) for name in group["params"]}
+    if any(not isinstance(name, str) for name in where):
+        raise ShardingError(
+            f"{here()}: this optimizer state numbers its parameters; a flat optimizer loads states by name,"
+            " from its own state_dict() or torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+        )
+    names = [name for each in own for name in each]
+    missing = [name for name in names if name not in where]
+    unknown = sorted({*where, *state_dict["state"]} - set(names))
+    if missing or unknown:
+        raise ShardingError(
+            f"{here()}: the optimizer state lacks {missing[:5] or 'nothing'}, and has"
+            f" {unknown[:5] or 'nothing'} more than this optimizer; build it over the same parameters as"
+            " the one that was saved"
+        )
+    for each in own:
+        if len({where[name] for name in each}) > 1:
+            raise ShardingError(
+                f"{here()}: {each[:5]} have one set of options here but several in the loaded state; give the"
+                " same groups in params= as the optimizer that was saved"
+            )
+    return [dict(groups[where[each[0]]]) if each else {} for each in own]
+
+
+def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
+    """One parameter's state with local rows in place of tensors of its shape."""
+    found = {}
+    for key, value in values.items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            found[key] = value
+            continue
+        if value.shape != member.piece.shape:
+            raise ShardingError(
+                f"{here()}: '{key}' of '{name}' has shape {tuple(value.shape)}, expected that of the"
+                f" parameter, {tuple(member.piece.shape)}"
+            )
+        if isinstance(value, ShardedRows) and value.piece == member.piece:
+            found[key] = value.local
+        else:
+            local = torch.empty(member.place.box.sizes, dtype=value.dtype, device=member.local.device)
+            ShardedRows.wrap(local, member.piece).copy_(value)
+            found[key] = local
+    return found
+
+
+def _kind(values: dict[str, Any] | None) -> Any:
+    """Equal for parameters that can share a state."""
+    if not values:
+        return ()
+    return tuple(
+        (key, None if value.ndim else value.item()) if isinstance(value, Tensor) else (key, value)
+        for key, value in sorted(values.items())
+    )
+
+
+def _joined(run: _Run, each: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """The state of a run from those of its members."""
+    joined: dict[str, Any] = {}
+    for key, first in (each[0] or {}).items():
+        if not isinstance(first, Tensor) or first.ndim == 0:
+            joined[key] = _copied(first)
+            continue
+        joined[key] = torch.zeros_like(run.tensor)
+        for member, values in zip(run.members, each, strict=True):
+            assert values is not None
+            run.rows_of(joined[key], member).local.copy_(values[key])
+    return joined

@@ -1,0 +1,338 @@
+"""Exactly which collectives, bytes, storage resizes and copies a step of the contiguous layout makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fsdp.models import Net, sharded_net, step
+from ranks import on_ranks
+from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise.comm import DefaultReduceScatter
+from shardwise.comm.count import CommCounter
+from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.state import state_of
+
+COPIES = {"copy_", "_foreach_copy_", "split", "split_with_sizes", "split_with_sizes_copy", "cat", "clone"}
+COPIES |= {"_to_copy", "contiguous", "chunk", "stack", "index_copy_", "fill_", "zero_"}
+
+
+def net(*, blocks: int = 3, **options: Any) -> Net:
+    """Every block and the root sharded by rows, past the first forward, whose ranks compare layouts."""
+    model = sharded_net(blocks=blocks, layout="contiguous", **options)
+    step(model)
+    model.zero_grad()
+    return model
+
+
+def groups(model: nn.Module) -> list[ContiguousGroup]:
+    states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
+    return [group for state in states for group in state.groups]
+
+
+def unsharded_bytes(model: nn.Module) -> list[int]:
+    """Of each group's gathered buffers, by the arithmetic: ranks x shard x bytes per element."""
+    return [sum(s.unsharded_numel * s.gather_dtype.itemsize for s in g.layout.segments) for g in groups(model)]
+
+
+def kinds(counter: CommCounter) -> dict[str, int]:
+    return {kind: counter.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that reach the dispatcher, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func._schema.name.split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def copies(self) -> dict[str, int]:
+        return {name: count for name, count in self.seen.items() if name in COPIES}
+
+
+# Collectives
+
+
+@on_ranks(2, 3, 4)
+def test_a_step_gathers_each_group_twice_but_the_root_and_the_last_block_once() -> None:
+    model = net()
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 2 * 2 + 1 + 1, "reduce_scatter": 4, "all_reduce": 0}
+    assert len(counter.calls) == 6 + 4, "nothing else: no collective per parameter"
+
+
+@on_ranks(2, 3)
+def test_a_root_that_reshards_is_gathered_again() -> None:
+    model = net(reshard_after_forward=True)
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
+    assert len(counter.calls) == 12
+
+
+@on_ranks(2, 3)
+def test_without_resharding_each_group_is_gathered_once() -> None:
+    model = net(reshard_after_forward=False)
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 0}
+    assert len(counter.calls) == 8
+
+
+@on_ranks(1)
+def test_a_rank_alone_communicates_nothing() -> None:
+    model = net()
+    with CommCounter() as counter:
+        step(model)
+    assert counter.calls == []
+
+
+@on_ranks(4)
+def test_hsdp_adds_one_all_reduce_of_the_shard_per_group() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = net(mesh=mesh)
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 4}
+    assert counter.bytes("all_reduce") == counter.bytes("reduce_scatter") // 2
+
+
+@on_ranks(4)
+def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups() -> None:
+    model = net(reshard_after_forward=2)
+    with CommCounter() as counter:
+        step(model)
+    sizes = [call.group_size for call in counter.calls if call.kind == "all_gather"]
+    assert (sizes.count(4), sizes.count(2)) == (4, 4)
+    assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
+
+
+@on_ranks(2)
+def test_accumulation_without_sync_and_without_resharding_communicates_only_once() -> None:
+    model = net(reshard_after_forward=False)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    with CommCounter() as first:
+        step(model)
+    with CommCounter() as second:
+        step(model)
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    with CommCounter() as last:
+        step(model)
+    assert kinds(first) == {"all_gather": 4, "reduce_scatter": 0, "all_reduce": 0}
+    assert second.calls == []
+    assert kinds(last) == {"all_gather": 0, "reduce_scatter": 4, "all_reduce": 0}
+
+
+@on_ranks(2, 3)
+def test_frozen_parameters_are_gathered_on_their_own_and_never_reduced() -> None:
+    """Two segments: one all-gather each, one reduce-scatter of the trained one alone."""
+    model = Net(blocks=2)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+        fully_shard(block, layout="contiguous")
+    fully_shard(model, layout="contiguous")
+    step(model)
+    model.zero_grad()
+    trained = [[s for s in g.layout.segments if s.trainable] for g in groups(model)]
+    with CommCounter() as counter:
+        step(model)
+    assert kinds(counter) == {"all_gather": 1 + 2 * (1 + 2), "reduce_scatter": 3, "all_reduce": 0}
+    assert counter.bytes("reduce_scatter") == 4 * sum(s.unsharded_numel for g in trained for s in g)
+
+
+# Bytes
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("cast", [False, True], ids=["fp32", "bf16"])
+def test_the_bytes_of_a_step_are_those_of_the_packed_parameters(cast: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cast else MixedPrecisionPolicy()
+    model = net(mp_policy=policy)
+    root, *blocks = unsharded_bytes(model)
+    with CommCounter() as counter:
+        step(model)
+    assert counter.bytes("all_gather") == root + 2 * sum(blocks[:-1]) + blocks[-1]
+    assert counter.bytes("reduce_scatter") == (2 if cast else 1) * (root + sum(blocks))
+    # and the packing wastes no more than aligning every parameter and one row could
+    numel = sum(p.numel() for p in Net(blocks=3).parameters())
+    bound = sum(4 + p.shape[1:].numel() for p in Net(blocks=3).parameters())
+    size = 2 if cast else 4
+    ranks = torch.distributed.get_world_size()
+    assert size * numel <= root + sum(blocks) <= size * (numel + ranks * bound)
+
+
+@on_ranks(2, 4)
+def test_parameters_that_divide_evenly_travel_without_padding() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
+    fully_shard(model, layout="contiguous")
+    with CommCounter() as counter:
+        model.unshard()
+    assert counter.bytes("all_gather") == 4 * 3 * 64
+
+
+# Memory operations
+
+
+@on_ranks(2, 3)
+def test_a_gather_resizes_one_storage_each_way() -> None:
+    model = net()
+    block = model.blocks[0]
+    assert isinstance(block, FSDPModule)
+    (group,) = block._groups()
+    resized: list[int] = []
+    (buffer,) = group.buffers
+    storage = buffer.storage
+
+    class Spy:
+        def resize_(self, nbytes: int) -> None:
+            resized.append(nbytes)
+            storage.resize_(nbytes)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(storage, name)
+
+    buffer.storage = Spy()
+    block.unshard()
+    assert resized == [buffer.nbytes]
+    assert buffer.nbytes == 4 * group.layout.segments[0].unsharded_numel
+    assert storage.nbytes() == buffer.nbytes
+    block.reshard()
+    assert resized == [buffer.nbytes, 0]
+    resized.clear()
+    step(model)
+    assert resized == [buffer.nbytes, 0] * 2, "forward and backward"
+    assert storage.nbytes() == 0
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("cast", [False, True], ids=["fp32", "bf16"])
+def test_a_gather_copies_nothing_but_what_it_casts(cast: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cast else MixedPrecisionPolicy()
+    model = net(mp_policy=policy)
+    for _ in range(2):
+        with Operators() as operators:
+            model.unshard()
+        assert operators.copies == ({"copy_": 1} if cast else {})
+        assert sum(operators.seen.values()) <= 3, operators.seen
+        model.reshard()
+
+
+@on_ranks(2, 3)
+def test_a_forward_casts_once_per_group() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    model = sharded_net(layout="contiguous", mp_policy=policy, reshard_after_forward=True)
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(x)
+        with Operators() as operators:
+            model(x)
+    assert operators.copies == {"copy_": 4}, "three blocks and the root; nothing else is copied or cast"
+
+
+class Unseen(DefaultReduceScatter):
+    """Hides from dispatch modes what gloo copies inside a reduce-scatter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return super().__call__(*args, **kwargs)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("cast", [False, True], ids=["fp32", "bf16"])
+def test_a_reduction_makes_one_batched_copy(cast: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cast else MixedPrecisionPolicy()
+    model = net(mp_policy=policy)
+    model.blocks[1].set_custom_reduce_scatter(Unseen())
+    (reducer,) = state_of(model.blocks[1]).reducers
+    seen: list[dict[str, int]] = []
+    reduce = type(reducer).reduce
+
+    def counted(self: Any, taken: Any, *, streams: Any) -> Any:
+        if self is not reducer:
+            return reduce(self, taken, streams=streams)
+        with Operators() as operators:
+            results = reduce(self, taken, streams=streams)
+        seen.append(operators.copies)
+        return results
+
+    with mock.patch.object(type(reducer), "reduce", counted):
+        step(model)
+    (copies,) = seen
+    segment = reducer.group.layout.segments[0]
+    gaps = sum(a.start + a.numel < b.start for a, b in pairwise(segment.places))
+    gaps += segment.places[-1].start + segment.places[-1].numel < segment.unsharded_numel
+    zeros = copies.pop("zero_", 0) + copies.pop("clone", 0)  # of padding
+    assert zeros <= gaps
+    assert copies == ({"_foreach_copy_": 1} if cast else {"cat": 1})
+
+
+# Slices
+
+
+class Counted(DefaultReduceScatter):
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.sizes.append(input_tensor.numel())
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+def gradients(staging_bytes: int | None, **options: Any) -> tuple[dict[str, Tensor], list[int], int]:
+    model = net(blocks=1, **options)
+    counted = Counted()
+    for module in (model, model.blocks[0]):
+        assert isinstance(module, FSDPModule)
+        module.set_custom_reduce_scatter(counted)
+        for group in module._groups():
+            if staging_bytes is not None:
+                group.settings.staging_bytes = staging_bytes
+    step(model)
+    step(model)  # adds to the gradients that are there
+    full = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    expected = 0
+    ranks = torch.distributed.get_world_size()
+    for group in groups(model):
+        (segment,) = group.layout.segments
+        whole = segment.unsharded_numel * 4
+        if staging_bytes is None or whole <= staging_bytes:
+            expected += 1
+        else:
+            expected += -(-segment.shard_numel // max(1, staging_bytes // 4 // ranks))
+    return full, counted.sizes, 2 * expected
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("staging_bytes", [1, 64, 200, 1000, 10**6])
+@pytest.mark.parametrize("cast", [False, True], ids=["fp32", "bf16"])
+def test_slices_of_bounded_size_reduce_to_the_same_gradients(staging_bytes: int, cast: bool) -> None:
+    """Over two ranks bit for bit; over three gloo's order of additions follows the buffer."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cast else MixedPrecisionPolicy()
+    unsliced, once, _ = gradients(None, mp_policy=policy)
+    sliced, sizes, expected = gradients(staging_bytes, mp_policy=policy)
+    assert len(once) == 4
+    assert len(sizes) == expected
+    ranks = torch.distributed.get_world_size()
+    assert max(sizes) <= max(staging_bytes // 4, ranks)
+    assert sum(sizes) == sum(once)
+    for name, mine in sliced.items():
+        if ranks == 2:
+            assert torch.equal(mine, unsliced[name]), name
+        else:
+            torch.testing.assert_close(mine, unsliced[name], rtol=1e-6, atol=1e-6)

@@ -1,0 +1,164 @@
+"""Checkpoints hold whole tensors: rows, DTensors and plain tensors read each other's."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pieces import FOUR_RANKS, Cut, all_on_last, even, gathered, parameter, sharded, uneven
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardwise.checkpoint
+from ranks import RankPool, on_ranks
+from shardwise.errors import ShardingError
+from shardwise.sharded_parameter import ShardedParameter, ShardedRows
+
+WHOLE = {
+    "weight": torch.arange(35.0).view(7, 5),
+    "bias": torch.arange(3.0).bfloat16(),
+    "one": torch.ones(1, 2),
+    "none": torch.empty(0, 3),
+}
+CUTS: dict[str, Cut] = {cut.__name__: cut for cut in FOUR_RANKS}
+
+
+def state(form: str, *, empty: bool) -> dict[str, Any]:
+    wholes = {name: torch.zeros_like(whole) if empty else whole.clone() for name, whole in WHOLE.items()}
+    if form == "plain":
+        return wholes
+    if form == "dtensor":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return {name: distribute_tensor(whole, mesh, [Shard(0)]) for name, whole in wholes.items()}
+    if form in ("rowwise", "columnwise"):
+        wholes.pop("none")
+    return {name: sharded(whole, CUTS[form]) for name, whole in wholes.items()}
+
+
+def save(form: str, path: Path) -> None:
+    dcp.save(state(form, empty=False), checkpoint_id=path)
+
+
+def load(form: str, path: Path) -> None:
+    target = state(form, empty=True)
+    dcp.load(target, checkpoint_id=path)
+    for name, value in target.items():
+        found = value.full_tensor() if isinstance(value, DTensor) else gathered(value)
+        assert torch.equal(found, WHOLE[name]), name
+
+
+@pytest.mark.parametrize("form", ["uneven", "all_on_last"])
+def test_rows_saved_on_two_ranks_load_on_any_number_in_any_form(
+    ranks: RankPool, tmp_path: Path, form: str
+) -> None:
+    ranks(save, form, tmp_path, world_size=2)
+    for world_size in (1, 3, 4):
+        for target in ("even", "uneven", "all_on_last", "dtensor", "plain"):
+            ranks(load, target, tmp_path, world_size=world_size)
+    for target in ("two_groups", "replicated", "rowwise", "columnwise"):
+        ranks(load, target, tmp_path, world_size=4)
+
+
+@pytest.mark.parametrize("form", ["dtensor", "plain"])
+def test_rows_load_what_others_saved(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    ranks(save, form, tmp_path, world_size=2)
+    for world_size in (1, 3):
+        ranks(load, "uneven", tmp_path, world_size=world_size)
+
+
+@pytest.mark.parametrize("form", ["two_groups", "replicated", "rowwise", "columnwise"])
+def test_rows_on_a_mesh_load_on_one_rank(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    ranks(save, form, tmp_path, world_size=4)
+    ranks(load_part, tmp_path, form in ("rowwise", "columnwise"), world_size=1)
+
+
+def load_part(path: Path, without_empty: bool) -> None:
+    target = {
+        name: torch.zeros_like(whole) for name, whole in WHOLE.items() if whole.numel() or not without_empty
+    }
+    dcp.load(target, checkpoint_id=path)
+    assert all(torch.equal(value, WHOLE[name]) for name, value in target.items())
+
+
+def save_ours(path: Path) -> None:
+    shardwise.checkpoint.save(path, {"model": state("uneven", empty=False)}, step=3)
+
+
+def load_ours(form: str, path: Path) -> None:
+    target = {"model": state(form, empty=True)}
+    assert shardwise.checkpoint.load(path, target) == 3
+    for name, value in target["model"].items():
+        assert torch.equal(gathered(value), WHOLE[name])
+
+
+def test_shardwise_checkpoints_hold_rows(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(save_ours, tmp_path, world_size=2)
+    for world_size, form in ((1, "even"), (3, "all_on_last"), (3, "plain")):
+        ranks(load_ours, form, tmp_path, world_size=world_size)
+
+
+# torch's state-dict functions
+
+
+def model(cut: Cut) -> nn.Linear:
+    torch.manual_seed(6)
+    linear = nn.Linear(5, 7)
+    for name, param in list(linear.named_parameters()):
+        setattr(linear, name, parameter(param.detach(), cut))
+    return linear
+
+
+@on_ranks(2)
+def test_a_sharded_state_dict_holds_rows() -> None:
+    linear = model(uneven)
+    optimizer = torch.optim.AdamW(linear.parameters())
+    for param in linear.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for value in get_model_state_dict(linear).values():
+        assert isinstance(value, ShardedRows)
+    states = get_optimizer_state_dict(linear, optimizer)["state"]
+    assert isinstance(states["weight"]["exp_avg"], ShardedRows)
+    target = model(all_on_last)
+    with torch.no_grad():
+        target.weight.zero_()
+    set_model_state_dict(target, get_model_state_dict(linear))
+    assert torch.equal(target.weight.full_tensor(), linear.weight.full_tensor())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_full_state_dict_loads_into_rows(broadcast: bool) -> None:
+    linear = model(uneven)
+    wanted: dict[str, Tensor] = {"weight": torch.ones(7, 5), "bias": torch.arange(7.0)}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(linear, wanted if not broadcast or dist.get_rank() == 0 else {}, options=options)
+    for name, param in linear.named_parameters():
+        assert isinstance(param, ShardedParameter)
+        assert torch.equal(param.full_tensor(), wanted[name])
+
+
+@on_ranks(2)
+def test_a_full_state_dict_of_rows_is_never_one_rank_of_it() -> None:
+    linear = model(even)
+    for offload in (False, True):
+        found = get_model_state_dict(
+            linear, options=StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        )
+        for name, value in found.items():
+            assert torch.equal(gathered(value), linear.get_parameter(name).full_tensor())
+            assert isinstance(value, ShardedRows)  # not whole, but it says so and cannot be pickled
+            with pytest.raises(ShardingError, match="full_tensor"):
+                torch.save(value, io.BytesIO())

@@ -1,0 +1,192 @@
+"""Optimizers on rows train like the same optimizers on whole tensors.
+
+Elementwise ones are equal bit for bit; Adafactor, which takes norms, to 1e-12 of fp64 values near 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pieces import ANY_RANKS, FOUR_RANKS, Cut, gathered, local_rows, parameter, uneven
+from torch import Tensor
+
+from ranks import on_ranks
+from shardwise.errors import ShardingError
+from shardwise.sharded_parameter import ShardedRows
+
+SHAPES = [(7, 5), (3,), (1, 4), (5, 2, 3)]
+FORMS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}]
+FUSED: list[dict[str, Any]] = [*FORMS, {"fused": True}]
+optim = torch.optim
+
+# (kind, options, forms)
+ELEMENTWISE: list[tuple[type[optim.Optimizer], dict[str, Any], list[dict[str, Any]]]] = [
+    (optim.SGD, {"lr": 0.1}, FUSED),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, FUSED),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}, FUSED),
+    (optim.Adam, {"weight_decay": 0.1}, FUSED),
+    (optim.Adam, {"amsgrad": True, "maximize": True}, FUSED),
+    (optim.AdamW, {"weight_decay": 0.1}, FUSED),
+    (optim.AdamW, {"amsgrad": True, "maximize": True}, FUSED),
+    (optim.AdamW, {"lr": torch.tensor(0.01)}, [{"foreach": False}, {"fused": True}]),
+    (optim.Adamax, {"weight_decay": 0.1, "maximize": True}, FORMS),
+    (optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1}, FUSED),
+    (optim.Adadelta, {"weight_decay": 0.1, "maximize": True}, FORMS),
+    (optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, FORMS),
+    (optim.RAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, FORMS),
+    (optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}, FORMS),
+    (optim.Rprop, {"maximize": True}, FORMS),
+    (optim.ASGD, {"t0": 2, "weight_decay": 0.1}, FORMS),
+]
+
+
+def wholes(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+Make = Callable[[list[Tensor]], optim.Optimizer]
+
+
+def train(make: Make, cut: Cut, *, dtype: torch.dtype = torch.float32) -> tuple[list[Any], list[Any]]:
+    """Parameters and optimizer state, of rows and of whole tensors, after four steps.
+
+    The optimizer of the rows is loaded into a new one in between.
+    """
+    start = wholes(dtype)
+    pieces = [cut(shape) for shape in SHAPES]
+    ours = [
+        parameter(whole, lambda _, piece=piece: piece) for whole, piece in zip(start, pieces, strict=True)
+    ]
+    theirs = [torch.nn.Parameter(whole.clone()) for whole in start]
+    optimizer, reference = make(ours), make(theirs)
+    for step in range(4):
+        for mine, yours, piece, grad in zip(ours, theirs, pieces, wholes(dtype), strict=True):
+            mine.grad = ShardedRows.wrap(local_rows(grad, piece), piece)
+            yours.grad = grad
+        optimizer.step()
+        reference.step()
+        if step == 1:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(ours)
+            optimizer.load_state_dict(saved)
+    return [ours, optimizer], [theirs, reference]
+
+
+def compare(found: list[Any], expected: list[Any], check: Callable[[Tensor, Tensor], None]) -> None:
+    for mine, yours in zip(found[0], expected[0], strict=True):
+        assert mine._is_param
+        check(mine.full_tensor(), yours.data)
+        ours, theirs = found[1].state[mine], expected[1].state[yours]
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == yours.shape:
+                assert isinstance(ours[name], ShardedRows)
+                assert ours[name].piece == mine.piece
+            check(gathered(torch.as_tensor(ours[name])), torch.as_tensor(value))
+
+
+def equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def check_elementwise(cut: Cut) -> None:
+    for kind, options, forms in ELEMENTWISE:
+        for form in forms:
+            made = train(lambda params: kind(params, **options, **form), cut)  # noqa: B023 - called at once
+            compare(*made, equal)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
+def test_elementwise_optimizers_step_like_on_whole_tensors(cut: Cut) -> None:
+    check_elementwise(cut)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
+def test_elementwise_optimizers_step_like_on_whole_tensors_on_a_mesh(cut: Cut) -> None:
+    check_elementwise(cut)
+
+
+def check_adafactor(cut: Cut) -> None:
+    for options in ({"foreach": False}, {"foreach": True}, {"weight_decay": 0.1, "maximize": True}):
+        made = train(lambda params: optim.Adafactor(params, **options), cut, dtype=torch.float64)  # noqa: B023
+        compare(*made, close)
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
+def test_adafactor_steps_like_on_whole_tensors(cut: Cut) -> None:
+    check_adafactor(cut)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("cut", [*FOUR_RANKS[3:6]], ids=lambda cut: cut.__name__)
+def test_adafactor_steps_like_on_whole_tensors_on_a_mesh(cut: Cut) -> None:
+    check_adafactor(cut)
+
+
+@on_ranks(4)
+def test_adafactor_refuses_columns_cut_by_tensor_parallelism() -> None:
+    with pytest.raises(ShardingError, match=r"cut differently|not defined"):
+        train(lambda params: optim.Adafactor(params[:1]), FOUR_RANKS[6])
+
+
+@on_ranks(2)
+def test_optimizers_of_whole_matrices_refuse_rows_and_say_what_to_use() -> None:
+    matrix = parameter(torch.randn(6, 4), uneven)
+    matrix.grad = ShardedRows.wrap(torch.randn_like(matrix.local), matrix.piece)
+    with pytest.raises(ShardingError, match=r"shardwise\.optim\.Muon"):
+        optim.Muon([matrix]).step()
+
+    def loss() -> float:
+        return 0.0
+
+    with pytest.raises(ShardingError, match="LBFGS"):
+        optim.LBFGS([matrix]).step(loss)
+
+
+@on_ranks(2)
+def test_one_optimizer_steps_plain_parameters_beside_rows() -> None:
+    for form in FUSED:
+        torch.manual_seed(1)
+        whole, plain = torch.randn(5, 3), torch.randn(5, 3)
+        grads = [torch.randn(5, 3), torch.randn(5, 3)]
+        mixed: list[Any] = [torch.nn.Parameter(plain.clone()), parameter(whole, uneven)]
+        reference = [torch.nn.Parameter(plain.clone()), torch.nn.Parameter(whole.clone())]
+        mixed[0].grad, reference[0].grad, reference[1].grad = grads[0].clone(), grads[0].clone(), grads[1]
+        mixed[1].grad = ShardedRows.wrap(local_rows(grads[1], mixed[1].piece), mixed[1].piece)
+        optim.AdamW(mixed, **form).step()
+        optim.AdamW(reference, **form).step()
+        for found, expected in zip(mixed, reference, strict=True):
+            equal(gathered(found.data), expected.data)
+
+
+@on_ranks(2)
+def test_a_fused_step_refuses_whole_state_beside_rows() -> None:
+    param = parameter(torch.randn(5, 3), uneven)
+    param.grad = torch.zeros_like(param)
+    optimizer = optim.AdamW([param], fused=True)
+    optimizer.step()
+    optimizer.state[param]["exp_avg"] = torch.zeros(5, 3)
+    with pytest.raises(ShardingError, match="cut alike"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_saving_an_optimizer_of_rows_by_pickle_is_refused() -> None:
+    param = parameter(torch.randn(5, 3), uneven)
+    param.grad = torch.zeros_like(param)
+    optimizer = optim.AdamW([param])
+    optimizer.step()
+    with pytest.raises(ShardingError, match=r"shardwise\.checkpoint\.save"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
