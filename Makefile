@@ -1,5 +1,7 @@
 # make help        what there is
 # make train       RANKS=4 STEPS=300 LAYOUT=interleaved DTYPE=float32 DATA=dir HSDP=1 RESUME=0
+#                  LAYOUT=contiguous STRATEGY=zero2 FLAT=1
+# make verify      RANKS=4
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,12 +13,15 @@ LAYOUT ?= interleaved
 DTYPE  ?= float32
 DATA   ?=
 HSDP   ?=
+FLAT   ?=
+STRATEGY ?=
 RESUME ?= 1
 OUT    ?= runs/train_gpt
 ARGS   ?=
 
 TRAIN_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) \
-	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) $(if $(filter 0,$(RESUME)),--no-resume)
+	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) \
+	$(if $(STRATEGY),--strategy $(STRATEGY)) $(if $(filter-out 0,$(FLAT)),--flat) $(if $(filter 0,$(RESUME)),--no-resume)
 
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -52,8 +57,8 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step
-	$(BIN)/shardwise verify examples/train_gpt.py --ranks $(RANKS)
+verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step, in both layouts
+	$(BIN)/shardwise verify examples/train_gpt.py --ranks $(RANKS) --layout both
 
 bench: $(VENV)/.installed ## every benchmark against torch, about 10 minutes
 	$(BIN)/python benchmarks/run_all.py

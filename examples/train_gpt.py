@@ -9,6 +9,7 @@ says what it cost. It needs no network and no GPU: the text is the Python standa
 source unless --data names a folder. Importing from `torch.distributed.fsdp` instead of
 `shardwise` in the one line below trains the same model to the same losses.
 
+--layout contiguous gathers the same parameters without a copy; checkpoints fit either layout.
 stdout holds only what the seed and the number of ranks determine; what depends on time or on
 memory goes to stderr and to the page.
 """
@@ -45,12 +46,15 @@ from torch.nn import functional as F
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.checkpoint import latest_step, load, save
 from shardwise.comm.count import CommCounter
+from shardwise.optim import FlatOptimizer, clip_grad_norm_, flat
 from shardwise.report import TrainingReport
 
 if TYPE_CHECKING:
     from shardwise.verify import Case
 
 VOCABULARY = 256  # a token is a byte
+ON_TWO_AXES = ("hsdp", "hierarchical_fsdp")
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", *ON_TWO_AXES)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,7 +63,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=int, help="ranks to start when torchrun did not start this script (default: 1)")
     add("--steps", type=int, default=300, help="optimizer steps in all, earlier runs' included")
     add("--layout", choices=["interleaved", "contiguous"], default="interleaved")
+    add("--strategy", choices=STRATEGIES, help="what is cut over the ranks (contiguous layout; default: all)")
     add("--hsdp", action="store_true", help="2-D mesh: replicate over 2, shard over the rest")
+    add("--flat", action="store_true", help="optimizer over flat memory (contiguous layout)")
     add(
         "--resume",
         action=argparse.BooleanOptionalAction,
@@ -84,7 +90,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sample", type=int, default=240, help="bytes of text to write at the end")
     add("--prompt", default="def ", help="what the sampled text starts with")
     add("--temperature", type=float, default=0.9, help="of sampling; 0 takes the likeliest byte")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.layout != "contiguous" and (args.strategy or args.flat):
+        parser.error("--strategy and --flat need --layout contiguous")
+    return args
 
 
 # ---------------------------------------------------------------------------------------- text
@@ -193,7 +202,14 @@ def next_byte_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------ sharding
 
 
-def shard(model: GPT, mesh: DeviceMesh, *, layout: str = "interleaved", dtype: str = "float32") -> None:
+def shard(
+    model: GPT,
+    mesh: DeviceMesh,
+    *,
+    layout: str = "interleaved",
+    strategy: str | None = None,
+    dtype: str = "float32",
+) -> None:
     """Cut every parameter over the mesh: one group per block, one for all the rest.
 
     A group is gathered just before it computes and freed right after, so a rank holds its
@@ -202,19 +218,26 @@ def shard(model: GPT, mesh: DeviceMesh, *, layout: str = "interleaved", dtype: s
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if layout != "interleaved":
-        options["layout"] = layout
+        options |= {"layout": layout, "strategy": strategy}
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
 
 
-def make_mesh(device: torch.device, *, hsdp: bool) -> DeviceMesh:
+def make_mesh(device: torch.device, *, two_axes: bool) -> DeviceMesh:
     ranks = dist.get_world_size()
-    if not hsdp:
+    if not two_axes:
         return init_device_mesh(device.type, (ranks,))
     if ranks % 2:
-        sys.exit(f"--hsdp replicates over 2: {ranks} ranks cannot be halved")
+        sys.exit(f"a 2-D mesh replicates over 2: {ranks} ranks cannot be halved")
     return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def make_optimizer(model: nn.Module, *, over_flat_memory: bool) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    if over_flat_memory:
+        return flat(torch.optim.AdamW, model, **options)
+    return torch.optim.AdamW(model.parameters(), **options)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -236,7 +259,7 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     """Gradients of the global batch's mean loss, clipped to norm 1; returns that loss."""
     loss = next_byte_loss(model, batch)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_norm_(model.parameters(), 1.0)
     return mean_over_ranks(loss)
 
 
@@ -275,11 +298,12 @@ def training_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
 ) -> dict[str, Any]:
     """All a run needs to go on: shards of parameters and moments, and plain numbers."""
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "progress": progress,
-    }
+    if isinstance(optimizer, FlatOptimizer):  # by parameter name, as torch's function has it
+        optimizer.allocate_state()
+        moments = optimizer.state_dict()
+    else:
+        moments = get_optimizer_state_dict(model, optimizer)
+    return {"model": get_model_state_dict(model), "optimizer": moments, "progress": progress}
 
 
 def resume(
@@ -288,13 +312,20 @@ def resume(
     state = training_state(model, optimizer, progress)
     load(folder, state)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if isinstance(optimizer, FlatOptimizer):
+        optimizer.load_state_dict(state["optimizer"])
+    else:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part: of a DTensor, of rows (contiguous layout), or all of a plain tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "local", tensor)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind this rank's part of the tensors."""
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
+    storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}
     return sum(storages.values())
 
 
@@ -400,6 +431,10 @@ def start_ranks(args: argparse.Namespace) -> None:
     os.execv(sys.executable, [*launcher, f"--nproc-per-node={args.ranks or 1}", *sys.argv])
 
 
+def of_layout(args: argparse.Namespace) -> str:
+    return f"{args.layout} layout" + (f" ({args.strategy})" if args.strategy else "")
+
+
 def run(args: argparse.Namespace, device: torch.device) -> None:
     """Everything between joining and leaving the process group."""
     ranks = dist.get_world_size()
@@ -409,11 +444,12 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(args.seed)  # every rank builds the same model, then keeps its share
     model = GPT(width=args.width, depth=args.depth, heads=args.heads, seq=args.seq).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    shard(model, make_mesh(device, hsdp=args.hsdp), layout=args.layout, dtype=args.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    mesh = make_mesh(device, two_axes=args.hsdp or args.strategy in ON_TWO_AXES)
+    shard(model, mesh, layout=args.layout, strategy=args.strategy, dtype=args.dtype)
+    optimizer = make_optimizer(model, over_flat_memory=args.flat)
 
     baseline = unigram_entropy(held_out)
-    say(f"{parameters:,} parameters over {ranks} ranks ({device.type}), {args.layout} layout, {args.dtype}")
+    say(f"{parameters:,} parameters over {ranks} ranks ({device.type}), {of_layout(args)}, {args.dtype}")
     say(f"{len(text):,} bytes of text, {len(held_out):,} held out; unigram baseline {baseline:.6f} nats/byte")
 
     progress: dict[str, Any] = {"step": 0, "position": 0, "losses": []}

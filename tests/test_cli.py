@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,29 @@ def test_a_verification_within_tolerance_exits_0_with_a_row_per_step(outcome):
     assert "Within tolerance" in result.output
 
 
+@pytest.mark.parametrize("broken", ["interleaved", "contiguous", None])
+def test_both_layouts_are_compared_one_after_the_other(monkeypatch, tmp_path, broken):
+    asked = []
+
+    def stand_in(spec, *, layout, **arguments):
+        asked.append(layout)
+        problem = "none on rank 1" if layout == broken else ""
+        return replace(
+            result_with(Difference(kind="gradient", step=0, name="b.weight", problem=problem)), layout=layout
+        )
+
+    monkeypatch.setattr(verify, "verify", stand_in)
+    result = run("verify", "case.py", "--layout", "both", "--json", str(tmp_path / "report.json"))
+    assert asked == ["interleaved", "contiguous"]
+    assert result.exit_code == (0 if broken is None else 1)
+    for layout in asked:
+        told = "Beyond tolerance" if layout == broken else "Within tolerance"
+        assert any(told in line and f"({layout} layout)" in line for line in result.output.splitlines())
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == ("within tolerance" if broken is None else "beyond tolerance")
+    assert [each["layout"] for each in report["results"]] == asked
+
+
 def test_a_difference_beyond_tolerance_exits_1_and_names_parameter_and_step(outcome, tmp_path):
     outcome(
         result_with(
@@ -93,7 +117,7 @@ def test_a_difference_beyond_tolerance_exits_1_and_names_parameter_and_step(outc
     )
     result = run("verify", "case.py", "--json", str(tmp_path / "report.json"))
     assert result.exit_code == 1
-    assert "Beyond tolerance, first at step 0: the loss differs by 0.5" in result.output
+    assert "Beyond tolerance (contiguous layout), first at step 0: the loss differs by 0.5" in result.output
     assert (
         "First parameter beyond tolerance: step 0: the gradient of b.weight: none on rank 1" in result.output
     )

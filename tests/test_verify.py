@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.verify import Case, CaseError, VerifyResult, load_case, verdict, verify
+from shardwise.verify import Case, CaseError, VerifyResult, load_case, verdict, verify, write_json
 from shardwise.verify.case import apply_shard, split_spec
 from shardwise.verify.compare import (
     CHUNK_NUMEL,
@@ -328,6 +328,24 @@ def test_the_layout_reaches_the_case_through_every_process():
     assert verify(f"{RIGHT}:with_layout", ranks=2, steps=1, layout="contiguous").ok
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (4, 2)])
+def test_a_right_case_is_within_tolerance_in_the_contiguous_layout(ranks, replicas):
+    result = verify(RIGHT, ranks=ranks, replicas=replicas, steps=3, layout="contiguous")
+    assert result.ok, verdict(result)
+    assert all(result.largest("parameter", step)[0] > 0 for step in range(3))  # the runs are two
+    assert f"{ranks} ranks (contiguous layout) follow one process" in verdict(result)
+
+
+def test_a_case_that_is_wrong_in_the_contiguous_layout_only_is_found_there():
+    case = f"{WRONG}:normed_by_rows"
+    assert verify(case, ranks=2, steps=1, layout="interleaved").ok
+    result = verify(case, ranks=2, steps=1, layout="contiguous")
+    assert result.first is not None
+    assert (result.first.kind, result.first.step) == ("parameter", 0)
+    assert GUILTY in {d.name for d in result.differences if d.beyond}
+    assert "Beyond tolerance (contiguous layout), first at step 0" in verdict(result)
+
+
 def test_a_gradient_scaled_on_one_parameter_from_one_step_on_is_named_by_both(tmp_path):
     result = verify(f"{WRONG}:scaled_gradient", ranks=2, steps=3)
     assert result.first is not None
@@ -338,7 +356,7 @@ def test_a_gradient_scaled_on_one_parameter_from_one_step_on_is_named_by_both(tm
     ]
     assert f"step 1: the gradient of {GUILTY} differs" in verdict(result)
 
-    result.write_json(tmp_path / "report.json")
+    write_json(tmp_path / "report.json", [result])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["verdict"] == "beyond tolerance"
     assert report["first"]["name"] == GUILTY

@@ -157,28 +157,41 @@ _SCATTER = (
 )
 
 
+def _gather_options(*, async_op: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+_GATHER_OPTIONS = {async_op: _gather_options(async_op=async_op) for async_op in (False, True)}
+
+# By the identity of the op, which is kept alive: its own hash and equality are slow.
+_SCATTER_OPTIONS: dict[tuple[int, bool], tuple[ReduceScatterOptions, Any]] = {}
+
+
 def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """`output` (1-D, ranks x input) from every rank's `input`. Collective over `group`."""
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    work = getattr(group, _GATHER)(output, input, options)
-    return _finish(work, async_op)
+    work: dist.Work | None = getattr(group, _GATHER)(output, input, _GATHER_OPTIONS[async_op])
+    if async_op:
+        return work
+    if work is not None:  # NCCL returns none for a synchronous collective
+        work.wait()
+    return None
 
 
 def reduce_scatter_single(
     output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """`output` from this rank's slice of the reduced `input`s. Collective over `group`."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = async_op
-    work = getattr(group, _SCATTER)(output, input, options)
-    return _finish(work, async_op)
-
-
-def _finish(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    known = _SCATTER_OPTIONS.get((id(op), async_op))
+    if known is None:
+        options = ReduceScatterOptions()
+        options.reduceOp = op
+        options.asyncOp = async_op
+        known = _SCATTER_OPTIONS[id(op), async_op] = (options, op)
+    work: dist.Work | None = getattr(group, _SCATTER)(output, input, known[0])
     if async_op:
         return work
     if work is not None:  # NCCL returns none for a synchronous collective
@@ -277,10 +290,8 @@ def allow_foreach(*types: type[Tensor]) -> None:
         supported.extend(kind for kind in types if kind not in supported)
 
 
-def flatten_together(tensors: Sequence[Any]) -> Tensor:
-    """Many tensors end to end in a new one, in one batched copy; torch uses it for DDP's buckets."""
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
-    return flat
+# Many tensors end to end in a new one, in one batched copy; torch uses it for DDP's buckets.
+flatten_together: Callable[[list[Any]], Tensor] = torch._C._nn.flatten_dense_tensors
 
 
 def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:
@@ -323,3 +334,9 @@ def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor]
 
 # optim: gradients that are views of one buffer are worked on as that buffer. None for what is no view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the checks for torch.func, whose transforms cannot pass a sharded module."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply

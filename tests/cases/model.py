@@ -55,10 +55,10 @@ def build() -> Transformer:
     return Transformer()
 
 
-def shard(module: nn.Module, mesh) -> None:
+def shard(module: nn.Module, mesh, layout: str = "interleaved") -> None:
     for block in module.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh, layout=layout)
+    fully_shard(module, mesh=mesh, layout=layout)
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:

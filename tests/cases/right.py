@@ -22,6 +22,6 @@ def with_layout() -> Case:
 
     def shard(module, mesh, layout="interleaved") -> None:
         assert layout == "contiguous"
-        model.shard(module, mesh)
+        model.shard(module, mesh, layout)
 
     return Case(build=model.build, shard=shard, optimizer=model.sgd, batch=model.batch, loss=model.loss)

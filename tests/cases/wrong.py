@@ -65,3 +65,27 @@ def replicas_apart() -> Case:
         model.shard(module, mesh["shard"])
 
     return replace(right(), shard=shard)
+
+
+class OneNorm(torch.optim.SGD):
+    """Each gradient is scaled to one length: with rows, by mistake, to that of this rank's rows."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                length = grad.local.norm() if hasattr(grad, "local") else whole(grad).norm()
+                getattr(grad, "local", grad).mul_(1 / (length.item() + 1e-9))
+        super().step()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def normed_by_rows() -> Case:
+    """Right in the interleaved layout, wrong in the contiguous one."""
+    return replace(right(), optimizer=lambda module: OneNorm(module.parameters(), lr=0.01))

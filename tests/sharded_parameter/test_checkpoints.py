@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pieces import FOUR_RANKS, Cut, all_on_last, even, gathered, parameter, sharded, uneven
+from pieces import FOUR_RANKS, Cut, all_on_last, gathered, parameter, sharded, uneven
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +22,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise.checkpoint
 from ranks import RankPool, on_ranks
-from shardwise.errors import ShardingError
 from shardwise.sharded_parameter import ShardedParameter, ShardedRows
 
 WHOLE = {
@@ -144,21 +142,22 @@ def test_a_full_state_dict_loads_into_rows(broadcast: bool) -> None:
     linear = model(uneven)
     wanted: dict[str, Tensor] = {"weight": torch.ones(7, 5), "bias": torch.arange(7.0)}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    set_model_state_dict(linear, wanted if not broadcast or dist.get_rank() == 0 else {}, options=options)
+    set_model_state_dict(
+        linear, dict(wanted) if not broadcast or dist.get_rank() == 0 else {}, options=options
+    )
     for name, param in linear.named_parameters():
         assert isinstance(param, ShardedParameter)
         assert torch.equal(param.full_tensor(), wanted[name])
 
 
 @on_ranks(2)
-def test_a_full_state_dict_of_rows_is_never_one_rank_of_it() -> None:
-    linear = model(even)
-    for offload in (False, True):
-        found = get_model_state_dict(
-            linear, options=StateDictOptions(full_state_dict=True, cpu_offload=offload)
-        )
-        for name, value in found.items():
-            assert torch.equal(gathered(value), linear.get_parameter(name).full_tensor())
-            assert isinstance(value, ShardedRows)  # not whole, but it says so and cannot be pickled
-            with pytest.raises(ShardingError, match="full_tensor"):
-                torch.save(value, io.BytesIO())
+def test_a_full_state_dict_of_rows_is_whole() -> None:
+    linear = model(uneven)
+    wholes = {name: param.full_tensor() for name, param in linear.named_parameters()}
+    found = get_model_state_dict(linear, options=StateDictOptions(full_state_dict=True))
+    assert found.keys() == wholes.keys()
+    offloaded = get_model_state_dict(linear, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert offloaded.keys() == (wholes.keys() if dist.get_rank() == 0 else set())
+    for name, value in [*found.items(), *offloaded.items()]:
+        assert type(value) is Tensor
+        assert torch.equal(value, wholes[name])

@@ -159,7 +159,7 @@ def wrong(op: Any, whole: Tensor, cut: Cut) -> tuple[list[str], int]:
             )
         else:
             pairs = zip([*found, *changed], [*expected, *after], strict=True)
-            good = len(found) == len(expected) and all([same(f, e) for f, e in pairs])
+            good = len(found) == len(expected) and all(same(f, e) for f, e in pairs)
         right += good
         if not good:
             problems.append(f"{op} {args} {kwargs}: found {found}, expected {expected}")

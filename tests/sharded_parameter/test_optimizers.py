@@ -1,6 +1,8 @@
 """Optimizers on rows train like the same optimizers on whole tensors.
 
-Elementwise ones are equal bit for bit; Adafactor, which takes norms, to 1e-12 of fp64 values near 1.
+Elementwise ones are equal bit for bit. Fused kernels on CPU round the end of a tensor, which does not fill
+a vector, unlike the rest, so that where a rank's rows end may show in the last bit of a term: 1e-6 of fp32
+values near 1. Adafactor takes norms: 1e-12 of fp64 values near 1.
 """
 
 from __future__ import annotations
@@ -94,6 +96,10 @@ def equal(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def nearly(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -102,7 +108,7 @@ def check_elementwise(cut: Cut) -> None:
     for kind, options, forms in ELEMENTWISE:
         for form in forms:
             made = train(lambda params: kind(params, **options, **form), cut)  # noqa: B023 - called at once
-            compare(*made, equal)
+            compare(*made, nearly if "fused" in form else equal)
 
 
 @on_ranks(1, 2, 3)
@@ -168,7 +174,7 @@ def test_one_optimizer_steps_plain_parameters_beside_rows() -> None:
         optim.AdamW(mixed, **form).step()
         optim.AdamW(reference, **form).step()
         for found, expected in zip(mixed, reference, strict=True):
-            equal(gathered(found.data), expected.data)
+            (nearly if "fused" in form else equal)(gathered(found.data), expected.data)
 
 
 @on_ranks(2)

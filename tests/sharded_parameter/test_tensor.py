@@ -116,7 +116,7 @@ REFUSED: list[Callable[[Any], Any]] = [
     lambda p: p.nonzero(),
     lambda p: p[p > 0],
     lambda p: p + torch.ones(2, 5),
-    lambda p: torch.add(p, 1, out=torch.empty(7, 5)),
+    lambda p: torch.add(p.detach(), 1, out=torch.empty(7, 5)),
     lambda p: torch.zeros(7, 5).add_(p.detach()),
     lambda p: p.transpose(0, 1),
     lambda p: pickle.dumps(p),
@@ -152,6 +152,22 @@ def test_autograd_runs_on_rows() -> None:
         ((tensor * factor).tanh() ** 2).sum().backward()
         tensor.norm().backward()
     torch.testing.assert_close(gathered(param.grad), whole.grad)
+
+
+@on_ranks(2)
+def test_inference_mode_and_masks_mean_the_same() -> None:
+    whole = torch.randn(7, 5)
+    with torch.inference_mode():
+        rows = sharded(whole, uneven)
+        assert torch.equal((rows.to(torch.float64) * 2).full_tensor(), whole.double() * 2)
+        assert rows.std().item() == pytest.approx(whole.std().item(), rel=1e-6)
+        with pytest.raises(ShardingError, match="full_tensor"):
+            rows.reshape(-1)
+    rows = sharded(whole, uneven)
+    rows[rows > 0] = 3.0
+    assert torch.equal(rows.full_tensor(), torch.where(whole > 0, 3.0, whole))
+    with pytest.raises(ShardingError, match="full_tensor"):
+        rows[whole > 0] = 3.0
 
 
 # Filling

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter
 from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, can_reduce
 
@@ -37,7 +38,7 @@ class AutoAllGather(DefaultAllGather):
     ) -> dist.Work | None:
         if output_tensor.is_cpu and output_tensor.nbytes >= self.min_bytes and over_gloo(group):
             return self._exchange(output_tensor, input_tensor, group, async_op)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+        return _compat.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
 
 
 class AutoReduceScatter(DefaultReduceScatter):
@@ -59,7 +60,7 @@ class AutoReduceScatter(DefaultReduceScatter):
         large = input_tensor.is_cpu and input_tensor.nbytes >= self.min_bytes
         if large and over_gloo(group) and can_reduce(input_tensor.dtype, op):
             return self._exchange(output_tensor, input_tensor, group, op, async_op)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        return _compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
 
 
 _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from shardwise.errors import ShardingError
 
-AVERAGING_BACKENDS = ("nccl", "gloo", "xccl", "hccl", "fake")
+SUMMING_BACKENDS = ("mpi",)  # the rest averages
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def divide_factors(
         if factor is None:
             if ranks == 1:
                 return DivideFactors(None, None, ReduceOp.SUM, ReduceOp.SUM)
-            if backend in AVERAGING_BACKENDS:
+            if backend not in SUMMING_BACKENDS:
                 return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
         elif backend == "nccl":
             op = ReduceOp.AVG if factor == shard_size else ReduceOp.PREMUL_SUM(1 / factor)

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -167,6 +168,11 @@ class Reduction:
     streams: CommStreams | None = None
     hook_stream: torch.Stream | None = None
 
+    @cached_property
+    def shard_ranks(self) -> int:
+        """Ranks of the reduce-scatter; asking a process group each time is slow."""
+        return 1 if self.shard_group is None else self.shard_group.size()
+
 
 class ReduceResult(NamedTuple):
     """A reduction's outcome, with what running streams still use."""
@@ -248,17 +254,12 @@ def _reduce_scatter(reduce_input: Tensor, how: Reduction, out: Tensor | None) ->
     if how.factors.before is not None and how.factors.before != 1:
         reduce_input.div_(how.factors.before)
     group = how.shard_group
-    if group is None or group.size() == 1:
+    if group is None or how.shard_ranks == 1:
         return reduce_input if out is None else out.copy_(reduce_input)
-    return _scatter(reduce_input, how.comm, group, how.factors.reduce_scatter_op, out)
-
-
-def _scatter(
-    source: Tensor, comm: ReduceScatter, group: dist.ProcessGroup, op: Any, out: Tensor | None = None
-) -> Tensor:
     if out is None:
-        out = comm.allocate((source.numel() // group.size(),), dtype=source.dtype, device=source.device)
-    comm(output_tensor=out, input_tensor=source, group=group, op=op)
+        size = (reduce_input.numel() // how.shard_ranks,)
+        out = how.comm.allocate(size, dtype=how.dtype, device=how.device)
+    how.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=how.factors.reduce_scatter_op)
     return out
 
 
@@ -336,7 +337,11 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
             if how.replicate_scatter is None:
                 dist.all_reduce(shard, group=how.replicate_group, op=op)
             elif how.replicate_group.size() > 1:
-                shard = _scatter(shard, how.replicate_scatter, how.replicate_group, op)
+                whole, size = shard, (shard.numel() // how.replicate_group.size(),)
+                shard = how.replicate_scatter.allocate(size, dtype=how.dtype, device=how.device)
+                how.replicate_scatter(
+                    output_tensor=shard, input_tensor=whole, group=how.replicate_group, op=op
+                )
     if how.hook is not None:
         if streams is not None:
             stream = how.hook_stream or streams.all_reduce

@@ -2,7 +2,8 @@
 
     shard    this rank's rows, end to end; the sharded parameters are views; the optimizer's placement
     held     what lies between steps in the gathered dtype; the shard itself unless the strategy keeps
-             more (ZeRO, DDP with low precision, hierarchical FSDP); refreshed after optimizer steps
+             more (ZeRO, DDP with low precision, hierarchical FSDP); refreshed after optimizer steps. Where
+             dtype and device are the shard's, the shard is a slice of it
     full     the whole parameters; the unsharded parameters are views; resized to nothing between uses
              unless it is what is held
 
@@ -31,7 +32,7 @@ from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import Held, Strategy
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
 from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
-from shardwise.sharded_parameter import Piece, ShardedParameter
+from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
 
 _NOTHING = torch.empty(0)
 _DONE = AllGatherResult(_NOTHING, (), None, None)
@@ -82,10 +83,12 @@ class ContiguousGroup(ParamGroup):
         self.cut_groups = tuple(group for group, _ in cut)
         self.refresh_group = next((g for g, row in cut if row.parameter is Held.REPLICATE), None)
         self.gather_group = next((g for g, row in cut if row.parameter is Held.SHARD), None)
+        self.gather_ranks = 1 if self.gather_group is None else self.gather_group.size()
         if self.gather_group is None:
             self.post_forward = None  # what is never freed is not resharded
         self.buffers: list[_Buffer] = []
         self.shards: list[Tensor] = []
+        self.held: list[Tensor] = []  # by segment: the shard, or what it is a slice of
         self.streams: CommStreams | None = None
         self.refreshed_at: Any = None
         self.offloads = isinstance(self.offload, CPUOffloadPolicy)
@@ -109,7 +112,7 @@ class ContiguousGroup(ParamGroup):
         self.abandon_gather()
         self.reshard()
         self._settle()
-        self.buffers, self.shards = [], []
+        self.buffers, self.shards, self.held = [], [], []
         for param in self.params:
             param.unsharded = None
         for segment in self.layout.segments:
@@ -151,9 +154,16 @@ class ContiguousGroup(ParamGroup):
     def _make_shard(self, segment: ContiguousSegment) -> Tensor:
         members = [self.params[place.index] for place in segment.places]
         device = self._home(members[0].local.device)
-        shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
+        group = self.refresh_group
+        if group is not None and segment.dtype == segment.gather_dtype and device == self.device:
+            size = segment.shard_numel
+            held = torch.zeros(group.size() * size, dtype=segment.dtype, device=device)
+            shard = held.narrow(0, group.rank() * size, size)
+        else:
+            held = shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
         if self._pins and not shard.is_meta:
-            shard = shard.pin_memory()
+            held = shard = shard.pin_memory()
+        self.held.append(held)
         for param in members:
             rows = param.place.box
             local = shard.narrow(0, param.place.shard_offset, rows.numel).view(rows.sizes)
@@ -181,14 +191,14 @@ class ContiguousGroup(ParamGroup):
         buffer is no modification to autograd, whose saved tensors see the same values again.
         """
         with torch.inference_mode(False), torch.no_grad():
-            for segment, shard in zip(self.layout.segments, self.shards, strict=True):
+            for segment, shard, held in zip(self.layout.segments, self.shards, self.held, strict=True):
                 alike = shard.dtype == segment.gather_dtype and shard.device == self.device
-                held, full = shard, shard
-                if self.refresh_group is not None or (self.gather_group is None and not alike):
+                if not alike and (self.refresh_group is not None or self.gather_group is None):
                     times = 1 if self.refresh_group is None else self.refresh_group.size()
-                    held = full = torch.empty(
+                    held = torch.empty(
                         times * segment.shard_numel, dtype=segment.gather_dtype, device=self.device
                     )
+                full = held
                 if self.gather_group is not None:
                     full = torch.empty(
                         segment.unsharded_numel, dtype=segment.gather_dtype, device=self.device
@@ -205,10 +215,11 @@ class ContiguousGroup(ParamGroup):
                 storage = None if group is None else full.untyped_storage()
                 self.buffers.append(_Buffer(segment, shard, held, full, storage, full.nbytes, mine, casts))
         self._shown = [
-            (owner.parameters, owner.name, cast(nn.Parameter, param.unsharded), param)
+            (owner.parameters, owner.name, cast(nn.Parameter, param.unsharded), param.sharded)
             for param in self.params
             for owner in param.owners
         ]
+        self._trainings = -1
 
     # Changing form
 
@@ -226,9 +237,9 @@ class ContiguousGroup(ParamGroup):
         if group is None:
             self.gather = _DONE
             return
-        smaller = self.post_forward if self.form is Form.POST_FORWARD else None
-        if smaller is not None:
-            group = smaller.shard_process_group
+        if self.form is Form.POST_FORWARD:
+            assert self.post_forward is not None
+            group = self.post_forward.shard_process_group
         event = None
         if streams is None:
             if len(self.buffers) == 1:
@@ -256,7 +267,7 @@ class ContiguousGroup(ParamGroup):
         if buffer.kept is None and buffer.casts:
             buffer.mine.copy_(source, non_blocking=True)
             source = buffer.mine
-        if group.size() == 1:
+        if self.gather_ranks == 1:
             if source is not buffer.mine:
                 buffer.full.copy_(source)
             return None
@@ -312,9 +323,12 @@ class ContiguousGroup(ParamGroup):
         return None
 
     def _show_unsharded(self) -> None:
-        for parameters, name, unsharded, param in self._shown:
-            if unsharded.requires_grad is not param.sharded.trains:
-                unsharded.requires_grad_(param.sharded.trains)
+        if self._trainings != ShardedRows.trainings:
+            self._trainings = ShardedRows.trainings
+            for _, _, unsharded, sharded in self._shown:
+                if unsharded.requires_grad is not sharded.trains:
+                    unsharded.requires_grad_(sharded.trains)
+        for parameters, name, unsharded, _ in self._shown:
             parameters[name] = unsharded
         for buffer in self.buffers:
             buffer.kept = None
@@ -323,8 +337,8 @@ class ContiguousGroup(ParamGroup):
     def reshard(self) -> None:
         if self.form is Form.SHARDED:
             return
-        for parameters, name, _, param in self._shown:
-            parameters[name] = param.sharded
+        for parameters, name, _, sharded in self._shown:
+            parameters[name] = sharded
         for buffer in self.buffers:
             buffer.kept = None
         self._free_unsharded()

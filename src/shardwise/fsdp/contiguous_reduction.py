@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
@@ -24,7 +25,7 @@ from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import Held
-from shardwise.layout import ContiguousLayout, ContiguousSegment
+from shardwise.layout import ContiguousSegment
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_parameter.shard import declare
 
@@ -40,6 +41,9 @@ class _Members:
     gaps: list[tuple[int, int]]  # padding: (begin, size) in elements
     padding: list[tuple[int, Tensor]]  # before which parameter, from the last on, how many zeros
     used: int  # elements of this rank's shard that are no padding
+    filled: list[RowsParam]  # of which this rank holds rows
+    empty: list[RowsParam]
+    unsharded: list[nn.Parameter]
 
 
 @dataclass
@@ -58,7 +62,7 @@ class ContiguousReducer(GradReducer):
 
     group: ContiguousGroup
     _members: list[_Members] = field(default_factory=list)
-    _layout: ContiguousLayout | None = None
+    _buffers: list[Any] | None = None  # of the group, when `_members` were found
     _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are in `partials`
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -78,7 +82,7 @@ class ContiguousReducer(GradReducer):
 
     def _find_members(self) -> None:
         group = self.group
-        self._layout = group.layout
+        self._buffers = group.buffers
         self._members = []
         for segment in group.layout.segments:
             params = [group.params[place.index] for place in segment.places]
@@ -89,13 +93,24 @@ class ContiguousReducer(GradReducer):
             plain = all(param.tp_spec is None for param in params)
             used = sum([place.box.numel for place in segment.places])
             self._members.append(
-                _Members(segment, params, segment.unsharded_numel, plain, gaps, padding, used)
+                _Members(
+                    segment,
+                    params,
+                    segment.unsharded_numel,
+                    plain,
+                    gaps,
+                    padding,
+                    used,
+                    filled=[param for param in params if param.no_rows is None],
+                    empty=[param for param in params if param.no_rows is not None],
+                    unsharded=[cast(nn.Parameter, param.unsharded) for param in params],
+                )
             )
 
     def take(self) -> list[_Taken]:
         if not self.group.buffers:
             return []  # never gathered
-        if self._layout is not self.group.layout:
+        if self._buffers is not self.group.buffers:
             self._find_members()
         taken = []
         for index, members in enumerate(self._members):
@@ -104,11 +119,11 @@ class ContiguousReducer(GradReducer):
                 grads = [self.taken_from(param) for param in members.params]
                 found = sum([grad is not None for grad in grads])
             else:
-                grads = [param.unsharded.grad for param in members.params]  # type: ignore[union-attr]
+                grads = [unsharded.grad for unsharded in members.unsharded]
                 found = sum([grad is not None for grad in grads])
                 if found:
-                    for param in members.params:
-                        param.unsharded.grad = None  # type: ignore[union-attr]
+                    for unsharded in members.unsharded:
+                        unsharded.grad = None
                     complete = found == len(grads)
             if found:
                 taken.append(_Taken(index, members, grads, complete))
@@ -169,12 +184,15 @@ class ContiguousReducer(GradReducer):
         if self.group.settings.all_reduce_hook is None:  # which may write to padding
             declare(shard, members.used)
         begin, dtype, device = shard.storage_offset(), shard.dtype, shard.device
-        for param in params:
-            if param.no_rows is not None:
-                param.sharded.grad = param.no_rows
-                if param.sharded.hooked:
-                    param.run_grad_hooks()
-                continue
+        filled, empty = members.filled, members.empty
+        if params is not members.params:
+            filled, empty = [p for p in filled if p in params], [p for p in empty if p in params]
+        for param in empty:
+            sharded = param.sharded
+            sharded.grad = param.no_rows
+            if sharded.hooked:
+                param.run_grad_hooks()
+        for param in filled:
             local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
             sharded = param.sharded
             if sharded.grad is None:

@@ -31,7 +31,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 def stays_out_of_buffer(param: EvenParam) -> bool:
     """Must `param` keep memory of its own, because its local tensor is a tensor subclass?"""
-    return type(param.local) is not Tensor
+    return type(param.local) is not Tensor and not _compat.is_fake(param.local)
 
 
 class ExtendedParam:

@@ -96,6 +96,11 @@ def fully_shard(
     """
     if layout not in LAYOUTS:
         raise ShardingError(f"{here()}: layout must be one of {LAYOUTS}, got {layout!r}")
+    if strategy is not None and layout != "contiguous":
+        raise ShardingError(
+            f'{here()}: strategy={strategy!r} needs layout="contiguous"; the {layout} layout is FSDP on 1-D'
+            " meshes and HSDP on 2-D ones"
+        )
     info = mesh_info(mesh, dp_mesh_dims)
     modules = _root_modules(module)
     _check_modules(modules)

@@ -24,9 +24,9 @@ from torch import Tensor
 from shardwise.comm import (
     AllGather,
     AllGatherResult,
+    AutoAllGather,
+    AutoReduceScatter,
     CommStreams,
-    DefaultAllGather,
-    DefaultReduceScatter,
     ReduceScatter,
 )
 from shardwise.comm.foreach import current_stream
@@ -52,8 +52,8 @@ class Form(Enum):
 class GroupSettings:
     """What a user may change between steps; see the `FSDPModule` method of the same name."""
 
-    all_gather: AllGather = field(default_factory=DefaultAllGather)
-    reduce_scatter: ReduceScatter = field(default_factory=DefaultReduceScatter)
+    all_gather: AllGather = field(default_factory=AutoAllGather)
+    reduce_scatter: ReduceScatter = field(default_factory=AutoReduceScatter)
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True

@@ -133,6 +133,8 @@ class InterleavedGroup(ParamGroup):
                 local = packed[slot.index].local
                 if local.is_meta or local.device != shard.device:
                     return False
+                if _compat.is_fake(local):
+                    continue
                 if local.numel() and local.data_ptr() != shard[slot.shard_offset :].data_ptr():
                     return False
         return True

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.comm import (
     AllGather,
+    AutoAllGather,
+    AutoReduceScatter,
     DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupAllocAllGather,
@@ -222,10 +224,10 @@ class FSDPModule(nn.Module):
             info = group.info
             reduce_group = info.reduce_scatter_process_group or info.shard_process_group
             group.settings.all_gather = (
-                ProcessGroupAllocAllGather(info.shard_process_group) if enable else DefaultAllGather()
+                ProcessGroupAllocAllGather(info.shard_process_group) if enable else AutoAllGather()
             )
             group.settings.reduce_scatter = (
-                ProcessGroupAllocReduceScatter(reduce_group) if enable else DefaultReduceScatter()
+                ProcessGroupAllocReduceScatter(reduce_group) if enable else AutoReduceScatter()
             )
         self._forget_plans(False)
 

@@ -288,6 +288,7 @@ class EvenParam(ShardedParam):
         owner = self.owners[0]
         current = owner.parameters[owner.name]
         if current is self.sharded or current is self.unsharded:
+            self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
             return
         if not isinstance(current, DTensor) or current.shape != self.sharded.shape:
             found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"

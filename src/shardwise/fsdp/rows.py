@@ -37,7 +37,7 @@ class RowsParam(ShardedParam):
         self.placement = self._check_placement(placement)
         self.trainable = param.requires_grad
         self.global_shape = param.shape
-        if type(self.whole) is not Tensor:
+        if type(self.whole) is not Tensor and not _compat.is_fake(self.whole):
             raise ShardingError(
                 f"{here()}: '{self.name}' is a {type(self.whole).__name__}; the contiguous layout gathers"
                 f" plain memory in place and cannot call {PRE} and {POST} of tensor subclasses. Use"
@@ -106,11 +106,16 @@ class RowsParam(ShardedParam):
     def rename(self, name: str) -> None:
         super().rename(name)
         self.piece = self.sharded.piece = replace(self.piece, name=name)
+        if self.no_rows is not None:
+            self.no_rows.piece = self.piece
 
     def adopt(self) -> None:
         owner = self.owners[0]
         current = owner.parameters[owner.name]
-        if not self.is_packed or current is self.sharded or current is self.unsharded:
+        if not self.is_packed:
+            return
+        if current is self.sharded or current is self.unsharded:
+            self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
             return
         if not isinstance(current, ShardedParameter) or current.piece != self.piece:
             found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"

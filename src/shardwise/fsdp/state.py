@@ -296,7 +296,8 @@ class FSDPState:
 
     def _mark_outputs(self, output: Any) -> None:
         """Let autograd call `enter_backward` when the first of the outputs' gradients arrives."""
-        for tensor in grad_tensors(output):
+        plain = isinstance(output, Tensor) and output.requires_grad
+        for tensor in [output] if plain else grad_tensors(output):
             if _compat.is_view(tensor):
                 warnings.warn(
                     f"the sharded module '{self.name}' returns a view; changing it in place would lose the"
@@ -465,4 +466,4 @@ class _EndOfBackward(torch.autograd.Function):
         return (None, *grads)
 
 
-_mark_end_of_backward: Callable[..., tuple[Tensor, ...]] = _EndOfBackward.apply
+_mark_end_of_backward: Callable[..., tuple[Tensor, ...]] = _compat.apply_of(_EndOfBackward)

@@ -174,5 +174,5 @@ def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.numel() < 2 * _PART or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return (tensor,)
-    parts: Sequence[Tensor] = tensor.view(-1).split(_PART)  # type: ignore[no-untyped-call]
+    parts: Sequence[Tensor] = tensor.view(-1).split(_PART)
     return parts

@@ -150,6 +150,22 @@ def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return rows(op(a._local, b), a.piece.with_trailing((b.shape[1],)))
 
 
+def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`rows[mask] = scalar`, where the mask is cut alike."""
+    target, indices, value = args[:3]
+    mask = indices[0] if len(indices) == 1 else None
+    if (
+        not isinstance(target, ShardedRows)
+        or not isinstance(mask, ShardedRows)
+        or (mask.dtype, mask.piece) != (torch.bool, target.piece)
+        or value.ndim
+        or any(args[3:])
+    ):
+        refuse(op, args, kwargs)
+    target._local.masked_fill_(mask._local, value)
+    return target
+
+
 def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`item()` of a tensor of one element, wherever it lies (collective)."""
     if args[0].numel() != 1:
@@ -176,6 +192,7 @@ OTHERS: dict[str, Handler] = {
     "view": view,
     "_unsafe_view": view,
     "expand": view,
+    "index_put_": index_put_,
     "mm": product,
     "bmm": product,
     "_local_scalar_dense": scalar,

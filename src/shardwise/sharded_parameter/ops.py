@@ -41,7 +41,13 @@ def find_handler(op: Any) -> Handler:
         return foreach if _is_elementwise(name.removeprefix("_foreach_")) and not _has_out(op) else refuse
     if _is_elementwise(name):
         return elementwise_ if _writes_first(op) else elementwise
-    return refuse
+    return decomposed
+
+
+def decomposed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op made of others arrives whole in inference mode, and from handlers."""
+    result = op.decompose(*args, **kwargs)
+    return refuse(op, args, kwargs) if result is NotImplemented else result
 
 
 def _writes_first(op: Any) -> bool:

@@ -207,7 +207,7 @@ def variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, root: bo
     """var, std: the mean of squared distances from the mean."""
     tensor = args[0]
     dims, keepdim = _dims(op, args, kwargs)
-    if not tensor.piece.axes_along(dims):
+    if not tensor.piece.axes_along(dims) and tensor._local.numel():  # of no rows torch warns
         return _spread(tensor, op(tensor._local, *args[1:], **kwargs), dims, keepdim=keepdim)
     if tensor.is_complex() or not tensor.is_floating_point():
         refuse(op, args, kwargs)

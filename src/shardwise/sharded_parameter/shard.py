@@ -21,13 +21,16 @@ def declare(shard: Tensor, used: int) -> None:
 
 
 def merged(locals_: Sequence[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors: a declared shard in place of its views, where all are there."""
+    """The same elements in fewer tensors, one at least: a declared shard in place of its views, where all are
+    there, and none without elements.
+    """
     found: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}
     for local in locals_:
         base = _compat.base_of(local)
         if base is None:
-            found.append(local)
+            if local.numel():
+                found.append(local)
         elif (known := views.get(id(base))) is None:
             views[id(base)] = (base, [local])
         else:
@@ -40,4 +43,4 @@ def merged(locals_: Sequence[Tensor]) -> list[Tensor]:
                 found.append(base)
                 continue
         found.extend(members)
-    return found
+    return found or list(locals_[:1])

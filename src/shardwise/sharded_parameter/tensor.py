@@ -151,6 +151,7 @@ class ShardedRows(Tensor):
     # What `fully_shard` reads of every parameter in every step: an attribute of a tensor subclass costs
     # torch a lookup by name, a plain one is ten times as cheap.
 
+    trainings = 0  # how often `requires_grad` of any was set, so that readers know when to look again
     trains = False  # requires_grad
     hooked = False  # has it hooks that run when its gradient is there?
 
@@ -163,14 +164,15 @@ class ShardedRows(Tensor):
     def requires_grad(self, requires_grad: bool) -> None:
         self.requires_grad_(requires_grad)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedRows:
         _requires_grad.__set__(self, requires_grad)
         self.trains = requires_grad
+        ShardedRows.trainings += 1
         return self
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         self.hooked = True
-        return super().register_post_accumulate_grad_hook(hook)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
         return self._beyond("tolist()")

@@ -6,7 +6,7 @@ started by processes.py; compare.py says what is allowed and what is beyond; res
 
 from .case import Case, CaseError, load_case
 from .compare import START, Difference, Tolerance
-from .result import VerifyResult, describe, table, verdict
+from .result import VerifyResult, describe, table, verdict, write_json
 from .run import verify
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "table",
     "verdict",
     "verify",
+    "write_json",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,15 @@ class VerifyResult:
             "differences": [_plain(difference) for difference in self.differences],
         }
 
-    def write_json(self, path: str | Path) -> None:
-        """Write `to_dict()` to a file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+def write_json(path: str | Path, results: Sequence[VerifyResult]) -> None:
+    """Write a result's `to_dict()` to a file; of several results, a list of them under one verdict."""
+    content = results[0].to_dict()
+    if len(results) > 1:
+        verdicts = {True: "within tolerance", False: "beyond tolerance"}
+        agreed = verdicts[all(result.ok for result in results)]
+        content = {"verdict": agreed, "results": [result.to_dict() for result in results]}
+    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def step_name(step: int) -> str:
@@ -102,9 +109,10 @@ def table(result: VerifyResult) -> Table:
 def verdict(result: VerifyResult) -> str:
     """One or two lines: whether the runs agree, else the first difference and the first parameter."""
     first, parameter = result.first, result.first_parameter
+    layout = f" ({result.layout} layout)" if result.layout else ""
     if first is None:
-        return f"Within tolerance: {result.steps} steps on {result.ranks} ranks follow one process."
-    lines = [f"Beyond tolerance, first at {describe(first)}"]
+        return f"Within tolerance: {result.steps} steps on {result.ranks} ranks{layout} follow one process."
+    lines = [f"Beyond tolerance{layout}, first at {describe(first)}"]
     if parameter is not None and parameter is not first:
         lines.append(f"First parameter beyond tolerance: {describe(parameter)}")
     beyond = {d.name for d in result.differences if d.beyond and d.kind != "loss"}

@@ -121,6 +121,46 @@ def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups() -> N
     assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("strategy", "gathers", "scatters", "reduces"),
+    [("ddp", 0, 0, 4), ("zero1", 4, 0, 4), ("zero2", 4, 4, 0)],
+)
+def test_other_strategies_gather_once_after_an_optimizer_step(
+    strategy: str, gathers: int, scatters: int, reduces: int
+) -> None:
+    model = net(strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    for gathered in (gathers, 0):  # the second step follows no optimizer step
+        with CommCounter() as counter:
+            step(model)
+        assert kinds(counter) == {
+            "all_gather": gathered,
+            "reduce_scatter": scatters,
+            "all_reduce": reduces,
+        }
+        assert len(counter.calls) == gathered + scatters + reduces
+        whole = 4 * sum(s.unsharded_numel for g in groups(model) for s in g.layout.segments)
+        for kind, count in (("all_gather", gathered), ("reduce_scatter", scatters), ("all_reduce", reduces)):
+            assert counter.bytes(kind) == (whole if count else 0)
+
+
+@on_ranks(4)
+def test_hierarchical_sharding_gathers_the_outer_axis_once_and_the_inner_one_in_each_use() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = net(mesh=mesh, strategy="hierarchical_fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    for once in (4, 0):
+        with CommCounter() as counter:
+            step(model)
+        assert counter.count("all_gather") == once + 6
+        assert counter.count("reduce_scatter") >= 4
+
+
 @on_ranks(2)
 def test_accumulation_without_sync_and_without_resharding_communicates_only_once() -> None:
     model = net(reshard_after_forward=False)

@@ -13,7 +13,7 @@ from fsdp.models import Net, raises_on_every_rank, sharded_net, step
 from fsdp.parity.extension import Narrowed, Quantized, wrap_weights
 from fsdp.parity.models import RESIDUAL
 from ranks import on_ranks
-from shardwise import LifecycleError, RankMismatchError, ShardingError, fully_shard
+from shardwise import RankMismatchError, ShardingError, fully_shard
 from shardwise.layout import Owned, RaggedShard
 
 
@@ -31,7 +31,8 @@ def contiguous(model: nn.Module, **options: object) -> nn.Module:
 def test_a_cut_on_another_dim_than_0_is_refused_before_anything_is_sharded(dim: int) -> None:
     model = Net()
     message = raises_on_every_rank(
-        ShardingError, lambda: contiguous(model, shard_placement_fn=lambda p: Shard(dim) if p.ndim > 1 else None)
+        ShardingError,
+        lambda: contiguous(model, shard_placement_fn=lambda p: Shard(dim) if p.ndim > 1 else None),
     )
     mentions(message, f"rank {dist.get_rank()}", "'inner.weight'", "(8, 8)", "Shard(0)", "interleaved")
     assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -73,8 +74,10 @@ def test_blocks_of_rows_need_the_contiguous_layout() -> None:
 @on_ranks(4)
 def test_a_strategy_must_fit_the_mesh() -> None:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    mentions(raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="zero9")), "'zero9'", "zero1")
-    mentions(raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="hsdp")), "'hsdp'", "2-D")
+    message = raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="zero9"))
+    mentions(message, "'zero9'", "zero1")
+    message = raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="hsdp"))
+    mentions(message, "'hsdp'", "2-D")
     message = raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="zero1", mesh=square))
     mentions(message, "'zero1'", "1-D")
 
@@ -158,11 +161,16 @@ def test_freezing_a_parameter_on_one_rank_only_is_caught_before_its_reduction_ha
 
 
 @on_ranks(2)
-def test_calling_a_part_of_a_sharded_model_names_the_parameter_and_the_ways_out() -> None:
+def test_calling_a_part_of_a_sharded_model_is_refused_by_its_parameters() -> None:
     model = sharded_net(layout="contiguous")
-    step(model)
-    message = raises_on_every_rank(LifecycleError, lambda: model.head(torch.ones(1, 8)))
-    mentions(message, "'head.weight'", "register_fsdp_forward_method", "unshard()")
+    for call in (lambda: model.head(torch.ones(1, 8)), lambda: model.features(torch.ones(1, 8))):
+        mentions(raises_on_every_rank(ShardingError, call), "sharded by rows", "full_tensor()")
+        step(model)
+    model.unshard()
+    assert model.head(torch.ones(1, 8)).shape == (1, 2)
+    model.reshard()
+    with pytest.raises(ShardingError, match="sharded by rows"):
+        model.head(torch.ones(1, 8))
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -40,19 +41,25 @@ def whole_bytes(model: nn.Module) -> list[int]:
 
 
 def live_bytes() -> int:
-    """Of every storage that a tensor known to the garbage collector holds, each once."""
+    return live()[0]
+
+
+def live() -> tuple[int, int]:
+    """Bytes of every storage that a tensor known to the garbage collector holds, and how many tensors."""
     gc.collect()
     storages: dict[int, int] = {}
+    tensors = 0
     for found in gc.get_objects():
         if not isinstance(found, Tensor) or found.is_meta:
             continue
+        tensors += 1
         local = found._local if isinstance(found, ShardedRows) else found
         try:
             storage = local.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
         except (RuntimeError, NotImplementedError):
             continue
-    return sum(storages.values())
+    return sum(storages.values()), tensors
 
 
 @on_ranks(2, 3)
@@ -119,7 +126,7 @@ def test_a_deleted_model_is_gone_at_once(strategy: str) -> None:
         optimizer.zero_grad()
         watched: list[Any] = [weakref.ref(model), weakref.ref(model.blocks[0]), weakref.ref(state_of(model))]
         watched += [weakref.ref(g) for g in groups(model)]
-        watched += [weakref.ref(b.full) for g in groups(model) for b in g.buffers]
+        watched += [weakref.ref(b) for g in groups(model) for b in g.buffers]
         watched += [weakref.ref(shard) for g in groups(model) for shard in g.shards]
         watched += [weakref.ref(p) for p in model.parameters()]
         del model, optimizer
@@ -134,16 +141,14 @@ def test_live_bytes_at_rest_are_equal_after_each_of_200_steps(strategy: str) -> 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = net(blocks=2, strategy=strategy, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    bytes_at, tensors_at = [], []
+    seen = []
     for index in range(200):
         step(model)
         optimizer.step()
         optimizer.zero_grad()
-        if index >= 2 and (index < 6 or index % 20 == 19):  # walking all objects each time takes minutes
-            bytes_at.append(live_bytes())
-            tensors_at.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
-    assert bytes_at == [bytes_at[0]] * len(bytes_at)
-    assert tensors_at == [tensors_at[0]] * len(tensors_at)
+        if index >= 2:
+            seen.append(live())
+    assert seen == [seen[0]] * 198
 
 
 @on_ranks(2)
@@ -168,13 +173,21 @@ def test_the_whole_parameters_are_freed_when_sharded() -> None:
     fully_shard(linear, layout="contiguous")
     gc.collect()
     assert data() is None
-    assert sum(s.nbytes for g in groups(linear) for s in g.shards) <= 4 * (64 * 64 + 64) // 2 + 64
+    shards = sum(s.nbytes for g in groups(linear) for s in g.shards)
+    assert shards == 4 * 33 * 64, "half of 64 rows, and the bias, which no boundary can divide as well"
 
 
 @on_ranks(2)
 def test_an_unsharded_module_that_is_deleted_frees_its_gathered_memory() -> None:
     model = fully_shard(Net(), layout="contiguous")
     model.unshard()
-    storage = weakref.ref(groups(model)[0].buffers[0].full)
-    del model
-    assert storage() is None
+    full = weakref.ref(groups(model)[0].buffers[0].full)
+    gc.disable()
+    try:
+        del model
+        deadline = time.monotonic() + 10
+        while full() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # gloo's thread lets go of what it received a moment after the wait
+        assert full() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,122 @@
+"""The parity suite's cases under the other strategies, against one process.
+
+torch's FSDP2 has no such strategies, so there is nothing to be bit-equal with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch.distributed as dist
+
+from fsdp.contiguous.harness import run_contiguous
+from fsdp.parity import (
+    test_parity_accumulation,
+    test_parity_communication,
+    test_parity_composition,
+    test_parity_lifecycle,
+    test_parity_precision,
+    test_parity_sharding,
+)
+from fsdp.parity.harness import Case, assert_close_to_single_process, by_block, nothing
+from fsdp.parity.models import RESIDUAL
+from ranks import RankPool, on_ranks
+
+CASES: dict[str, Case] = {
+    name: case
+    for area in (
+        test_parity_sharding,
+        test_parity_precision,
+        test_parity_accumulation,
+        test_parity_communication,
+        test_parity_composition,
+        test_parity_lifecycle,
+    )
+    for name, (_, case) in area.CASES.items()
+}
+ONE_AXIS = {
+    "uneven dims": 3,
+    "uneven dims in one group": 4,
+    "tied language model": 2,
+    "lists of modules": 3,
+    "ignored parameters": 2,
+    "all frozen but two": 3,
+    "reshard never": 3,
+    "bf16 uneven": 3,
+    "bf16 accumulated in fp32": 2,
+    "bf16 with frozen parameters": 2,
+    "fp32 computed, summed in fp16": 3,
+    "offloaded bf16": 2,
+    "reduced every time": 3,
+    "kept, reduced, kept, reduced": 3,
+    "unsharded until the last": 2,
+    "own collectives": 3,
+    "hook after reduce-scatter": 2,
+    "divided by 6 of 3, summed": 3,
+    "tensor parallel": 4,
+    "tensor parallel on the whole mesh": 4,
+    "clipped": 3,
+    "loss scaled, one step skipped": 2,
+    "recompute wrapper outside": 2,
+    "two forwards, one backward": 3,
+    "two forwards, two backwards": 2,
+    "blocks called twice": 3,
+    "evaluation before backward": 2,
+    "evaluation in inference mode": 2,
+    "unsharded by hand": 2,
+    "explicit prefetch": 3,
+    "each rank its own branch": 2,
+    "frozen in turns": 2,
+    "recovery from a failed forward": 2,
+}
+TWO_AXES = {
+    "2 replicas of 2 shards": 4,
+    "2 replicas of 2 uneven shards": 4,
+    "3 replicas of 1 shard": 3,
+    "1 replica of 4 shards": 4,
+    "bf16 replicas": 4,
+    "replicas summed in fp16": 4,
+    "replicas reduced at the last": 4,
+    "replicas summed at the last": 4,
+    "kept, scattered, summed over replicas": 4,
+    "own collectives over replicas": 4,
+    "hook after all-reduce": 4,
+    "divided by 8 of 2 x 2, summed": 4,
+    "clipped replicas": 4,
+}
+
+
+def train(name: str, strategy: str) -> None:
+    case = CASES[name]
+    if name.startswith("own collectives"):  # which of them run depends on the strategy
+        case = replace(case, after_step=nothing)
+    ours = run_contiguous(case, case.mesh(dist.get_world_size()), strategy=strategy)
+    assert_close_to_single_process(ours, case)
+
+
+@pytest.mark.filterwarnings("ignore:.*returns a view")  # an attention ends in a linear layer over 3-d input
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [*product(("ddp", "zero1", "zero2"), ONE_AXIS), *product(("hierarchical_fsdp",), TWO_AXES)],
+)
+def test_other_strategies_train_like_one_process(ranks: RankPool, name: str, strategy: str) -> None:
+    ranks(train, name, strategy, world_size=(ONE_AXIS | TWO_AXES)[name])
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_gradients_may_be_divided_by_any_number(strategy: str) -> None:
+    shard = test_parity_communication.divide_by(6.0, force_sum=False)
+    case = Case(RESIDUAL, shard, alone=test_parity_communication.divided(2.0))
+    ours = run_contiguous(case, case.mesh(3), strategy=strategy)
+    assert_close_to_single_process(ours, case)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_failed_backwards_gradients_are_discarded(strategy: str) -> None:
+    case = Case(RESIDUAL, by_block(), step=test_parity_lifecycle.raising("backward"))
+    ours = run_contiguous(replace(case, steps=4), case.mesh(dist.get_world_size()), strategy=strategy)
+    assert_close_to_single_process(ours, replace(case, steps=4))
