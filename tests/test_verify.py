@@ -342,7 +342,7 @@ def test_a_case_that_is_wrong_in_the_contiguous_layout_only_is_found_there():
     result = verify(case, ranks=2, steps=1, layout="contiguous")
     assert result.first is not None
     assert (result.first.kind, result.first.step) == ("parameter", 0)
-    assert GUILTY in {d.name for d in result.differences if d.beyond}
+    assert "embedding.weight" in {d.name for d in result.differences if d.beyond}  # rows on both ranks
     assert "Beyond tolerance (contiguous layout), first at step 0" in verdict(result)
 
 

@@ -217,7 +217,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy many tensors in one kernel where the device has one; foreach functions have no public names."""
-    torch._foreach_copy_(list(targets), list(sources))
+    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
 def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -288,10 +288,6 @@ def allow_foreach(*types: type[Tensor]) -> None:
 
     for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         supported.extend(kind for kind in types if kind not in supported)
-
-
-# Many tensors end to end in a new one, in one batched copy; torch uses it for DDP's buckets.
-flatten_together: Callable[[list[Any]], Tensor] = torch._C._nn.flatten_dense_tensors
 
 
 def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:

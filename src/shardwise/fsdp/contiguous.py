@@ -248,7 +248,7 @@ class ContiguousGroup(ParamGroup):
                 return
             works = [self._gather_one(buffer, group, comm, async_op) for buffer in self.buffers]
         else:
-            streams.reclaim(self, keep=1)
+            streams.reclaim(self.buffers, keep=1)
             with streams.all_gather:
                 works = [self._gather_one(buffer, group, comm, async_op) for buffer in self.buffers]
                 event = record_event(streams.all_gather)
@@ -263,29 +263,23 @@ class ContiguousGroup(ParamGroup):
     ) -> dist.Work | None:
         assert buffer.storage is not None
         buffer.storage.resize_(buffer.nbytes)
-        source = buffer.held if buffer.kept is None else buffer.kept
-        if buffer.kept is None and buffer.casts:
-            buffer.mine.copy_(source, non_blocking=True)
-            source = buffer.mine
+        source = buffer.kept
+        if source is None:
+            source = buffer.held
+            if buffer.casts:
+                source = buffer.mine.copy_(source, non_blocking=True)
         if self.gather_ranks == 1:
             if source is not buffer.mine:
                 buffer.full.copy_(source)
             return None
-        output = buffer.full
-        own_memory = getattr(type(comm), "allocate", None) is not DefaultAllGather.allocate
-        if own_memory:  # what a user's communication allocates, parameters cannot be views of
-            output = comm.allocate((buffer.full.numel(),), dtype=buffer.full.dtype, device=self.device)
-            mine = output.narrow(0, group.rank() * source.numel(), source.numel())
-            source = mine.copy_(source)
-        work = comm(
-            output_tensor=output,
-            input_tensor=source,
-            group=group,
-            async_op=async_op and not own_memory,
-        )
-        if own_memory:
-            buffer.full.copy_(output)
-        return work
+        if type(comm).allocate is DefaultAllGather.allocate:
+            return comm(buffer.full, source, group, async_op)
+        # Parameters cannot be views of what a user's communication allocates anew each time.
+        output = comm.allocate((buffer.full.numel(),), dtype=buffer.full.dtype, device=self.device)
+        mine = output.narrow(0, group.rank() * source.numel(), source.numel()).copy_(source)
+        comm(output_tensor=output, input_tensor=mine, group=group, async_op=False)
+        buffer.full.copy_(output)
+        return None
 
     @torch.no_grad()
     def _refresh(self, comm: AllGather) -> None:
@@ -344,10 +338,16 @@ class ContiguousGroup(ParamGroup):
         self._free_unsharded()
         self.form = Form.SHARDED
 
+    def abandon_gather(self) -> None:
+        abandoned = self.gather is not None
+        super().abandon_gather()
+        if abandoned and self.form is not Form.UNSHARDED:
+            self._free_unsharded()
+
     def _free_unsharded(self) -> None:
         if self.streams is not None:
             storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
-            self.streams.free_later(self, storages, current_stream(self.device))
+            self.streams.free_later(self.buffers, storages, current_stream(self.device))
             return
         for buffer in self.buffers:
             if buffer.storage is not None:

@@ -10,7 +10,6 @@ all-reduce, of which the rank keeps its part if optimizer state is cut. The shar
 
 from __future__ import annotations
 
-from bisect import bisect
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -39,11 +38,34 @@ class _Members:
     numel: int  # of the gathered buffer
     plain: bool  # no tensor-parallel ones
     gaps: list[tuple[int, int]]  # padding: (begin, size) in elements
-    padding: list[tuple[int, Tensor]]  # before which parameter, from the last on, how many zeros
     used: int  # elements of this rank's shard that are no padding
     filled: list[RowsParam]  # of which this rank holds rows
     empty: list[RowsParam]
     unsharded: list[nn.Parameter]
+    staging: _Staging | None = None
+
+
+@dataclass
+class _Staging:
+    """The input of a segment's reduction."""
+
+    buffer: Tensor
+    targets: list[Tensor]  # where each gradient goes
+    gaps: list[Tensor]  # padding
+    storage: torch.UntypedStorage | None = None  # freed after use, if the buffer is used again
+
+    def free(self) -> None:
+        if self.storage is not None:
+            self.storage.resize_(0)
+
+    @staticmethod
+    def make(buffer: Tensor, members: _Members) -> _Staging:
+        params = members.params
+        return _Staging(
+            buffer,
+            [buffer.as_strided(param.shape, param.whole_stride, param.place.start) for param in params],
+            [buffer.narrow(0, begin, size) for begin, size in members.gaps],
+        )
 
 
 @dataclass
@@ -87,9 +109,6 @@ class ContiguousReducer(GradReducer):
         for segment in group.layout.segments:
             params = [group.params[place.index] for place in segment.places]
             gaps = _gaps(segment)
-            starts = [place.start for place in segment.places]
-            zero = torch.zeros(1, dtype=segment.gather_dtype, device=group.device)
-            padding = [(bisect(starts, begin), zero.expand(size)) for begin, size in reversed(gaps)]
             plain = all(param.tp_spec is None for param in params)
             used = sum([place.box.numel for place in segment.places])
             self._members.append(
@@ -99,7 +118,6 @@ class ContiguousReducer(GradReducer):
                     segment.unsharded_numel,
                     plain,
                     gaps,
-                    padding,
                     used,
                     filled=[param for param in params if param.no_rows is None],
                     empty=[param for param in params if param.no_rows is not None],
@@ -156,6 +174,8 @@ class ContiguousReducer(GradReducer):
         if members.numel <= limit or plan.shard_group is None:
             reduce_input = self._copy_in(taken, plan)
             shard, event = reduce_scatter(reduce_input, plan)
+            if members.staging is not None and reduce_input is members.staging.buffer:
+                members.staging.free()
         else:
             reduce_input, shard, event = self._reduce_in_slices(taken, plan, limit)
         partial = self.partials.pop(index, None) if self.partials else None
@@ -212,29 +232,40 @@ class ContiguousReducer(GradReducer):
         return shard.narrow(0, group.rank() * size, size).clone()
 
     def _copy_in(self, taken: _Taken, plan: Reduction) -> Tensor:
-        """The gradients where their parameters lie, in the reduction's dtype."""
+        """The gradients where their parameters lie, in the reduction's dtype, in one batched copy."""
         members, grads = taken.members, taken.grads
-        own_memory = type(plan.comm).allocate is not DefaultReduceScatter.allocate
-        if taken.complete and plan.dtype == members.segment.gather_dtype and not own_memory:
-            for position, zeros in members.padding:
-                grads.insert(position, zeros)
-            out = _compat.flatten_together(grads)
-            grads.clear()
-            return out
-        total = members.segment.unsharded_numel
-        out = plan.comm.allocate((total,), dtype=plan.dtype, device=plan.device)
+        staging = self._staging(members, plan)
+        if staging.storage is not None:
+            staging.storage.resize_(staging.buffer.nbytes)
+        targets = staging.targets
         if taken.complete:
-            for begin, size in members.gaps:
-                out.narrow(0, begin, size).zero_()
+            for gap in staging.gaps:
+                gap.zero_()
         else:
-            out.zero_()
-        present = [
-            (param, grad) for param, grad in zip(members.params, grads, strict=True) if grad is not None
-        ]
-        grads.clear()
-        targets = [out.as_strided(param.shape, param.whole_stride, param.place.start) for param, _ in present]
-        _compat.foreach_copy(targets, [grad for _, grad in present])
-        return out
+            staging.buffer.zero_()
+            targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        _compat.foreach_copy(targets, cast(list[Tensor], grads))
+        taken.grads.clear()
+        return staging.buffer
+
+    def _staging(self, members: _Members, plan: Reduction) -> _Staging:
+        """The reduction's input, and the gradients' places in it.
+
+        Kept from step to step, without its memory, where the reduction has ended with the call and its
+        result is another buffer.
+        """
+        reusable = plan.streams is None and plan.shard_ranks > 1
+        if reusable and type(plan.comm).allocate is DefaultReduceScatter.allocate:
+            if members.staging is None or members.staging.buffer.dtype != plan.dtype:
+                members.staging = _Staging.make(
+                    torch.empty(members.numel, dtype=plan.dtype, device=plan.device), members
+                )
+                members.staging.storage = members.staging.buffer.untyped_storage()
+            return members.staging
+        return _Staging.make(
+            plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device), members
+        )
 
     def _reduce_in_slices(
         self,

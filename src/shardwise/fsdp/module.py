@@ -73,9 +73,12 @@ class FSDPModule(nn.Module):
 
     def reshard(self) -> None:
         """Free this module's own gathered parameters and show the sharded ones. Local."""
-        for group in self._groups():
+        state = self._state()
+        for group in state.groups:
             group.abandon_gather()
             group.reshard()
+        if state.schedule is not None:
+            state.schedule.free_gathered()
 
     def reset_iter_state(self) -> None:
         """Forget an iteration in which forward or backward raised, on the root module.

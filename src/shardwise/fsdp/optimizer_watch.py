@@ -3,8 +3,10 @@
     before a step   an optimizer that was built before `fully_shard` holds the whole parameters that
                     sharding replaced, and one built between forward and backward may hold gathered
                     ones; steps of either would train nothing, so the first one raises
-    after a step    gathered parameters are out of date; modules compare the count of steps with the
-                    count when they gathered
+                    where this rank holds no rows of a parameter, torch's elementwise optimizers have
+                    nothing to do: its gradient, of no elements, is put aside, which spares its dispatch
+    after a step    gradients put aside come back; gathered parameters are out of date: modules compare
+                    the count of steps with the count when they gathered
 
 Such parameters are held weakly, and an optimizer is looked at once after each change of the models.
 """
@@ -14,11 +16,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_parameter import ShardedRows
 
 _REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
 _GATHERED = (
@@ -81,9 +85,39 @@ def was_replaced(param: Tensor) -> bool:
     return id(param) in _replaced.alive
 
 
+# Of torch.optim; other optimizers may communicate over a parameter, or count them.
+ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+_without_rows: weakref.WeakKeyDictionary[Optimizer, list[ShardedRows]] = weakref.WeakKeyDictionary()
+_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[ShardedRows, Tensor]]] = weakref.WeakKeyDictionary()
+
+
+def is_elementwise(kind: type[Optimizer]) -> bool:
+    """Is this an optimizer of torch.optim that updates each element by itself?"""
+    return kind.__name__ in ELEMENTWISE and getattr(torch.optim, kind.__name__, None) is kind
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _checked.get(optimizer) == _changes:
-        return
+    if _checked.get(optimizer) != _changes:
+        _check(optimizer)
+        _without_rows[optimizer] = _find_without_rows(optimizer)
+    if without_rows := _without_rows[optimizer]:
+        aside = _aside[optimizer] = []
+        for param in without_rows:
+            if (grad := param.grad) is not None:
+                param.grad = None
+                aside.append((param, grad))
+
+
+def _find_without_rows(optimizer: Optimizer) -> list[ShardedRows]:
+    if not is_elementwise(type(optimizer)):
+        return []
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param for param in params if isinstance(param, ShardedRows) and not param.local.numel()]
+
+
+def _check(optimizer: Optimizer) -> None:
     _checked[optimizer] = _changes
     for watched, why in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
         wrong = watched.in_optimizer(optimizer)
@@ -97,4 +131,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for param, grad in _aside.pop(optimizer, ()):
+        param.grad = grad
     Steps.count += 1

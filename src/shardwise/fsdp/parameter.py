@@ -287,7 +287,7 @@ class EvenParam(ShardedParam):
     def adopt(self) -> None:
         owner = self.owners[0]
         current = owner.parameters[owner.name]
-        if current is self.sharded or current is self.unsharded:
+        if current is not None and (current is self.sharded or current is self.unsharded):
             self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
             return
         if not isinstance(current, DTensor) or current.shape != self.sharded.shape:

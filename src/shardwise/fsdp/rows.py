@@ -114,7 +114,7 @@ class RowsParam(ShardedParam):
         current = owner.parameters[owner.name]
         if not self.is_packed:
             return
-        if current is self.sharded or current is self.unsharded:
+        if current is not None and (current is self.sharded or current is self.unsharded):
             self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
             return
         if not isinstance(current, ShardedParameter) or current.piece != self.piece:

@@ -96,6 +96,11 @@ class Schedule:
             self.streams.wait(self.held_gather[1])
         self.held_gather = None
 
+    def free_gathered(self) -> None:
+        """Give back all gathered memory that is shown no more: no gather follows that would."""
+        if self.streams is not None:
+            self.streams.reclaim(keep=0)
+
     def make_room_for_reduction(self) -> None:
         """Wait for the oldest reduce-scatter inputs until one more may be in flight."""
         while len(self.reduce_inputs) >= self.max_reduce_inputs:

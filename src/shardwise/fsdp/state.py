@@ -71,6 +71,7 @@ class FSDPState:
             ContiguousReducer(group) if isinstance(group, ContiguousGroup) else InterleavedReducer(group)
             for group in groups
         ]
+        self.in_reverse = list(zip(reversed(self.groups), reversed(self.reducers), strict=True))
         self.device = device
         self.policy = policy
         self.reshard_is_automatic = reshard_is_automatic
@@ -276,6 +277,7 @@ class FSDPState:
                 output = state._cast_output(state._leave(schedule, output))
         if not torch.is_grad_enabled() or any(group.post_forward is not None for group in self.groups):
             schedule.release_kept()
+            schedule.free_gathered()
         schedule.drop_held_gather()
         self.install_guards()
         return output
@@ -352,7 +354,7 @@ class FSDPState:
                 current_stream(self.device).wait_event(event)
 
     def _reduce(self, schedule: Schedule) -> None:
-        for group, reducer in zip(reversed(self.groups), reversed(self.reducers), strict=True):
+        for group, reducer in self.in_reverse:
             settings = group.settings
             if reducer.accumulates:
                 reducer.accumulate()
@@ -394,6 +396,7 @@ class FSDPState:
                         group.abandon_gather()
                     if reducer.offload_events:
                         reducer.finish()
+        schedule.free_gathered()
         self.install_guards()
 
     # Gathering
@@ -401,7 +404,8 @@ class FSDPState:
     def _gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
         if group.form is Form.UNSHARDED:
             return
-        group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
+        if group.gather is None:
+            group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
         result = group.wait_for_unshard()
         if result is not None:
             schedule.finish_gather(result, forward=forward)
@@ -449,6 +453,7 @@ class FSDPState:
                 group.abandon_gather()
                 group.reshard()
                 reducer.reset()
+        schedule.free_gathered()
         self.install_guards()
 
 

@@ -27,13 +27,11 @@ from torch.optim import Optimizer
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.optimizer_watch import ELEMENTWISE, is_elementwise
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.state import state_of
 from shardwise.sharded_parameter import ShardedRows
 
-_ELEMENTWISE = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
 _WHY_NOT = {
     "Adafactor": "it keeps sums over the rows and columns of each parameter",
     "LBFGS": "it takes inner products of all parameters",
@@ -72,9 +70,8 @@ def flat(
         ShardingError: an optimizer that is not elementwise; parameters that are not sharded with
             `layout="contiguous"`, that are not the model's, or that are given twice.
     """
-    found = getattr(torch.optim, optimizer.__name__, None)
-    if found is not optimizer or optimizer.__name__ not in _ELEMENTWISE:
-        known = f"only {', '.join(_ELEMENTWISE)} of torch.optim are known to"
+    if not is_elementwise(optimizer):
+        known = f"only {', '.join(ELEMENTWISE)} of torch.optim are known to"
         why = _WHY_NOT.get(optimizer.__name__, known)
         raise ShardingError(
             f"{here()}: {optimizer.__name__} cannot step on flat memory, where every element must be treated"

@@ -595,4 +595,3 @@ def test_compiled_blocks_inside_a_sharded_model_give_the_same_numbers() -> None:
         assert torch.equal(step(eager), step(compiled))
     for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours.grad.local, theirs.grad.local)
-
