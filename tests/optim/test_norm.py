@@ -25,6 +25,8 @@ from shardwise import fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_, get_total_norm
+from shardwise.optim.norm import _local_by_axes
+from shardwise.sharded_parameter import ShardedRows
 
 NORMS = [1.0, 1.5, 2.0, 3.0, math.inf]
 TIGHT = {"rtol": 1e-12, "atol": 1e-14}
@@ -56,7 +58,7 @@ def backward(model: nn.Module, *, dtype: torch.dtype = torch.float64) -> nn.Modu
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor
 
 
 def grads(model: nn.Module) -> list[Tensor]:
@@ -105,6 +107,23 @@ def tensor_parallel_beside_sharded(model: nn.Sequential) -> None:
     fully_shard(model[2], mesh=mesh_2d())
 
 
+def contiguous(model: nn.Sequential) -> None:
+    for block in model:
+        fully_shard(block, layout="contiguous")
+
+
+def contiguous_hierarchical(model: nn.Sequential) -> None:
+    mesh = mesh_2d()
+    for block in model:
+        fully_shard(block, mesh=mesh, layout="contiguous", strategy="hierarchical_fsdp")
+
+
+def contiguous_beside_others(model: nn.Sequential) -> None:
+    """One block by rows, one as DTensors, one not sharded at all."""
+    fully_shard(model[0], layout="contiguous")
+    fully_shard(model[1])
+
+
 Spread = Callable[[nn.Sequential], None]
 EVERY: list[Spread] = [
     unsharded,
@@ -113,6 +132,9 @@ EVERY: list[Spread] = [
     tensor_parallel,
     several_meshes,
     tensor_parallel_beside_sharded,
+    contiguous,
+    contiguous_hierarchical,
+    contiguous_beside_others,
 ]
 
 
@@ -151,6 +173,7 @@ def test_clipping_on_four_ranks_is_that_of_one_process(spread: Spread) -> None:
 def test_clipping_where_some_ranks_hold_no_rows_is_that_of_one_process() -> None:
     for norm_type in NORMS:
         check_clipping(sharded, norm_type)
+        check_clipping(contiguous, norm_type)
     held = [sum(p.to_local().numel() for p in m.parameters()) for m in [fully_shard(nn.Linear(4, 1))]]
     assert held == ([5] if dist.get_rank() == 0 else [0])
 
@@ -165,7 +188,15 @@ def test_a_rank_without_any_gradient_elements_still_takes_part() -> None:
         assert found.dtype == torch.float32
 
 
-ALL_REDUCES = [(unsharded, 0), (sharded, 1), (hybrid, 1), (several_meshes, 2)]
+ALL_REDUCES = [
+    (unsharded, 0),
+    (sharded, 1),
+    (hybrid, 1),
+    (several_meshes, 2),
+    (contiguous, 1),
+    (contiguous_hierarchical, 2),
+    (contiguous_beside_others, 1),
+]
 
 
 @on_ranks(4)
@@ -321,3 +352,54 @@ def test_torchs_own_clipping_of_a_sharded_model_gives_the_same() -> None:
     theirs = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     torch.testing.assert_close(ours, whole(theirs), **TIGHT)
     torch.testing.assert_close(clipped, [g.to_local() for g in grads(model)], **TIGHT)
+
+
+@on_ranks(3)
+def test_gradients_that_fill_their_reduced_shards_are_taken_as_one_tensor_each() -> None:
+    model = build()
+    contiguous(model)
+    backward(model)
+    every = grads(model)
+
+    def tensors(of: list[Tensor]) -> list[Tensor]:
+        return [t for locals_ in _local_by_axes(of).values() for t in locals_ if t.numel()]
+
+    assert len(tensors(every)) == 3
+    held = [grad for grad in every if grad.local.numel()]
+    parts = tensors(held[:-1])  # one is missing: its neighbours count alone, and its memory not at all
+    assert sum(t.numel() for t in parts) < sum(t.numel() for t in tensors(every))
+    twice = get_total_norm([*every, *every]).item()
+    assert twice == pytest.approx(get_total_norm(every).item() * 2**0.5, rel=1e-12)
+    reference = grads(backward(build()))
+    few = [i for i in range(len(every)) if i % 3]
+    expected = nn.utils.get_total_norm([reference[i] for i in few])
+    torch.testing.assert_close(get_total_norm([every[i] for i in few]), expected, **TIGHT)
+
+
+@on_ranks(2)
+def test_clipping_holds_after_several_backwards_and_a_replaced_gradient() -> None:
+    reference, model = backward(backward(build())), build()
+    contiguous(model)
+    backward(backward(model))
+    for one in (reference, model):
+        one[1].up.weight.grad = one[1].up.weight.grad * 2
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
+    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+
+
+@on_ranks(2)
+def test_torchs_own_clipping_of_the_contiguous_layout_is_that_of_one_process() -> None:
+    reference, model = backward(build()), build()
+    contiguous(model)
+    backward(model)
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
+    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+
+
+def test_fp32_norms_of_many_elements_keep_their_digits() -> None:
+    many = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
+    exact = many.double().norm().item()
+    # adding 65,536 squares in fp32 loses about a digit; all of them at once, three
+    assert get_total_norm([many]).item() == pytest.approx(exact, rel=1e-6)

@@ -57,12 +57,14 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: str = "interleaved",
     strategy: str | None = None,
+    group_small: int | None = None,
 ) -> Sharded:
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks, in place.
 
-    Outside forward and backward each rank holds its piece of every parameter, as a DTensor. Calling
-    the module gathers them in one all-gather; backward gathers them again and ends in one
-    reduce-scatter of the gradients. Apply it to the blocks of a model first and to the model last:
+    Outside forward and backward each rank holds its piece of every parameter, as a DTensor (or, in the
+    contiguous layout, as a `ShardedParameter`). Calling the module gathers them in one all-gather;
+    backward gathers them again and ends in one reduce-scatter of the gradients. Apply it to the blocks of
+    a model first and to the model last:
     each call manages the parameters that no earlier call manages, and the memory needed at a time is
     that of the largest calls. Build the optimizer afterwards.
 
@@ -78,13 +80,21 @@ def fully_shard(
             the shard axis. None is True, except for the root module, whose parameters backward needs
             first.
         shard_placement_fn: for a parameter, `Shard(dim)` (a dim other than 0 must divide evenly), a
-            `ShardPlacementResult` that names a mesh too, or None for `Shard(0)`.
+            `ShardPlacementResult` that names a mesh too, or None for `Shard(0)`. In the contiguous layout
+            `RaggedShard(block)` keeps blocks of rows together and `Owned()` the whole parameter; dims
+            other than 0 cannot be cut.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: `CPUOffloadPolicy()` keeps sharded state on CPU.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: `mesh` is a larger mesh, on which every parameter is a DTensor already; these
             are its data-parallel dims.
-        layout: how a group's parameters lie in its buffers; "interleaved" cuts each one evenly.
+        layout: how a group's parameters lie in its buffers. "interleaved" cuts each one evenly and
+            copies it out of every gather, with FSDP2's numbers bit for bit; "contiguous" gathers straight
+            to where parameters are used, at a fraction of the host's time and with less memory.
+        strategy: contiguous layout: "ddp", "zero1", "zero2" or "fsdp" on a 1-D mesh, "hsdp" or
+            "hierarchical_fsdp" on a 2-D one; docs/strategies.md has memory and bytes of each.
+        group_small: of a list of modules, make one group of as many consecutive ones as it takes to
+            gather this many bytes at once; without it the list is one group.
 
     Returns:
         The module or list it was given.
@@ -101,17 +111,70 @@ def fully_shard(
             f'{here()}: strategy={strategy!r} needs layout="contiguous"; the {layout} layout is FSDP on 1-D'
             " meshes and HSDP on 2-D ones"
         )
-    info = mesh_info(mesh, dp_mesh_dims)
     modules = _root_modules(module)
     _check_modules(modules)
+    options: dict[str, Any] = {
+        "info": mesh_info(mesh, dp_mesh_dims),
+        "reshard": reshard_after_forward,
+        "placement_fn": shard_placement_fn,
+        "policy": mp_policy,
+        "offload": offload_policy,
+        "ignored": ignored_params or set(),
+        "contiguous": layout == "contiguous",
+        "strategy": strategy,
+    }
+    if group_small is None:
+        _shard_together(modules, **options)
+        return module
+    if isinstance(module, nn.Module):
+        raise ShardingError(
+            f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass its"
+            " blocks as a list, then shard the module itself without group_small"
+        )
+    for run in _runs(modules, group_small, mp_policy.param_dtype, options["ignored"]):
+        _shard_together(run, **options)
+    return module
+
+
+def _runs(
+    modules: list[nn.Module], least: int, dtype: torch.dtype | None, ignored: set[nn.Parameter]
+) -> list[list[nn.Module]]:
+    """Consecutive modules that gather at least `least` bytes together; the last run may be smaller."""
+    runs: list[list[nn.Module]] = []
+    gathered = least
+    for one in modules:
+        if gathered >= least:
+            runs.append([])
+            gathered = 0
+        runs[-1].append(one)
+        params = {p for m in _managed_modules([one]) for p in m.parameters(recurse=False)} - ignored
+        gathered += sum(
+            p.numel() * (dtype if dtype and p.is_floating_point() else p.dtype).itemsize for p in params
+        )
+    return runs
+
+
+def _shard_together(
+    modules: list[nn.Module],
+    *,
+    info: DataParallelMeshInfo,
+    reshard: bool | int | None,
+    placement_fn: ShardPlacementFn | None,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    ignored: set[nn.Parameter],
+    contiguous: bool,
+    strategy: str | None,
+) -> None:
+    """Let `modules` share their groups."""
     device = mesh_device(info.mesh)
-    _post_forward_info(reshard_after_forward, info)  # refuse a wrong number before anything changes
+    _post_forward_info(reshard, info)  # refuse a wrong number before anything changes
+    strategy_for(strategy, info)
     managed = _managed_modules(modules)
-    found = _find_params(managed, modules, ignored_params or set())
+    found = _find_params(managed, modules, ignored)
     _move_to_device(managed, found, device)
-    placements = _placements(found, shard_placement_fn, info)
+    placements = _placements(found, placement_fn, info)
     replaced = {name: param for param, (name, _) in found.items()}
-    contiguous = layout == "contiguous"
     kind: Any = RowsParam if contiguous else EvenParam
     sharded = [
         [
@@ -132,22 +195,16 @@ def fully_shard(
         own = params[0].info
         how: dict[str, Any] = {
             "info": own,
-            "post_forward": _post_forward_info(reshard_after_forward, own),
+            "post_forward": _post_forward_info(reshard, own),
             "device": device,
-            "policy": mp_policy,
-            "offload": offload_policy,
+            "policy": policy,
+            "offload": offload,
         }
         if contiguous:
             groups.append(ContiguousGroup(params, strategy=strategy_for(strategy, own), **how))
         else:
             groups.append(InterleavedGroup(params, **how))
-    state = FSDPState(
-        modules,
-        groups,
-        device=device,
-        policy=mp_policy,
-        reshard_is_automatic=reshard_after_forward is None,
-    )
+    state = FSDPState(modules, groups, device=device, policy=policy, reshard_is_automatic=reshard is None)
     for group in groups:
         _reshard_for_state_dict(group, managed)
     for one in modules:
@@ -156,7 +213,6 @@ def fully_shard(
         state.guards = guards([one for one in managed if state_of(one) is None], groups)
         install(state.guards)
     optimizer_watch.watch_replaced(replaced)
-    return module
 
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

@@ -97,6 +97,28 @@ class FSDPModule(nn.Module):
             )
         state.reset()
 
+    def host_bound_groups(self, *, bytes_per_second: float, host_seconds: float = 100e-6) -> dict[str, int]:
+        """The groups here and inside whose gather takes the network less time than it takes the host.
+
+        Their modules wait for the host, whatever the network: shard several in one call, or pass a list of
+        them with `group_small`.
+
+        Args:
+            bytes_per_second: what a rank receives of an all-gather.
+            host_seconds: what issuing a group's gather costs; `benchmarks/host_cost.py` measures it.
+
+        Returns:
+            Bytes gathered, by the names of the groups' modules (before the first forward, their classes).
+            Local.
+        """
+        found: dict[str, int] = {}
+        for state in self._states(True):
+            for group in state.groups:
+                size = sum(s.unsharded_numel * s.gather_dtype.itemsize for s in group.layout.segments)
+                if size < bytes_per_second * host_seconds:
+                    found[state.name or ", ".join(type(ref()).__name__ for ref in state.modules)] = size
+        return found
+
     # When gradients are synchronised
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:

@@ -6,6 +6,9 @@
     zero2    replicate    shard       shard              reduce-scatter gradients, all-gather once
     fsdp     shard        shard       shard              reduce-scatter, all-gather in forward and backward
 
+Gradients in the table are those of a reduction; where one is replicated but optimizer state is cut, a rank
+keeps its part.
+
 A 1-D mesh takes one row. On a 2-D mesh (replicate, shard) the inner axis is `fsdp` and the outer takes one
 of the others: `hsdp` is (ddp, fsdp), `hierarchical_fsdp` is (zero2, fsdp).
 

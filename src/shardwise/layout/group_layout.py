@@ -74,6 +74,15 @@ class Segment:
         return self.ranks * (self.shard_numel - self.padding)
 
 
+class Gathered(Protocol):
+    """What every kind of segment says of the buffer it is gathered into."""
+
+    @property
+    def unsharded_numel(self) -> int: ...
+    @property
+    def gather_dtype(self) -> torch.dtype: ...
+
+
 class GroupLayout(Protocol):
     """What a parameter group asks of a layout."""
 
@@ -81,6 +90,8 @@ class GroupLayout(Protocol):
     def ranks(self) -> int: ...
     @property
     def specs(self) -> tuple[ParamSpec, ...]: ...
+    @property
+    def segments(self) -> Sequence[Gathered]: ...
     def describe(self) -> str: ...
 
 

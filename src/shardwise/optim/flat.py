@@ -85,7 +85,7 @@ def flat(
         members = [one["params"]] if isinstance(one["params"], Tensor) else list(one["params"])
         sets.append({**one, "params": members})
     _check_params([param for one in sets for param in one["params"]], named)
-    made: FlatOptimizer = _flat_class(optimizer)(sets, managed, named, **options)
+    made: FlatOptimizer = _flat_class(cast(Any, optimizer))(sets, managed, named, **options)
     return made
 
 
@@ -143,7 +143,7 @@ def _check_params(given: Sequence[nn.Parameter], named: dict[nn.Parameter, str])
 
 @dataclass(eq=False)
 class _Run:
-    """Neighbours in a shard buffer that are optimized as one tensor, and others without memory here."""
+    """Neighbours in a shard buffer that are optimized as one tensor."""
 
     group: ContiguousGroup
     segment: int
@@ -157,9 +157,7 @@ class _Run:
         self.size = self.shard.numel()
         self.tensor = nn.Parameter(self.shard.narrow(0, self.begin, self.end - self.begin))
         self.params = [member.sharded for member in self.members]
-        here = [member for member in self.members if not member.place.box.is_empty]
-        self.here = [(member.sharded, member.place.shard_offset) for member in here]
-        self.elsewhere = [member.sharded for member in self.members if member.place.box.is_empty]
+        self.offsets = [member.place.shard_offset for member in self.members]
 
     @property
     def is_current(self) -> bool:
@@ -171,18 +169,13 @@ class _Run:
         Or, if only some members have gradients, which.
         """
         try:
-            locals_ = [param.grad._local for param, _ in self.here]  # type: ignore[union-attr]
+            locals_ = [param.grad._local for param in self.params]  # type: ignore[union-attr]
         except AttributeError:
             return self._gathered_up()
-        for param in self.elsewhere:
-            if param.grad is None:
-                return self._gathered_up()
-        if not locals_:
-            return torch.zeros_like(self.tensor)
         base = _compat.base_of(locals_[0])
         if base is None or base.numel() != self.size:
             return self._gathered_up()
-        for local, (_, offset) in zip(locals_, self.here, strict=True):
+        for local, offset in zip(locals_, self.offsets, strict=True):
             if _compat.base_of(local) is not base or local.storage_offset() != offset:
                 return self._gathered_up()
         return (
@@ -201,16 +194,15 @@ class _Run:
     def rows_of(self, tensor: Tensor, member: RowsParam) -> ShardedRows:
         """A member's rows of a tensor that lies as this run does."""
         rows = member.place.box
-        begin = 0 if rows.is_empty else member.place.shard_offset - self.begin
+        begin = member.place.shard_offset - self.begin
         return ShardedRows.wrap(tensor.narrow(0, begin, rows.numel).view(rows.sizes), member.piece)
 
     def padding(self) -> list[Tensor]:
         """The memory of this run that no member uses."""
         found, end = [], self.begin
         for rows, start in [(m.place.box, m.place.shard_offset) for m in self.members]:
-            if not rows.is_empty:
-                found.append((end, start))
-                end = start + rows.numel
+            found.append((end, start))
+            end = start + rows.numel
         found.append((end, self.end))
         return [self.tensor.detach().narrow(0, a - self.begin, b - a) for a, b in found if b > a]
 
@@ -218,22 +210,12 @@ class _Run:
         """Runs of members of equal kind, over the same range."""
         runs: list[tuple[Any, _Run]] = []
         for member, kind in zip(self.members, kinds, strict=True):
-            if member.place.box.is_empty:
-                continue
             if not runs or runs[-1][0] != kind:
                 begin = self.begin
                 if runs:
                     begin = runs[-1][1].end = member.place.shard_offset
                 runs.append((kind, _Run(self.group, self.segment, begin, self.end)))
             runs[-1][1].members.append(member)
-        for member, kind in zip(self.members, kinds, strict=True):
-            if not member.place.box.is_empty:
-                continue
-            run = next((run for of, run in runs if of == kind), None)
-            if run is None:
-                run = _Run(self.group, self.segment, self.end, self.end)
-                runs.append((kind, run))
-            run.members.append(member)
         return runs
 
 
@@ -254,25 +236,27 @@ class FlatOptimizer(Optimizer):
         set_of = {id(param): i for i, one in enumerate(sets) for param in one["params"]}
         tensors: list[list[nn.Parameter]] = [[] for _ in sets]
         self._runs: dict[nn.Parameter, _Run] = {}
-        self._run_names: dict[RowsParam, str] = {}
+        self._managed: dict[str, RowsParam] = {}  # also those without rows on this rank, which no run has
         sharded: set[int] = set()
         for group in managed:
             for index, segment in enumerate(group.layout.segments):
                 members = [group.params[place.index] for place in segment.places]
                 sharded.update(id(member.sharded) for member in members)
-                whole = _Run(group, index, 0, segment.shard_numel, members)
-                for kind, run in whole.cut([set_of.get(id(member.sharded)) for member in members]):
+                self._managed.update({named[m.sharded]: m for m in members if id(m.sharded) in set_of})
+                held = [member for member in members if not member.place.box.is_empty]
+                whole = _Run(group, index, 0, segment.shard_numel, held)
+                for kind, run in whole.cut([set_of.get(id(member.sharded)) for member in held]):
                     if kind is None:
                         continue
                     run.lay()
                     self._runs[run.tensor] = run
-                    self._run_names.update({member: named[member.sharded] for member in run.members})
                     tensors[kind].append(run.tensor)
         self._ordinary: dict[nn.Parameter, str] = {}
         for own, one in zip(tensors, sets, strict=True):
             ordinary = {param: named[param] for param in one["params"] if id(param) not in sharded}
             self._ordinary.update(ordinary)
             own.extend(ordinary)
+        self._names = {member: name for name, member in self._managed.items()}
         self._is_built = False
         groups = [{**one, "params": own} for one, own in zip(sets, tensors, strict=True)]
         cast(Any, super()).__init__(groups, **options)
@@ -282,7 +266,7 @@ class FlatOptimizer(Optimizer):
         self.register_step_post_hook(_after_step)
 
     def _list_params(self) -> None:
-        self._params = [*self._ordinary, *(param for run in self._runs.values() for param in run.params)]
+        self._params = [*self._ordinary, *(member.sharded for member in self._names)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_is_built", False):
@@ -325,7 +309,7 @@ class FlatOptimizer(Optimizer):
         shard = run.group.shards[run.segment]
         if self.state.get(tensor) and (shard.dtype, shard.device) != (tensor.dtype, tensor.device):
             raise ShardingError(
-                f"{here()}: '{self._run_names[run.members[0]]}' is {shard.dtype} on {shard.device} now, but"
+                f"{here()}: '{self._names[run.members[0]]}' is {shard.dtype} on {shard.device} now, but"
                 f" the optimizer's state is {tensor.dtype} on {tensor.device}; convert and move the model"
                 " before its first step"
             )
@@ -362,8 +346,8 @@ class FlatOptimizer(Optimizer):
 
         `{"state": {name: {"exp_avg": rows, "step": scalar, ...}}, "param_groups": [{"params": [name, ...],
         "lr": ..., ...}]}`. Rows (`ShardedRows`) are this rank's and share memory with the optimizer; a
-        distributed checkpoint writes and reads them for any number of ranks. Before the first step there is
-        no state; see `allocate_state`.
+        distributed checkpoint writes and reads them for any number of ranks. There is no state of parameters
+        of which this rank holds no rows, nor before the first step; see `allocate_state`.
         """
         packed = super().state_dict()
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
@@ -375,7 +359,7 @@ class FlatOptimizer(Optimizer):
                 found[self._ordinary[tensor]] = values
                 continue
             for member in run.members:
-                found[self._run_names[member]] = {
+                found[self._names[member]] = {
                     key: run.rows_of(value, member) if _is_state(value, tensor) else _copied(value)
                     for key, value in values.items()
                 }
@@ -414,15 +398,14 @@ class FlatOptimizer(Optimizer):
         """
         loaded = _by_name(state_dict, self._names_by_set)
         state: dict[str, Any] = state_dict["state"]
-        members = {name: member for member, name in self._run_names.items()}
         local = {
-            name: _local_state(name, state[name], members[name])
+            name: _local_state(name, state[name], self._managed[name])
             for own in self._names_by_set
             for name in own
-            if name in members and name in state
+            if name in self._managed and name in state
         }
         for tensor, run in list(self._runs.items()):
-            kinds = [_kind(local.get(self._run_names[member])) for member in run.members]
+            kinds = [_kind(local.get(self._names[member])) for member in run.members]
             if kinds.count(kinds[0]) != len(kinds):
                 self._split(tensor, run.cut(kinds))
         packed: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -434,7 +417,7 @@ class FlatOptimizer(Optimizer):
                     values = state.get(self._ordinary[tensor])
                 else:
                     run = self._runs[tensor]
-                    values = _joined(run, [local.get(self._run_names[member]) for member in run.members])
+                    values = _joined(run, [local.get(self._names[member]) for member in run.members])
                 if values:
                     packed["state"][index] = values
                 index += 1

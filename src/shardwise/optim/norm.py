@@ -56,9 +56,12 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> dict[Axes, list[Tensor]]:
     by_axes: dict[Axes, list[Tensor]] = {}
     rows: dict[Axes, list[Tensor]] = {}
     axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
+    latest, into = None, []
     for tensor in tensors:
         if isinstance(tensor, ShardedRows):
-            rows.setdefault(tensor.piece.axes, []).append(tensor._local)
+            if (found := tensor.piece.axes) != latest:  # hashing process groups costs more
+                latest, into = found, rows.setdefault(found, [])
+            into.append(tensor._local)
             continue
         axes: Axes = ()
         if isinstance(tensor, DTensor):

@@ -36,6 +36,10 @@ def groups(model: Any) -> list[Any]:
 def logged_steps(model: Any, *, steps: int = 2, staging_bytes: int | None = None) -> Log:
     """The log of the last of `steps` steps on recorded streams."""
     recorder = Recorder()
+
+    def current(device: torch.device) -> Any:
+        return recorder.current[-1]
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(LoggedAllGather(recorder))
@@ -46,9 +50,7 @@ def logged_steps(model: Any, *, steps: int = 2, staging_bytes: int | None = None
         for patch in on_streams(recorder):
             patches.enter_context(patch)
         for user in USERS:
-            patches.enter_context(
-                mock.patch(f"{user}.current_stream", lambda device: recorder.current[-1])
-            )
+            patches.enter_context(mock.patch(f"{user}.current_stream", current))
         for _ in range(steps):
             recorder.log.clear()
             step(model)
