@@ -12,6 +12,7 @@ from shardwise.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwise.layout import Owned, RaggedShard
 from shardwise.mesh import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -20,6 +21,7 @@ from shardwise.mesh import (
     HSDPMeshInfo,
 )
 from shardwise.optim import clip_grad_norm_
+from shardwise.sharded_parameter import ShardedParameter
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -33,8 +35,11 @@ __all__ = [
     "LifecycleError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Owned",
+    "RaggedShard",
     "RankMismatchError",
     "ShardPlacementResult",
+    "ShardedParameter",
     "ShardingError",
     "ShardwiseError",
     "UnshardHandle",

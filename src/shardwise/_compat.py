@@ -225,6 +225,11 @@ def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def foreach_add(tensors: Sequence[Tensor], value: float) -> None:
+    """Add one number to many tensors in place."""
+    torch._foreach_add_(list(tensors), value)
+
+
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
     """The p-norm of each of many tensors, computed in `dtype`."""
     return torch._foreach_norm(list(tensors), p, dtype)

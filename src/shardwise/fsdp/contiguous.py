@@ -13,6 +13,7 @@ this rank's slice of `full` and gathers in place. There is no copy-in and no cop
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -34,6 +35,7 @@ from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
 from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
 from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
 
+PADDING_TO_WARN_OF = 0.1
 _NOTHING = torch.empty(0)
 _DONE = AllGatherResult(_NOTHING, (), None, None)
 
@@ -134,6 +136,7 @@ class ContiguousGroup(ParamGroup):
             ranks, rank = step, index
             self.layout = ContiguousLayout(specs, ranks=ranks, rank=rank)
             for segment in self.layout.segments:
+                self._warn_of_padding(segment)
                 for place in segment.places:
                     self.params[place.index].settle(self.layout, place, self.cut_groups)
             return
@@ -150,6 +153,17 @@ class ContiguousGroup(ParamGroup):
             segments.append(replace(segment, dtype=dtype, gather_dtype=gather_dtype))
         self.layout.segments = tuple(segments)
         self.layout.specs = tuple(specs)
+
+    def _warn_of_padding(self, segment: ContiguousSegment) -> None:
+        used = segment.unsharded_numel - segment.padding
+        if segment.padding > PADDING_TO_WARN_OF * used and used * segment.gather_dtype.itemsize > 1 << 24:
+            warnings.warn(
+                f"rank {self.layout.rank}: the group of '{self.params[0].name}' is padded by"
+                f" {segment.padding / used:.0%} so that its rows or blocks of rows stay whole on"
+                f" {segment.ranks} ranks, and sends as much more; shard several modules in one call, with"
+                " smaller blocks, or over fewer ranks (HSDP)",
+                stacklevel=2,
+            )
 
     def _make_shard(self, segment: ContiguousSegment) -> Tensor:
         members = [self.params[place.index] for place in segment.places]

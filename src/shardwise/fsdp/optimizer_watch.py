@@ -4,7 +4,8 @@
                     sharding replaced, and one built between forward and backward may hold gathered
                     ones; steps of either would train nothing, so the first one raises
                     where this rank holds no rows of a parameter, torch's elementwise optimizers have
-                    nothing to do: its gradient, of no elements, is put aside, which spares its dispatch
+                    nothing to do: its gradient, of no elements, is put aside, which spares its dispatch,
+                    and its steps are counted all the same
     after a step    gradients put aside come back; gathered parameters are out of date: modules compare
                     the count of steps with the count when they gathered
 
@@ -14,6 +15,7 @@ Such parameters are held weakly, and an optimizer is looked at once after each c
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter import ShardedRows
 
@@ -89,8 +92,7 @@ def was_replaced(param: Tensor) -> bool:
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-_without_rows: weakref.WeakKeyDictionary[Optimizer, list[ShardedRows]] = weakref.WeakKeyDictionary()
-_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[ShardedRows, Tensor]]] = weakref.WeakKeyDictionary()
+_MORE_THAN_STEPS = ("ASGD", "NAdam")  # whose state counts in other ways than by "step"
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
@@ -98,23 +100,67 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
     return kind.__name__ in ELEMENTWISE and getattr(torch.optim, kind.__name__, None) is kind
 
 
+@dataclass
+class _Bystanders:
+    """Parameters of one optimizer of which this rank holds no rows, once they have state.
+
+    Attributes:
+        state: the optimizer's, when this was found; loading replaces it.
+        steps: each parameter's own count of steps.
+    """
+
+    state: Any
+    params: list[ShardedRows]
+    steps: list[Tensor | None]
+    aside: list[tuple[ShardedRows, Tensor]] = field(default_factory=list)
+
+
+_bystanders: weakref.WeakKeyDictionary[Optimizer, _Bystanders] = weakref.WeakKeyDictionary()
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
-        _without_rows[optimizer] = _find_without_rows(optimizer)
-    if without_rows := _without_rows[optimizer]:
-        aside = _aside[optimizer] = []
-        for param in without_rows:
-            if (grad := param.grad) is not None:
-                param.grad = None
-                aside.append((param, grad))
+        _bystanders.pop(optimizer, None)
+    known = _bystanders.get(optimizer)
+    if known is None or known.state is not optimizer.state:
+        known = _find_bystanders(optimizer)
+    if known.params:
+        _put_aside(known)
 
 
-def _find_without_rows(optimizer: Optimizer) -> list[ShardedRows]:
-    if not is_elementwise(type(optimizer)):
-        return []
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [param for param in params if isinstance(param, ShardedRows) and not param.local.numel()]
+def _put_aside(known: _Bystanders) -> None:
+    """Take away gradients of no elements, and count the steps that the optimizer would have counted."""
+    counts = []
+    for param, step in zip(known.params, known.steps, strict=True):
+        if (grad := param.grad) is not None:
+            param.grad = None
+            known.aside.append((param, grad))
+            if step is not None:
+                counts.append(step)
+    if counts:
+        with torch.no_grad():
+            _compat.foreach_add(counts, 1)
+
+
+def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
+    """Remembered once each of them has its state, which the optimizer makes in their first step."""
+    found = _Bystanders(optimizer.state, [], [])
+    kind = type(optimizer)
+    if is_elementwise(kind) and kind.__name__ not in _MORE_THAN_STEPS:
+        for options in optimizer.param_groups:
+            stateless = kind is torch.optim.SGD and not options["momentum"]
+            for param in options["params"]:
+                if not isinstance(param, ShardedRows) or param.local.numel():
+                    continue
+                state = optimizer.state.get(param)
+                if state or stateless:
+                    found.params.append(param)
+                    found.steps.append((state or {}).get("step"))
+                elif param.grad is not None:
+                    return _Bystanders(optimizer.state, [], [])
+    _bystanders[optimizer] = found
+    return found
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -131,6 +177,9 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for param, grad in _aside.pop(optimizer, ()):
-        param.grad = grad
+    known = _bystanders.get(optimizer)
+    if known is not None and known.aside:
+        for param, grad in known.aside:
+            param.grad = grad
+        known.aside.clear()
     Steps.count += 1

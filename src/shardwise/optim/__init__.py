@@ -1,6 +1,8 @@
 """Optimizers and norms that know shards."""
 
+from shardwise.optim.adamw8bit import AdamW8bit
 from shardwise.optim.flat import FlatOptimizer, flat
+from shardwise.optim.muon import Muon
 from shardwise.optim.norm import clip_grad_norm_, get_total_norm
 
-__all__ = ["FlatOptimizer", "clip_grad_norm_", "flat", "get_total_norm"]
+__all__ = ["AdamW8bit", "FlatOptimizer", "Muon", "clip_grad_norm_", "flat", "get_total_norm"]

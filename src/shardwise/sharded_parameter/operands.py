@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter.piece import Piece, local_part
-from shardwise.sharded_parameter.tensor import ShardedRows
+from shardwise.sharded_parameter.tensor import ShardedParameter, ShardedRows
 
 _HINTS = {
     **dict.fromkeys(
         ("t", "transpose", "permute", "mm", "addmm", "bmm", "matmul", "_foreach_mm"),
         " An optimizer that multiplies whole matrices, such as torch.optim.Muon, cannot work on rows: use"
-        " shardwise.optim.Muon. If a forward got here, it ran outside the call of its fully_shard module.",
+        " shardwise.optim.Muon.",
     ),
     **dict.fromkeys(
         ("view", "reshape", "_unsafe_view", "cat"),
@@ -30,16 +30,27 @@ _HINTS = {
 }
 
 
+_FORWARD = (
+    " If a module got here, it was called outside the forward of its fully_shard module: call that one; or"
+    " make the method that calls this a forward with register_fsdp_forward_method; or call unshard() first."
+)
+
+
 def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
     """The error for an op whose answer from this rank's rows alone would be wrong."""
-    shapes = [tuple(value.shape) for value in leaves((args, kwargs)) if isinstance(value, ShardedRows)]
+    sharded = next((value for value in leaves((args, kwargs)) if isinstance(value, ShardedRows)), None)
     name = op._schema.name.removeprefix("aten::")
+    which = "" if sharded is None else f" (here {_called(sharded.piece.name)}of shape {tuple(sharded.shape)})"
     raise ShardingError(
-        f"{here()}: {op} is not defined {why or 'on tensors sharded by rows'} (here of global shape"
-        f" {shapes[0] if shapes else '?'}): from this rank's rows alone its answer would be wrong. Use"
-        " .full_tensor() for the whole tensor (collective), or .local for this rank's rows."
-        f"{_HINTS.get(name, '')}"
+        f"{here()}: {op} is not defined {why or 'on tensors sharded by rows'}{which}: from this rank's rows"
+        " alone its answer would be wrong. Use .full_tensor() for the whole tensor (collective), or .local"
+        f" for this rank's rows.{_HINTS.get(name, '')}"
+        + (_FORWARD if isinstance(sharded, ShardedParameter) else "")
     )
+
+
+def _called(name: str) -> str:
+    return f"'{name}' " if name else ""
 
 
 def leaves(value: Any) -> list[Any]:

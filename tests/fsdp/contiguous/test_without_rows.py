@@ -1,0 +1,97 @@
+"""Parameters of which a rank holds no rows cost its optimizer nothing, and their state is as if they did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import fully_shard
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+
+
+def _model() -> nn.Sequential:
+    """On every rank some parameters have no rows: most have a row or two."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 2, bias=False), nn.Linear(2, 3))
+
+
+class _Widest(TorchDispatchMode):
+    """The largest number of tensors in one call of an optimizer's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], list) and "_fused" in str(func):
+            self.tensors = max(self.tensors, len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, share: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(steps):
+        inputs = torch.randn(world * 2, 4, generator=torch.Generator().manual_seed(step))
+        model(inputs[2 * rank : 2 * rank + 2] if share else inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_numbers_and_steps_are_those_of_one_process(kind: str) -> None:
+    make, options = KINDS[kind]
+    alone, model = _model(), fully_shard(_model(), layout="contiguous")
+    theirs, ours = make(alone.parameters(), **options), make(model.parameters(), **options)
+    _train(alone, theirs, 4, share=False)
+    _train(model, ours, 4, share=True)
+    for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+        # Means over ranks round in another order than one mean; Adam divides by roots of small squares.
+        torch.testing.assert_close(mine.full_tensor(), whole.detach(), rtol=1e-4, atol=1e-5)
+        expected, found = theirs.state[whole], ours.state[mine]
+        assert set(found) == set(expected)
+        if "step" in expected:
+            assert found["step"] == expected["step"] == 4
+        for name, value in expected.items():
+            if isinstance(value, Tensor) and value.ndim:
+                torch.testing.assert_close(found[name].full_tensor(), value, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2, 4)
+def test_steps_pass_them_by_and_gradients_stay() -> None:
+    model = fully_shard(_model(), layout="contiguous")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with_rows = sum(param.local.numel() > 0 for param in model.parameters())
+    assert with_rows < len(list(model.parameters()))
+    for step in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        with _Widest() as widest:
+            optimizer.step()
+        assert widest.tensors == (len(list(model.parameters())) if step == 0 else with_rows)
+        assert all(param.grad is not None for param in model.parameters())
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_loaded_state_counts_on() -> None:
+    model = fully_shard(_model(), layout="contiguous")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _train(model, optimizer, 3, share=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    _train(model, optimizer, 2, share=True)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
