@@ -7,6 +7,7 @@ torch moves or renames is mended here, once.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -225,11 +226,6 @@ def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-def foreach_add(tensors: Sequence[Tensor], value: float) -> None:
-    """Add one number to many tensors in place."""
-    torch._foreach_add_(list(tensors), value)
-
-
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
     """The p-norm of each of many tensors, computed in `dtype`."""
     return torch._foreach_norm(list(tensors), p, dtype)
@@ -250,11 +246,6 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
     "_post_accumulate_grad_hooks"
 )
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Does autograd track `tensor` as a view? In-place operations on it would drop its hooks."""
-    return tensor._base is not None
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -341,3 +332,20 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the checks for torch.func, whose transforms cannot pass a sharded module."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
+
+
+# Within it, torch does not look for `__torch_function__` by name at every attribute of a tensor subclass.
+plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
+    """Call `hook` with the gradient of `tensor`, the result of an op; `register_hook` without a handle.
+
+    The handle costs more than the hook, and nobody removes these.
+    """
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)
+        return
+    tensor._backward_hooks = OrderedDict({-1: hook})  # handles count up from 0
+    cast(Any, node)._register_hook_dict(tensor)

@@ -181,9 +181,10 @@ class ContiguousGroup(ParamGroup):
         for param in members:
             rows = param.place.box
             local = shard.narrow(0, param.place.shard_offset, rows.numel).view(rows.sizes)
-            if hasattr(param, "whole"):
+            if not param.is_packed:
                 source = param.whole.narrow(0, rows.offsets[0], rows.sizes[0])
                 del param.whole
+                param.is_packed = True
             else:
                 source = param.local
             if not shard.is_meta:

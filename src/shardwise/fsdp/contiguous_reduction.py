@@ -53,6 +53,7 @@ class _Staging:
     targets: list[Tensor]  # where each gradient goes
     gaps: list[Tensor]  # padding
     storage: torch.UntypedStorage | None = None  # freed after use, if the buffer is used again
+    plan: Reduction | None = None  # for which it may be used again
 
     def free(self) -> None:
         if self.storage is not None:
@@ -191,7 +192,8 @@ class ContiguousReducer(GradReducer):
         else:
             with result.stream:
                 self._give(members, params, result)
-        results.append(result)
+        if streams is not None:
+            results.append(result)
 
     def _give(self, members: _Members, params: list[RowsParam], result: ReduceResult) -> None:
         """Views of the reduced shard become, or add to, the gradients."""
@@ -207,11 +209,13 @@ class ContiguousReducer(GradReducer):
         filled, empty = members.filled, members.empty
         if params is not members.params:
             filled, empty = [p for p in filled if p in params], [p for p in empty if p in params]
-        for param in empty:
-            sharded = param.sharded
-            sharded.grad = param.no_rows
-            if sharded.hooked:
-                param.run_grad_hooks()
+        with _compat.plain_attributes():
+            for param in empty:
+                param.sharded.grad = param.no_rows
+        if ShardedRows.any_hooked:
+            for param in empty:
+                if param.sharded.hooked:
+                    param.run_grad_hooks()
         for param in filled:
             local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
             sharded = param.sharded
@@ -234,7 +238,9 @@ class ContiguousReducer(GradReducer):
     def _copy_in(self, taken: _Taken, plan: Reduction) -> Tensor:
         """The gradients where their parameters lie, in the reduction's dtype, in one batched copy."""
         members, grads = taken.members, taken.grads
-        staging = self._staging(members, plan)
+        staging = members.staging
+        if staging is None or staging.plan is not plan:
+            staging = self._staging(members, plan)
         if staging.storage is not None:
             staging.storage.resize_(staging.buffer.nbytes)
         targets = staging.targets
@@ -257,11 +263,10 @@ class ContiguousReducer(GradReducer):
         """
         reusable = plan.streams is None and plan.shard_ranks > 1
         if reusable and type(plan.comm).allocate is DefaultReduceScatter.allocate:
-            if members.staging is None or members.staging.buffer.dtype != plan.dtype:
-                members.staging = _Staging.make(
-                    torch.empty(members.numel, dtype=plan.dtype, device=plan.device), members
-                )
-                members.staging.storage = members.staging.buffer.untyped_storage()
+            buffer = torch.empty(members.numel, dtype=plan.dtype, device=plan.device)
+            members.staging = _Staging.make(buffer, members)
+            members.staging.storage = buffer.untyped_storage()
+            members.staging.plan = plan
             return members.staging
         return _Staging.make(
             plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device), members

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -174,19 +175,18 @@ def _shard_together(
     found = _find_params(managed, modules, ignored)
     _move_to_device(managed, found, device)
     placements = _placements(found, placement_fn, info)
-    replaced = {name: param for param, (name, _) in found.items()}
     kind: Any = RowsParam if contiguous else EvenParam
     sharded = [
         [
             kind(
-                param,
-                name=found[param][0],
-                owners=[Owner(_compat.parameters_of(m), n) for m, n in found[param][1]],
-                module=found[param][1][0][0],
+                one.param,
+                name=one.name,
+                owners=[Owner(_compat.parameters_of(m), n) for m, n in one.places],
+                module=one.places[0][0],
                 placement=placement,
                 info=own,
             )
-            for param, placement, own in members
+            for one, placement, own in members
         ]
         for members in _by_mesh(placements).values()
     ]
@@ -208,11 +208,11 @@ def _shard_together(
     for group in groups:
         _reshard_for_state_dict(group, managed)
     for one in modules:
-        one.__class__ = sharded_class(type(one))
+        object.__setattr__(one, "__class__", sharded_class(type(one)))  # past nn.Module's own, which is slow
     if not contiguous:  # whose sharded parameters refuse by themselves
         state.guards = guards([one for one in managed if state_of(one) is None], groups)
         install(state.guards)
-    optimizer_watch.watch_replaced(replaced)
+    optimizer_watch.watch_replaced({one.name: one.param for one in found})
 
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -259,43 +259,51 @@ def _visit(one: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Modul
     ordered[one] = None
 
 
-Places = dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]
+@dataclass
+class _Found:
+    """A parameter to manage, with a name and every place it is registered in."""
+
+    param: nn.Parameter
+    name: str
+    places: list[tuple[nn.Module, str]]
 
 
-def _find_params(managed: list[nn.Module], roots: list[nn.Module], ignored: set[nn.Parameter]) -> Places:
-    """The parameters to manage, each with a name and every place it is registered in."""
-    found: Places = {}
+def _find_params(
+    managed: list[nn.Module], roots: list[nn.Module], ignored: set[nn.Parameter]
+) -> list[_Found]:
+    left_out = {id(param) for param in ignored}  # by identity, as hashing a tensor is slow
+    by_id: dict[int, _Found] = {}
     for one in managed:
         for name, param in _compat.parameters_of(one).items():
-            if param is not None and param not in ignored and param not in found:
-                found[param] = (name, [])
+            if param is not None and id(param) not in left_out and id(param) not in by_id:
+                by_id[id(param)] = _Found(param, name, [])
     for root in roots:
         for prefix, one in root.named_modules():
             for name, param in _compat.parameters_of(one).items():
-                if param not in found:
+                if (found := by_id.get(id(param))) is None:
                     continue
-                full = f"{prefix}.{name}" if prefix else name
-                places = found[param][1]
-                found[param] = (found[param][0] if places else full, places)
-                places.append((one, name))
-    for param, (name, _) in found.items():
-        if optimizer_watch.was_replaced(param):
+                if not found.places:
+                    found.name = f"{prefix}.{name}" if prefix else name
+                found.places.append((one, name))
+    for found in by_id.values():
+        if optimizer_watch.was_replaced(found.param):
             raise ShardingError(
-                f"{here()}: '{name}' is tied to a parameter that an earlier fully_shard call manages; shard"
-                " both owners in one call, fully_shard([a, b]), or in the call for a module that holds both"
+                f"{here()}: '{found.name}' is tied to a parameter that an earlier fully_shard call manages;"
+                " shard both owners in one call, fully_shard([a, b]), or in the call for a module that holds"
+                " both"
             )
-        if param.ndim == 0:
+        if found.param.ndim == 0:
             raise ShardingError(
-                f"{here()}: '{name}' is a scalar parameter, which cannot be sharded; make it 1-D with one"
-                " element, or put it in ignored_params"
+                f"{here()}: '{found.name}' is a scalar parameter, which cannot be sharded; make it 1-D with"
+                " one element, or put it in ignored_params"
             )
-    return found
+    return list(by_id.values())
 
 
-def _move_to_device(managed: list[nn.Module], found: Places, device: torch.device) -> None:
+def _move_to_device(managed: list[nn.Module], found: list[_Found], device: torch.device) -> None:
     """Move parameters and buffers to the mesh's device; the meta device waits for `to_empty`."""
     buffers = dict.fromkeys(buffer for one in managed for buffer in one.buffers(recurse=False))
-    tensors: Iterable[Tensor] = (*found, *buffers)
+    tensors: Iterable[Tensor] = (*(one.param for one in found), *buffers)
     for tensor in tensors:
         if tensor.device == device or tensor.device.type == "meta":
             continue
@@ -314,25 +322,25 @@ def _move_to_device(managed: list[nn.Module], found: Places, device: torch.devic
             torch.utils.swap_tensors(tensor, nn.Parameter(moved, requires_grad=grad) if keep else moved)
 
 
-Placed = tuple[nn.Parameter, ParamPlacement | None, DataParallelMeshInfo]
+Placed = tuple[_Found, ParamPlacement | None, DataParallelMeshInfo]
 
 
 def _placements(
-    found: Places, placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
+    found: list[_Found], placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
 ) -> list[Placed]:
     if placement_fn is None:
-        return [(param, None, info) for param in found]
+        return [(one, None, info) for one in found]
     placed: list[Placed] = []
-    for param, (name, _) in found.items():
-        answer = placement_fn(param)
+    for one in found:
+        answer = placement_fn(one.param)
         if isinstance(answer, ShardPlacementResult):
-            placed.append((param, answer.placement, answer.mesh_info))
+            placed.append((one, answer.placement, answer.mesh_info))
         elif answer is None or isinstance(answer, (Shard, RaggedShard, Owned)):
-            placed.append((param, answer, info))
+            placed.append((one, answer, info))
         else:
             raise ShardingError(
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None for"
-                f" '{name}', got {answer!r}"
+                f" '{one.name}', got {answer!r}"
             )
     return placed
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter import ShardedRows
 
@@ -102,16 +101,17 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
 
 @dataclass
 class _Bystanders:
-    """Parameters of one optimizer of which this rank holds no rows, once they have state.
+    """Parameters of one optimizer of which this rank holds no rows, and which have state and gradients.
 
     Attributes:
-        state: the optimizer's, when this was found; loading replaces it.
-        steps: each parameter's own count of steps.
+        state: the optimizer's, when these were found; loading replaces it.
+        counts: their counts of steps, one for all that are equal.
+        aside: their gradients, during a step.
     """
 
     state: Any
-    params: list[ShardedRows]
-    steps: list[Tensor | None]
+    params: list[ShardedRows] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
     aside: list[tuple[ShardedRows, Tensor]] = field(default_factory=list)
 
 
@@ -121,46 +121,71 @@ _bystanders: weakref.WeakKeyDictionary[Optimizer, _Bystanders] = weakref.WeakKey
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
-        _bystanders.pop(optimizer, None)
+        _separate_counts(optimizer)
     known = _bystanders.get(optimizer)
     if known is None or known.state is not optimizer.state:
         known = _find_bystanders(optimizer)
-    if known.params:
-        _put_aside(known)
-
-
-def _put_aside(known: _Bystanders) -> None:
-    """Take away gradients of no elements, and count the steps that the optimizer would have counted."""
-    counts = []
-    for param, step in zip(known.params, known.steps, strict=True):
-        if (grad := param.grad) is not None:
-            param.grad = None
-            known.aside.append((param, grad))
-            if step is not None:
-                counts.append(step)
-    if counts:
-        with torch.no_grad():
-            _compat.foreach_add(counts, 1)
+    for param in known.params:
+        if (grad := param.grad) is None:  # an unused parameter does not count this step
+            _return_gradients(known)
+            _separate_counts(optimizer)
+            return
+        param.grad = None
+        known.aside.append((param, grad))
+    with torch.no_grad():
+        for count in known.counts:
+            count.add_(1)
 
 
 def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
     """Remembered once each of them has its state, which the optimizer makes in their first step."""
-    found = _Bystanders(optimizer.state, [], [])
+    found = _Bystanders(optimizer.state)
     kind = type(optimizer)
-    if is_elementwise(kind) and kind.__name__ not in _MORE_THAN_STEPS:
-        for options in optimizer.param_groups:
-            stateless = kind is torch.optim.SGD and not options["momentum"]
-            for param in options["params"]:
-                if not isinstance(param, ShardedRows) or param.local.numel():
-                    continue
-                state = optimizer.state.get(param)
-                if state or stateless:
-                    found.params.append(param)
-                    found.steps.append((state or {}).get("step"))
-                elif param.grad is not None:
-                    return _Bystanders(optimizer.state, [], [])
+    if not is_elementwise(kind) or kind.__name__ in _MORE_THAN_STEPS:
+        _bystanders[optimizer] = found
+        return found
+    for options in optimizer.param_groups:
+        stateless = kind is torch.optim.SGD and not options["momentum"]
+        for param in options["params"]:
+            if not isinstance(param, ShardedRows) or param.local.numel() or param.grad is None:
+                continue
+            if not stateless and not optimizer.state.get(param):
+                return _Bystanders(optimizer.state)
+            found.params.append(param)
+    _share_counts(optimizer, found)
     _bystanders[optimizer] = found
     return found
+
+
+def _share_counts(optimizer: Optimizer, found: _Bystanders) -> None:
+    """Let all bystanders with equal counts have one tensor, so that counting is one addition."""
+    shared: dict[tuple[float, torch.device], Tensor] = {}
+    for param in found.params:
+        state = optimizer.state.get(param, {})
+        if isinstance(step := state.get("step"), Tensor):
+            state["step"] = shared.setdefault((float(step), step.device), step.clone())
+    found.counts = list(shared.values())
+    if found.counts and optimizer not in _separating:
+        _separating.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_separate_counts)
+
+
+_separating: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _separate_counts(optimizer: Optimizer) -> None:
+    """A count of its own to each: before it steps by itself, or for a state dict, which may be written to."""
+    known = _bystanders.pop(optimizer, None)
+    for param in () if known is None else known.params:
+        state = optimizer.state.get(param)
+        if state and isinstance(step := state.get("step"), Tensor):
+            state["step"] = step.clone()
+
+
+def _return_gradients(known: _Bystanders) -> None:
+    for param, grad in known.aside:
+        param.grad = grad
+    known.aside.clear()
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -177,9 +202,6 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    known = _bystanders.get(optimizer)
-    if known is not None and known.aside:
-        for param, grad in known.aside:
-            param.grad = grad
-        known.aside.clear()
+    if (known := _bystanders.get(optimizer)) is not None:
+        _return_gradients(known)
     Steps.count += 1

@@ -34,6 +34,7 @@ class RowsParam(ShardedParam):
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
+        self.is_packed = False
         self.placement = self._check_placement(placement)
         self.trainable = param.requires_grad
         self.global_shape = param.shape
@@ -59,10 +60,6 @@ class RowsParam(ShardedParam):
             f"{here()}: shard_placement_fn must return Shard(0), RaggedShard, Owned, a ShardPlacementResult"
             f" or None for '{self.name}', got {placement!r}"
         )
-
-    @property
-    def is_packed(self) -> bool:
-        return not hasattr(self, "whole")
 
     @property
     def local(self) -> Tensor:

@@ -20,7 +20,7 @@ from shardwise.comm.foreach import current_stream
 from shardwise.comm.streams import record_event
 
 if TYPE_CHECKING:
-    from shardwise.fsdp.state import FSDPState
+    from shardwise.fsdp.state import FSDPState, _OutputHook
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Schedule:
         forward_root: the state that entered forward first in this pass; None outside forward.
         order: states in the order in which their forwards ended, once a call.
         kept: the state that ended forward last and has not been released yet.
+        latest_output: the hook on what the state that ended forward last returned, if that is one tensor.
         callback_queued: whether the end of this backward is already awaited.
         is_last_backward: False while more backwards follow before the optimizer step.
         post_optim_event: what the next gathers wait for instead of the current stream.
@@ -52,6 +53,7 @@ class Schedule:
     forward_root: weakref.ref[FSDPState] | None = None
     order: list[weakref.ref[FSDPState]] = field(default_factory=list)
     kept: weakref.ref[FSDPState] | None = None
+    latest_output: _OutputHook | None = None
     callback_queued: bool = False
     is_last_backward: bool = True
     post_optim_event: torch.Event | None = None

@@ -194,7 +194,7 @@ class FSDPState:
             self._gather(group, schedule, forward=True)
         if action is Action.GATHER:
             if torch.is_grad_enabled():
-                args, kwargs = self._mark_inputs(args, kwargs)
+                args, kwargs = self._mark_inputs(schedule, args, kwargs)
             for ref in self.prefetch_in_forward:
                 self._prefetch(ref(), schedule)
         return args, kwargs
@@ -215,10 +215,19 @@ class FSDPState:
             return args, kwargs
         return cast(args, self.input_dtype), cast(kwargs, self.input_dtype) if kwargs else kwargs
 
-    def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let autograd call `exit_backward` when it has every input's gradient."""
+    def _mark_inputs(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Let autograd call `exit_backward` when it has every input's gradient.
+
+        Where the one input is what the module before returned, the hook on that does it, and saves a node.
+        """
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return (_mark_end_of_backward(self, *args) if args[0].requires_grad else args), kwargs
+            if not args[0].requires_grad:
+                return args, kwargs
+            latest = schedule.latest_output
+            if latest is not None and latest.tensor() is args[0]:
+                latest.ending.append(self)
+                return args, kwargs
+            return _mark_end_of_backward(self, *args), kwargs
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
@@ -260,7 +269,7 @@ class FSDPState:
             if grad_enabled:
                 schedule.order.append(self.myself)
         if grad_enabled:
-            self._mark_outputs(output)
+            self._mark_outputs(schedule, output)
         return output
 
     def _end_pass(self, schedule: Schedule, output: Any) -> Any:
@@ -269,7 +278,7 @@ class FSDPState:
         Whoever lets the root reshard wants the memory between forward and backward, and without
         gradients there is no backward; then nothing is kept.
         """
-        schedule.forward_root = None
+        schedule.forward_root = schedule.latest_output = None
         for state in reversed(self.below):
             if state.still_to_run:
                 state.still_to_run.clear()
@@ -296,17 +305,21 @@ class FSDPState:
         dtype = self.policy.output_dtype
         return output if dtype is None else cast(output, dtype)
 
-    def _mark_outputs(self, output: Any) -> None:
+    def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
         """Let autograd call `enter_backward` when the first of the outputs' gradients arrives."""
         plain = isinstance(output, Tensor) and output.requires_grad
+        schedule.latest_output = None
         for tensor in [output] if plain else grad_tensors(output):
-            if _compat.is_view(tensor):
+            if _compat.base_of(tensor) is not None:
                 warnings.warn(
                     f"the sharded module '{self.name}' returns a view; changing it in place would lose the"
                     " hook that gathers its parameters in backward. Use out-of-place operations on it",
                     stacklevel=5,
                 )
-            tensor.register_hook(self.enter_backward)
+            hook = _OutputHook(tensor, self)
+            _compat.hook_gradient(tensor, hook)
+            if plain:
+                schedule.latest_output = hook
 
     # Backward
 
@@ -443,7 +456,7 @@ class FSDPState:
         schedule.drop_held_gather()
         schedule.wait_for_reductions()
         schedule.order.clear()
-        schedule.forward_root = schedule.kept = None
+        schedule.forward_root = schedule.kept = schedule.latest_output = None
         schedule.callback_queued = False
         for state in (self, *self.below):
             state.still_to_run.clear()
@@ -455,6 +468,22 @@ class FSDPState:
                 reducer.reset()
         schedule.free_gathered()
         self.install_guards()
+
+
+class _OutputHook:
+    """On a module's output: begins its backward, after ending that of the modules it was the input of."""
+
+    __slots__ = ("ending", "state", "tensor")
+
+    def __init__(self, tensor: Tensor, state: FSDPState) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.state = state
+        self.ending: list[FSDPState] = []
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        for state in self.ending:
+            state.exit_backward()
+        return self.state.enter_backward(grad)
 
 
 class _EndOfBackward(torch.autograd.Function):

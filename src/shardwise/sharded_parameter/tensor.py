@@ -153,6 +153,7 @@ class ShardedRows(Tensor):
 
     trainings = 0  # how often `requires_grad` of any was set, so that readers know when to look again
     trains = False  # requires_grad
+    any_hooked = False  # has any of them?
     hooked = False  # has it hooks that run when its gradient is there?
 
     @property
@@ -171,7 +172,7 @@ class ShardedRows(Tensor):
         return self
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        self.hooked = True
+        self.hooked = ShardedRows.any_hooked = True
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
