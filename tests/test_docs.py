@@ -109,7 +109,9 @@ def test_the_readmes_example_trains_as_it_stands(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("page", ["docs/fsdp.md", "docs/checkpoint.md", "docs/optim.md", "docs/strategies.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/fsdp.md", "docs/checkpoint.md", "docs/optim.md", "docs/strategies.md"]
+)
 @on_ranks(4)
 def test_a_pages_examples_run_in_order(page: str, tmp_path: Path) -> None:
     blocks = python_blocks(read(page))

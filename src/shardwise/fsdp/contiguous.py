@@ -32,7 +32,7 @@ from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import Held, Strategy
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
-from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
+from shardwise.mesh import FSDPMeshInfo
 from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
 
 PADDING_TO_WARN_OF = 0.1
@@ -405,7 +405,3 @@ def _rows_between(start: int, shape: torch.Size, begin: int, end: int) -> Box:
     last = min(max(end - start, 0) // width, shape[0])
     trailing = shape[1:]
     return Box((first, *[0] * len(trailing)), (last - first, *trailing))
-
-
-def replicates_only(info: Any) -> bool:
-    return isinstance(info, DDPMeshInfo) and not isinstance(info, FSDPMeshInfo)
