@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise import _compat
 from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
 from shardwise.comm.foreach import Reduction, current_stream, finish_reduction, reduce_scatter
+from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.rows import RowsParam
@@ -86,6 +87,7 @@ class ContiguousReducer(GradReducer):
     group: ContiguousGroup
     _members: list[_Members] = field(default_factory=list)
     _buffers: list[Any] | None = None  # of the group, when `_members` were found
+    _unused: set[frozenset[str]] = field(default_factory=set)
     _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are in `partials`
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -209,6 +211,8 @@ class ContiguousReducer(GradReducer):
         filled, empty = members.filled, members.empty
         if params is not members.params:
             filled, empty = [p for p in filled if p in params], [p for p in empty if p in params]
+            if len(filled) < len(members.filled) and self.group.settings.all_reduce_hook is None:
+                self._check_unused([p for p in members.filled if p not in params], shard)
         with _compat.plain_attributes():
             for param in empty:
                 param.sharded.grad = param.no_rows
@@ -227,6 +231,26 @@ class ContiguousReducer(GradReducer):
                 sharded.grad._local.add_(local)  # type: ignore[attr-defined]
             if sharded.hooked:
                 param.run_grad_hooks()
+
+    def _check_unused(self, unused: list[RowsParam], shard: Tensor) -> None:
+        """Raise if other ranks have gradients of parameters that this one did not use.
+
+        Their owner would leave them out of its step. Looked for once for each set of parameters, as it waits
+        for the reduction on an accelerator.
+        """
+        names = frozenset(param.name for param in unused)
+        if names in self._unused:
+            return
+        self._unused.add(names)
+        begin = shard.storage_offset()
+        for param in unused:
+            rows = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
+            if bool(rows.any()):
+                raise ShardingError(
+                    f"{here()}: '{param.name}' got no gradient on this rank, which holds some of its rows,"
+                    " but did on others. Where ranks use different parameters, call"
+                    " set_reduce_scatter_unused_params(True) on the root module"
+                )
 
     def _own_part(self, shard: Tensor) -> Tensor:
         """This rank's part of a gradient that was reduced whole though optimizer state is cut."""
