@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import nn
 
 import shardwise
+from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, ShardingError, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.state import state_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import Tensor, nn
 
+from ranks import on_ranks
 from shardwise import FSDPModule, ShardingError, fully_shard
 
 
