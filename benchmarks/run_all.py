@@ -17,7 +17,7 @@ from plot import OUT, PANELS
 
 HERE = Path(__file__).parent
 BENCHMARKS: dict[str, list[str]] = {  # by name: script, arguments
-    "host_cost": ["host_cost.py", "--world", "8"],
+    "host_cost": ["host_cost.py", "--world", "8", "64"],
     "instructions": ["host_cost.py", "--instructions", "--world", "8"],
     "memory": ["memory.py"],
     "steps": ["steps.py"],

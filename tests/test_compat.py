@@ -180,8 +180,8 @@ def test_hooks_views_and_parameters_are_seen_as_torch_keeps_them() -> None:
     assert not _compat.post_accumulate_grad_hooks(layer.weight)
 
     x = torch.ones(4)
-    assert _compat.is_view(x[:2])
-    assert not _compat.is_view(x)
+    assert _compat.base_of(x[:2]) is x
+    assert _compat.base_of(x) is None
 
     replaced = nn.Parameter(torch.zeros(2))
     _compat.parameters_of(layer)["bias"] = replaced

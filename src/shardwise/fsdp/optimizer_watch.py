@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter import ShardedRows
 
@@ -163,7 +164,8 @@ def _share_counts(optimizer: Optimizer, found: _Bystanders) -> None:
     for param in found.params:
         state = optimizer.state.get(param, {})
         if isinstance(step := state.get("step"), Tensor):
-            state["step"] = shared.setdefault((float(step), step.device), step.clone())
+            value = 0.0 if _compat.is_fake(step) else float(step)  # fake tensors have no values that differ
+            state["step"] = shared.setdefault((value, step.device), step.clone())
     found.counts = list(shared.values())
     if found.counts and optimizer not in _separating:
         _separating.add(optimizer)

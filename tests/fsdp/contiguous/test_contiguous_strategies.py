@@ -99,7 +99,11 @@ def train(name: str, strategy: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*returns a view")  # an attention ends in a linear layer over 3-d input
 @pytest.mark.parametrize(
     ("strategy", "name"),
-    [*product(("ddp", "zero1", "zero2"), ONE_AXIS), *product(("hierarchical_fsdp",), TWO_AXES)],
+    [
+        *product(("zero2",), ONE_AXIS),
+        *product(("ddp", "zero1"), [*ONE_AXIS][::3]),  # they differ from zero2 in one collective
+        *product(("hierarchical_fsdp",), TWO_AXES),
+    ],
 )
 def test_other_strategies_train_like_one_process(ranks: RankPool, name: str, strategy: str) -> None:
     ranks(train, name, strategy, world_size=(ONE_AXIS | TWO_AXES)[name])
