@@ -108,15 +108,16 @@ class FSDPModule(nn.Module):
             host_seconds: what issuing a group's gather costs; `benchmarks/host_cost.py` measures it.
 
         Returns:
-            Bytes gathered, by the names of the groups' modules (before the first forward, their classes).
-            Local.
+            Bytes gathered, by the names of the groups' modules (before the first forward, their classes
+            and places). Local.
         """
         found: dict[str, int] = {}
-        for state in self._states(True):
+        for index, state in enumerate(self._states(True)):
             for group in state.groups:
                 size = sum(s.unsharded_numel * s.gather_dtype.itemsize for s in group.layout.segments)
                 if size < bytes_per_second * host_seconds:
-                    found[state.name or ", ".join(type(ref()).__name__ for ref in state.modules)] = size
+                    classes = ", ".join(type(ref()).__name__ for ref in state.modules)
+                    found[state.name or f"{classes} ({index})"] = size
         return found
 
     # When gradients are synchronised

@@ -94,6 +94,7 @@ def test_one_module_is_refused() -> None:
 def test_host_bound_groups_are_named_with_their_bytes(layout: str) -> None:
     model = _shard(layout, 2 * BLOCK_BYTES)
     assert isinstance(model, shardwise.FSDPModule)
+    assert len(model.host_bound_groups(bytes_per_second=1e9)) == 3  # not named yet
     model(torch.randn(2, WIDTH))
     found = model.host_bound_groups(bytes_per_second=1e9, host_seconds=1e-3)
     assert found == {"0, 1": 2 * BLOCK_BYTES, "2, 3": 2 * BLOCK_BYTES, "4, 5": 2 * BLOCK_BYTES}
