@@ -108,8 +108,8 @@ class FSDPModule(nn.Module):
             host_seconds: what issuing a group's gather costs; `benchmarks/host_cost.py` measures it.
 
         Returns:
-            Bytes gathered, by the names of the groups' modules (before the first forward, their classes
-            and places). Local.
+            Bytes gathered, by the names of the groups' modules (the root's class; before the first
+            forward, classes and places). Local.
         """
         found: dict[str, int] = {}
         for index, state in enumerate(self._states(True)):
@@ -117,7 +117,7 @@ class FSDPModule(nn.Module):
                 size = sum(s.unsharded_numel * s.gather_dtype.itemsize for s in group.layout.segments)
                 if size < bytes_per_second * host_seconds:
                     classes = ", ".join(type(ref()).__name__ for ref in state.modules)
-                    found[state.name or f"{classes} ({index})"] = size
+                    found[state.name or (classes if state.is_root else f"{classes} ({index})")] = size
         return found
 
     # When gradients are synchronised
