@@ -60,6 +60,7 @@ def train(area: str, name: str) -> None:
         for name, (worlds, _) in cases.items()
         if name not in REFUSED | ELSEWHERE
         for world in worlds
+        if world != 4 or 3 not in worlds  # both cut unevenly; the parity tests run both
     ],
 )
 def test_sharded_training_equals_torchs_and_one_process(
