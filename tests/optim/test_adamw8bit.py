@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from optim.cuts import owned, ragged
 from ranks import RankPool, on_ranks
 from shardwise import fully_shard
 from shardwise.checkpoint import load, save
@@ -354,17 +355,6 @@ def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = Sharded
     piece = Piece(whole.shape, box, (dist.group.WORLD,), boxes.__getitem__, box)
     local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
     return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
-
-
-def ragged(count: int, ranks: int, seed: int) -> list[int]:
-    """Any number of rows on each rank, often none."""
-    generator = torch.Generator().manual_seed(seed)
-    ends = torch.randint(0, count + 1, (ranks - 1,), generator=generator).sort().values.tolist()
-    return [b - a for a, b in zip([0, *ends], [*ends, count], strict=True)]
-
-
-def owned(count: int, ranks: int, seed: int) -> list[int]:
-    return [count if rank == seed % ranks else 0 for rank in range(ranks)]
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from optim.cuts import owned, ragged
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.comm.count import CommCounter
@@ -228,17 +229,6 @@ def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = Sharded
     piece = Piece(whole.shape, box, (group,) if len(rows) > 1 else (), boxes.__getitem__, box)
     local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
     return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
-
-
-def ragged(count: int, ranks: int, seed: int) -> list[int]:
-    """Any number of rows on each rank, often none."""
-    generator = torch.Generator().manual_seed(seed)
-    ends = torch.randint(0, count + 1, (ranks - 1,), generator=generator).sort().values.tolist()
-    return [b - a for a, b in zip([0, *ends], [*ends, count], strict=True)]
-
-
-def owned(count: int, ranks: int, seed: int) -> list[int]:
-    return [count if rank == seed % ranks else 0 for rank in range(ranks)]
 
 
 def expected_bytes(cuts_: list[_Cut]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shardwise.comm.allocate import allocate_default
+from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter
 from shardwise.errors import ShardingError, here
 
 STAGED_SLICES = 2  # slices that a reduce-scatter receives beside its output
@@ -56,11 +56,8 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
-class GlooAllGather:
+class GlooAllGather(DefaultAllGather):
     """All-gather of CPU buffers of any dtype by point-to-point messages; for groups of backend gloo."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return allocate_default(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -92,7 +89,7 @@ class GlooAllGather:
         return None
 
 
-class GlooReduceScatter:
+class GlooReduceScatter(DefaultReduceScatter):
     """Reduce-scatter of CPU buffers by point-to-point messages; for groups of backend gloo.
 
     Rank r's slice is x[r] + x[r+1] + ... + x[n-1] + x[0] + ... + x[r-1], added from left to right in the
@@ -104,9 +101,6 @@ class GlooReduceScatter:
     asynchronous reduce-scatter receives the rest in `wait`, and ranks must wait for theirs before they
     wait for anything that another rank does only after its own `wait`.
     """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return allocate_default(size, dtype=dtype, device=device)
 
     def __call__(
         self,

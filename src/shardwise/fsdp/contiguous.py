@@ -34,6 +34,7 @@ from shardwise.fsdp.strategy import Held, Strategy
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
 from shardwise.mesh import FSDPMeshInfo
 from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_parameter.piece import place_over
 
 PADDING_TO_WARN_OF = 0.1
 _NOTHING = torch.empty(0)
@@ -128,12 +129,7 @@ class ContiguousGroup(ParamGroup):
         """Choose which rows lie where; once, since optimizer state follows the rows."""
         specs = [param.layout_spec(self.policy.param_dtype) for param in self.params]
         if not self.shards:
-            ranks = rank = 0
-            index, step = 0, 1
-            for group in self.cut_groups:
-                index += group.rank() * step
-                step *= group.size()
-            ranks, rank = step, index
+            rank, ranks = place_over(self.cut_groups)
             self.layout = ContiguousLayout(specs, ranks=ranks, rank=rank)
             for segment in self.layout.segments:
                 self._warn_of_padding(segment)

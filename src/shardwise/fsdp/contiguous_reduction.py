@@ -303,9 +303,8 @@ class ContiguousReducer(GradReducer):
         limit: int,
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Reduce-scatter the same range of every rank's shard at a time."""
-        assert plan.shard_group is not None
-        ranks = plan.shard_group.size()
-        width = taken.members.segment.unsharded_numel // ranks
+        ranks = plan.shard_ranks
+        width = taken.members.numel // ranks
         step = max(1, limit // ranks)
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
         pairs = zip(taken.members.params, taken.grads, strict=True)

@@ -118,9 +118,14 @@ class ShardedParam(ABC):
         for owner in self.owners:
             owner.parameters[owner.name] = form
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The stored dtype."""
+        return self.sharded.dtype
+
     def gather_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype in which the parameter computes under a policy's `param_dtype`."""
-        dtype = self.sharded.dtype
+        dtype = self.dtype
         return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
     def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:

@@ -70,9 +70,8 @@ class RowsParam(ShardedParam):
         return self.sharded.dtype if self.is_packed else self.whole.dtype
 
     def layout_spec(self, param_dtype: torch.dtype | None) -> ParamSpec:
-        dtype = self.dtype
-        gathered = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
-        return ParamSpec(self.name, tuple(self.shape), dtype, gathered, self.placement, self.trainable)
+        gathered = self.gather_dtype(param_dtype)
+        return ParamSpec(self.name, tuple(self.shape), self.dtype, gathered, self.placement, self.trainable)
 
     def settle(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
         """Say which rows this rank holds; `move_to` gives them memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,16 +65,12 @@ class Piece:
     @cached_property
     def ranks(self) -> int:
         """How many pieces the rows are cut into."""
-        return math.prod(group.size() for group in self.groups)
+        return place_over(self.groups)[1]
 
     @cached_property
     def rank(self) -> int:
         """This process's index over `groups`."""
-        index, step = 0, 1
-        for group in self.groups:
-            index += group.rank() * step
-            step *= group.size()
-        return index
+        return place_over(self.groups)[0]
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
@@ -164,6 +159,15 @@ class Piece:
         return _compat.dtensor_spec(
             spec.mesh, placements, shape=torch.Size(shape), dtype=spec.tensor_meta.dtype
         )
+
+
+def place_over(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
+    """This process's index over `groups`, the first group's rank varying fastest, and how many there are."""
+    rank, ranks = 0, 1
+    for group in groups:
+        rank += group.rank() * ranks
+        ranks *= group.size()
+    return rank, ranks
 
 
 def local_part(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
