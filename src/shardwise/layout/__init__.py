@@ -1,10 +1,11 @@
 """Pure arithmetic of sharding: boxes, placements, and where parameters lie in a group's buffers."""
 
-from shardwise.layout.box import Box, cover
+from shardwise.layout.box import Box, cover, disjoint
 from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place
 from shardwise.layout.group_layout import GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
+from shardwise.layout.transfer import Message, transfer
 
 __all__ = [
     "Box",
@@ -13,6 +14,7 @@ __all__ = [
     "EvenShard",
     "GroupLayout",
     "InterleavedLayout",
+    "Message",
     "Owned",
     "Packing",
     "ParamSpec",
@@ -22,6 +24,8 @@ __all__ = [
     "Segment",
     "Slot",
     "cover",
+    "disjoint",
     "least_shard_numel",
     "pack",
+    "transfer",
 ]

@@ -1,0 +1,363 @@
+"""Which rank sends which box to whom, from what the ranks hold to what they want.
+
+Both sides are boxes of one tensor, any number per rank. Every element of a wanted box comes once: from the
+receiver itself where it holds the element, otherwise from the nearest rank that does (least distance of
+rank numbers, the lower rank of two). Replicas therefore share the work, and what a rank holds never
+crosses the wire.
+
+What a held and a wanted box exchange depends on the two and on nearer boxes that meet both, on nothing else.
+So a rank can work out its own messages without those of others and still agree with them. Where held
+boxes overlap in part, the farther one sends what remains of it after subtracting the nearer ones.
+
+Boxes are compared as columns of integer arrays, only with those whose extents meet along one dim, and in
+portions: time grows with the messages and the near misses, memory with the messages. Between shards along
+one dim that is O(n log n). Every row to every column is n^2 messages, which only `rank=` keeps small.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import ShardingError
+from shardwise.layout.box import Box
+
+_PORTION = 1 << 16  # pairs of boxes compared at a time
+
+_Ints = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One box that moves from a rank that holds it to a rank that wants it.
+
+    Where `sender == receiver` it is a local copy.
+    """
+
+    sender: int
+    receiver: int
+    box: Box  # in coordinates of the global tensor, never empty
+    source: int  # the sender's box `source` holds all of it
+    target: int  # it is part of the receiver's box `target`
+
+
+def transfer(
+    source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]], *, rank: int | None = None
+) -> list[Message]:
+    """The messages that bring to each rank r the boxes `target[r]` when each holds the boxes `source[r]`.
+
+    Boxes have one number of dims; a rank may have none, and empty boxes move nothing. Those of `source` may
+    overlap between ranks and within one. Those of `target` may too: each box is filled on its own, so that
+    an element in two boxes of one rank is sent to it twice.
+
+    With `rank`, only the messages which that rank sends or receives, for about the cost of those (and of
+    reading the boxes). In either case they are in order of sender, receiver, target and box offsets, so that
+    two ranks list the messages between them alike.
+
+    Raises:
+        ShardingError: boxes of different numbers of dims, lists for different numbers of ranks, no such
+            `rank`, or a box of `target` with elements that nobody holds. With `rank`, only that rank's own
+            boxes are checked for the latter.
+    """
+    ranks = len(source)
+    if len(target) != ranks:
+        raise ShardingError(
+            f"{ranks} ranks hold boxes but {len(target)} want some; give both lists an entry for every rank"
+        )
+    if rank is not None and not 0 <= rank < ranks:
+        raise ShardingError(f"expected a rank from 0 to {ranks - 1}, the ranks that have boxes, got {rank}")
+    ndim = _common_ndim(source, target)
+    held, wanted = _Held(_boxes(source, ndim), ranks), _boxes(target, ndim)
+    if rank is None:
+        checked = np.arange(len(wanted))
+        pairs = _pairs_of_receivers(held, wanted, checked)
+    else:
+        checked = np.flatnonzero(wanted.rank == rank)
+        pairs = _joined([_pairs_of_receivers(held, wanted, checked), _pairs_of_sender(held, wanted, rank)])
+    parts = _parts(held, wanted, pairs)
+    _check_filled(held, wanted, parts, checked, ndim)
+    return _messages(held, wanted, parts, ndim)
+
+
+def subtract(box: Box, other: Box) -> list[Box]:
+    """What of `box` is not in `other`, as disjoint boxes: at most two for each dim."""
+    common = box.intersect(other)
+    if common is None:
+        return [] if box.is_empty else [box]
+    rest = []
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for dim, (start, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
+        for first, size in ((offsets[dim], start - offsets[dim]), (end, offsets[dim] + sizes[dim] - end)):
+            if size:
+                rest.append(
+                    Box((*offsets[:dim], first, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
+                )
+        offsets[dim], sizes[dim] = start, end - start
+    return rest
+
+
+# Boxes as arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """Boxes that are not empty: a column each in `starts` and `ends` [dims, boxes]."""
+
+    starts: _Ints
+    ends: _Ints
+    rank: _Ints  # [boxes] whose it is
+    place: _Ints  # [boxes] its place in that rank's list
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, columns: _Ints | _Bools) -> _Boxes:
+        return _Boxes(self.starts[:, columns], self.ends[:, columns], self.rank[columns], self.place[columns])
+
+
+def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]]) -> int:
+    """The number of dims of all boxes; 0 if there is no box."""
+    first: Box | None = None
+    for verb, side in (("holds", source), ("wants", target)):
+        for rank, boxes in enumerate(side):
+            for box in boxes:
+                if first is None:
+                    first = box
+                elif len(box.sizes) != len(first.sizes):
+                    raise ShardingError(
+                        f"rank {rank} {verb} {box}, which has {len(box.sizes)} dims, but {first} has"
+                        f" {len(first.sizes)}; give boxes of one tensor"
+                    )
+    return len(first.sizes) if first else 0
+
+
+def _boxes(side: Sequence[Sequence[Box]], ndim: int) -> _Boxes:
+    """All ranks' boxes in order. Scalars become vectors of one element, so that there is a dim to sort by."""
+    boxes = [box for own in side for box in own]
+    rank = np.repeat(np.arange(len(side)), np.array([len(own) for own in side], np.int64))
+    place = np.fromiter(itertools.chain.from_iterable(range(len(own)) for own in side), np.int64, len(boxes))
+    if ndim:
+        starts, sizes = _corners(boxes, ndim)
+    else:
+        starts, sizes = np.zeros((1, len(boxes)), np.int64), np.ones((1, len(boxes)), np.int64)
+    filled: _Bools = np.all(sizes > 0, axis=0)
+    return _Boxes(starts, starts + sizes, rank, place).take(filled)
+
+
+def _corners(boxes: Sequence[Box], ndim: int) -> tuple[_Ints, _Ints]:
+    """Offsets and sizes [dims, boxes]."""
+    count = ndim * len(boxes)
+    offsets = np.fromiter(itertools.chain.from_iterable(box.offsets for box in boxes), np.int64, count)
+    sizes = np.fromiter(itertools.chain.from_iterable(box.sizes for box in boxes), np.int64, count)
+    return offsets.reshape(-1, ndim).T.copy(), sizes.reshape(-1, ndim).T.copy()
+
+
+def _as_boxes(starts: _Ints, ends: _Ints) -> list[Box]:
+    """The boxes of columns [dims, boxes]."""
+    if not len(starts):
+        return [Box((), ())] * starts.shape[1]
+    return list(map(Box, zip(*starts.tolist(), strict=True), zip(*(ends - starts).tolist(), strict=True)))
+
+
+class _Index:
+    """Finds which of some boxes meet others."""
+
+    def __init__(self, starts: _Ints, ends: _Ints) -> None:
+        self._starts, self._ends = starts, ends
+        self._dim = int(np.argmax([len(np.unique(along)) for along in starts]))
+        self._order = np.argsort(starts[self._dim], kind="stable")
+        self._firsts = starts[self._dim][self._order]
+        self._reach = np.maximum.accumulate(ends[self._dim][self._order])  # no box up to here ends later
+
+    def meeting(self, starts: _Ints, ends: _Ints) -> Iterator[tuple[_Ints, _Ints]]:
+        """Pairs (column of `starts` and `ends`, column of this index) of boxes with elements in common.
+
+        Portion by portion; one column's pairs are all in the same portion.
+        """
+        low = np.searchsorted(self._reach, starts[self._dim], side="right")
+        high = np.searchsorted(self._firsts, ends[self._dim], side="left")
+        counts = np.maximum(high - low, 0)
+        until = np.cumsum(counts)
+        before = until - counts
+        begin = 0
+        while begin < len(counts):
+            end = max(begin + 1, int(np.searchsorted(until, before[begin] + _PORTION, side="right")))
+            asked = np.repeat(np.arange(begin, end), counts[begin:end])
+            nth = np.arange(len(asked)) - (before[asked] - before[begin])
+            found = self._order[low[asked] + nth]
+            for dim in range(len(starts)):
+                common = (self._starts[dim][found] < ends[dim][asked]) & (
+                    starts[dim][asked] < self._ends[dim][found]
+                )
+                asked, found = asked[common], found[common]
+            yield asked, found
+            begin = end
+
+
+class _Held:
+    """The different boxes of `source`, a column each in `starts` and `ends`, and who holds each."""
+
+    def __init__(self, boxes: _Boxes, ranks: int) -> None:
+        self.ranks = ranks
+        ordered = boxes.take(np.lexsort((boxes.place, boxes.rank, *boxes.ends, *boxes.starts)))
+        corners = np.concatenate([ordered.starts, ordered.ends])
+        new = np.ones(len(ordered), np.bool_)
+        new[1:] = (corners[:, 1:] != corners[:, :-1]).any(axis=0)
+        self.starts, self.ends = ordered.starts[:, new], ordered.ends[:, new]
+        self.index = _Index(self.starts, self.ends)
+        # A copy is one rank that holds one of the boxes, in order of boxes and of ranks.
+        number: _Ints = np.cumsum(new) - 1
+        keys = number * ranks + ordered.rank
+        self._keys, kept = np.unique(keys, return_index=True)  # the first of a rank's equal boxes
+        self.rank, self.place = ordered.rank[kept], ordered.place[kept]
+        self._box: _Ints = number[kept]
+        self._bounds = np.searchsorted(self._box, np.arange(self.starts.shape[1] + 1))
+
+    def of(self, rank: int) -> _Ints:
+        """The boxes that `rank` holds."""
+        return self._box[np.flatnonzero(self.rank == rank)]
+
+    def nearest(self, box: _Ints, receiver: _Ints) -> _Ints:
+        """The copy (into `rank` and `place`) of each box that is nearest to its receiver."""
+        after = np.searchsorted(self._keys, box * self.ranks + receiver)
+        before = after - 1
+        last = len(self.rank) - 1
+        down = np.where(before >= self._bounds[box], receiver - self.rank[before], self.ranks)
+        up = np.where(
+            after < self._bounds[box + 1], self.rank[np.minimum(after, last)] - receiver, self.ranks
+        )
+        copy: _Ints = np.where(down <= up, before, after)
+        return copy
+
+    def distance(self, copy: _Ints, receiver: _Ints) -> _Ints:
+        """Orders copies of different boxes by nearness: ranks apart, then lower rank, then place."""
+        rank, places = self.rank[copy], int(self.place.max(initial=0)) + 1
+        distance: _Ints = (np.abs(rank - receiver) * self.ranks + rank) * places + self.place[copy]
+        return distance
+
+    def boxes(self, columns: _Ints) -> list[Box]:
+        return _as_boxes(self.starts[:, columns], self.ends[:, columns])
+
+
+# Pairs of a held box and a wanted one that have elements in common, and what of them moves
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Boxes to move: `copy` of the held ones sends `starts` to `ends` [dims, parts] to `wanted`."""
+
+    copy: _Ints
+    wanted: _Ints
+    starts: _Ints
+    ends: _Ints
+
+
+def _joined(portions: Sequence[_Ints]) -> _Ints:
+    """Portions of pairs [2, any] after each other; maybe none."""
+    return np.concatenate([np.empty((2, 0), np.int64), *portions], axis=1)
+
+
+def _pairs_of_receivers(held: _Held, wanted: _Boxes, chosen: _Ints) -> _Ints:
+    """The pairs (held, wanted) [2, pairs] of the chosen wanted boxes."""
+    asking = wanted.take(chosen)
+    found = held.index.meeting(asking.starts, asking.ends)
+    return _joined([np.stack([box, chosen[asked]]) for asked, box in found])
+
+
+def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> _Ints:
+    """The pairs (held, wanted) [2, pairs] in which other ranks have `rank` nearest."""
+    own = held.of(rank)
+    portions = []
+    index = _Index(wanted.starts, wanted.ends)
+    for asked, found in index.meeting(held.starts[:, own], held.ends[:, own]):
+        box, receiver = own[asked], wanted.rank[found]
+        sends = (receiver != rank) & (held.rank[held.nearest(box, receiver)] == rank)
+        portions.append(np.stack([box, found])[:, sends])
+    return _joined(portions)
+
+
+def _parts(held: _Held, wanted: _Boxes, pairs: _Ints) -> _Parts:
+    """What the pairs move: all that a pair has in common, less what boxes nearer to the receiver have too."""
+    box, want = pairs
+    receiver = wanted.rank[want]
+    copy = held.nearest(box, receiver)
+    distance = held.distance(copy, receiver)
+    starts = np.maximum(held.starts[:, box], wanted.starts[:, want])
+    ends = np.minimum(held.ends[:, box], wanted.ends[:, want])
+    shared = np.flatnonzero(_meets_another(held, box)[box])
+    whole = np.ones(len(box), np.bool_)
+    pieces: list[tuple[int, Box]] = []
+    for asked, rival in held.index.meeting(starts[:, shared], ends[:, shared]):
+        pair = shared[asked]
+        rivals_distance = held.distance(held.nearest(rival, receiver[pair]), receiver[pair])
+        nearer = np.flatnonzero(rivals_distance < distance[pair])
+        nearer = nearer[np.lexsort((rivals_distance[nearer], pair[nearer]))]
+        pair, rival = pair[nearer], rival[nearer]
+        whole[pair] = False
+        common = _as_boxes(starts[:, pair], ends[:, pair])
+        pieces += _remainders(pair.tolist(), common, held.boxes(rival))
+    numbers = np.concatenate([np.flatnonzero(whole), np.array([n for n, _ in pieces], np.int64)])
+    offsets, sizes = _corners([piece for _, piece in pieces], len(starts))
+    return _Parts(
+        copy[numbers],
+        want[numbers],
+        np.concatenate([starts[:, whole], offsets], axis=1),
+        np.concatenate([ends[:, whole], offsets + sizes], axis=1),
+    )
+
+
+def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterator[tuple[int, Box]]:
+    """What remains of the box that each pair has in common, when all that is taken from it is taken."""
+    for pair, rows in itertools.groupby(zip(pairs, common, taken, strict=True), key=lambda row: row[0]):
+        rest: list[Box] | None = None
+        for _, box, other in rows:
+            rest = [part for piece in ([box] if rest is None else rest) for part in subtract(piece, other)]
+        yield from ((pair, piece) for piece in rest or [])
+
+
+def _meets_another(held: _Held, box: _Ints) -> _Bools:
+    """Which of the held boxes meet a different one; found out for those in `box` only."""
+    asked_for = np.flatnonzero(np.bincount(box, minlength=held.starts.shape[1]))
+    met = np.zeros(held.starts.shape[1], np.int64)
+    for asked, _ in held.index.meeting(held.starts[:, asked_for], held.ends[:, asked_for]):
+        met += np.bincount(asked_for[asked], minlength=len(met))
+    several: _Bools = met > 1  # each meets itself
+    return several
+
+
+def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: _Ints, ndim: int) -> None:
+    """The parts of a box are disjoint: it is filled if they have as many elements as the box."""
+    missing = (wanted.ends - wanted.starts).prod(axis=0)
+    np.subtract.at(missing, parts.wanted, (parts.ends - parts.starts).prod(axis=0))
+    for number in checked[missing[checked] != 0].tolist():
+        column = wanted.take(np.array([number]))
+        rest = whole = _as_boxes(column.starts, column.ends)
+        for _, found in held.index.meeting(column.starts, column.ends):
+            for other in held.boxes(np.sort(found)):
+                rest = [part for piece in rest for part in subtract(piece, other)]
+        box, missing_box = (Box(b.offsets[:ndim], b.sizes[:ndim]) for b in (whole[0], rest[0]))
+        raise ShardingError(
+            f"rank {wanted.rank[number]} wants {box} (its box {wanted.place[number]}), of which no rank holds"
+            f" {missing_box}; the boxes that ranks hold must cover those they want"
+        )
+
+
+def _messages(held: _Held, wanted: _Boxes, parts: _Parts, ndim: int) -> list[Message]:
+    sender, receiver = held.rank[parts.copy], wanted.rank[parts.wanted]
+    target = wanted.place[parts.wanted]
+    order = np.lexsort((*parts.starts[::-1], target, receiver, sender))
+    return list(
+        map(
+            Message,
+            sender[order].tolist(),
+            receiver[order].tolist(),
+            _as_boxes(parts.starts[:ndim, order], parts.ends[:ndim, order]),
+            held.place[parts.copy[order]].tolist(),
+            target[order].tolist(),
+        )
+    )

@@ -1,0 +1,196 @@
+"""Is what the ranks hold one tensor? Every rank tells, every rank judges, and all of them raise alike.
+
+A rank on which something is wrong must not raise before the others know, or they would wait for it in the
+next collective. So each rank describes its shards and its own problems in text, all texts are gathered,
+and the same verdict is found in them everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.exchange import agree, gather_text
+from shardwise.errors import ShardingError
+from shardwise.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    memory_format_of,
+)
+from shardwise.sharded_tensor.shard import Shard
+
+_T = TypeVar("_T")
+
+
+def gather_shards(
+    shards: Sequence[Shard], global_size: Sequence[int], *, group: dist.ProcessGroup
+) -> ShardedTensorMetadata:
+    """The description of the tensor that all ranks' `shards` make together. Collective over `group`.
+
+    Raises:
+        ShardingError: on every rank, naming the rank, shard and both values, where they make none.
+    """
+    told = [json.loads(text) for text in gather_text(_described(shards, global_size), group=group)]
+    ranks = dist.get_process_group_ranks(group)
+    problems = [
+        f"rank {rank}: {text}" for rank, tale in zip(ranks, told, strict=True) for text in tale["problems"]
+    ]
+    for name in ("size", "dtype", "layout", "requires_grad", "memory_format", "pin_memory", "device_type"):
+        problems += _differing(name, {r: t[name] for r, t in zip(ranks, told, strict=True) if name in t})
+    if problems:
+        raise ShardingError("the local shards make no sharded tensor: " + "; ".join(problems))
+    metadata = ShardedTensorMetadata(
+        [ShardMetadata(*place) for tale in told for place in tale["shards"]],
+        torch.Size(global_size),
+        _properties(next((tale for tale in told if "dtype" in tale), None)),
+    )
+    metadata.check(ranks)
+    return metadata
+
+
+def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[str]:
+    """What is wrong with this rank's `shards` as those of `metadata`; in order, in words. Local."""
+    problems = [problem for index, shard in enumerate(shards) for problem in _problems(index, shard)]
+    placed = metadata.held_by(dist.get_rank())
+    if len(placed) != len(shards):
+        problems.append(f"holds {len(shards)} shards, but the metadata places {len(placed)} on it")
+    for index, (shard, place) in enumerate(zip(shards, placed, strict=False)):
+        if shard.metadata != place:
+            problems.append(f"shard {index} is {shard.metadata}, but the metadata says {place}")
+        expected, found = metadata.tensor_properties, TensorProperties.create_from_tensor(shard.tensor)
+        for name in ("dtype", "requires_grad", "pin_memory"):
+            if getattr(expected, name) != getattr(found, name):
+                problems.append(
+                    f"shard {index} ({_where(shard)}) has {name} {getattr(found, name)}, but the"
+                    f" metadata says {getattr(expected, name)}"
+                )
+    return problems
+
+
+def all_right(problem: str, *, group: dist.ProcessGroup) -> None:
+    """Raise ShardingError on every rank of `group` if any has a `problem`, in words. Collective."""
+    found = [text for text in gather_text(problem, group=group) if text]
+    if found:
+        raise ShardingError("; ".join(found))
+
+
+def all_do(action: Callable[[], Any], *, group: dist.ProcessGroup) -> Any:
+    """`action()`, which may raise on some ranks, done on all; raises on every rank if on any. Collective."""
+    made, problem = None, ""
+    try:
+        made = action()
+    except Exception as error:
+        problem = f"rank {dist.get_rank()}: {error}"
+    all_right(problem, group=group)
+    return made
+
+
+def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str) -> _T:
+    """`make()`, which is pure arithmetic, where all ranks make the same. Collective over `group`.
+
+    Args:
+        make: may raise ShardingError, on some ranks only if they are given different things.
+        text: of what is made, equal for equal things.
+        what: is made, for the error.
+
+    Raises:
+        RankMismatchError: on every rank, where ranks make different things or only some can.
+        ShardingError: as `make` raises it, where it does so on all ranks alike.
+    """
+    try:
+        made = make()
+    except ShardingError as error:
+        agree(f"impossible: {error}", group=group, what=what)
+        raise
+    agree(text(made), group=group, what=what)
+    return made
+
+
+def _described(shards: Sequence[Shard], global_size: Sequence[int]) -> str:
+    tale: dict[str, Any] = {"size": list(global_size), "shards": [], "problems": []}
+    for index, shard in enumerate(shards):
+        tale["problems"] += _problems(index, shard)
+        tale["shards"].append(
+            (shard.metadata.shard_offsets, shard.metadata.shard_sizes, str(shard.metadata.placement))
+        )
+        tensor = shard.tensor
+        properties = {
+            "dtype": str(tensor.dtype),
+            "layout": str(tensor.layout),
+            "requires_grad": tensor.requires_grad,
+            "pin_memory": tensor.layout == torch.strided and tensor.is_pinned(),
+            "device_type": tensor.device.type,
+        }
+        if tensor.layout == torch.strided and tensor.numel() > 1:  # others lie in every format
+            properties["memory_format"] = str(memory_format_of(tensor))
+        for name, value in properties.items():
+            if tale.setdefault(name, value) != value:
+                tale["problems"].append(
+                    f"shard {index} ({_where(shard)}) has {name} {value}, but shard 0 has {tale[name]}"
+                )
+    return json.dumps(tale)
+
+
+def _problems(index: int, shard: Shard) -> list[str]:
+    """What is wrong with one shard by itself."""
+    tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
+    name = f"shard {index} ({_where(shard)})"
+    found: list[str] = []
+    if any(value < 0 for value in (*place.shard_offsets, *place.shard_sizes)):
+        found.append(f"{name} has a negative offset or size")
+    if len(place.shard_offsets) != len(place.shard_sizes):
+        found.append(f"{name} has {len(place.shard_offsets)} offsets but {len(place.shard_sizes)} sizes")
+    if list(tensor.shape) != place.shard_sizes:
+        found.append(f"{name} has a tensor of shape {list(tensor.shape)}, expected {place.shard_sizes}")
+    if tensor.layout != torch.strided:
+        found.append(f"{name} has layout {tensor.layout}, expected torch.strided")
+    elif memory_format_of(tensor) is torch.preserve_format:
+        found.append(f"{name} is not contiguous (strides {tensor.stride()}); pass tensor.contiguous()")
+    if not tensor.is_leaf:
+        found.append(
+            f"{name} is the result of a differentiable operation, expected a leaf; pass tensor.detach()"
+        )
+    if place.placement is None or place.placement.rank() is None:
+        found.append(f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"')
+    elif place.placement.rank() != rank:
+        found.append(f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it")
+    elif not _same_device(place.placement.device(), tensor.device):
+        found.append(f"{name} is placed on {place.placement.device()}, but its tensor is on {tensor.device}")
+    return found
+
+
+def _where(shard: Shard) -> str:
+    return f"offsets {shard.metadata.shard_offsets}, sizes {shard.metadata.shard_sizes}"
+
+
+def _same_device(placed: torch.device, found: torch.device) -> bool:
+    return placed.type == found.type and (placed.index is None or placed.index == found.index)
+
+
+def _differing(name: str, values: dict[int, Any]) -> list[str]:
+    """In words, how ranks' `values` differ; nothing where they do not."""
+    if not values:
+        return []
+    first, expected = next(iter(values.items()))
+    other = next((rank for rank, value in values.items() if value != expected), None)
+    if other is None:
+        return []
+    what = "global size" if name == "size" else f"{name} of the shards"
+    return [f"the {what} is {expected} on rank {first} but {values[other]} on rank {other}"]
+
+
+def _properties(tale: dict[str, Any] | None) -> TensorProperties:
+    if tale is None:
+        return TensorProperties()
+    memory_format = tale.get("memory_format", "torch.contiguous_format")
+    return TensorProperties(
+        dtype=getattr(torch, tale["dtype"].removeprefix("torch.")),
+        requires_grad=tale["requires_grad"],
+        memory_format=getattr(torch, memory_format.removeprefix("torch.")),
+        pin_memory=tale["pin_memory"],
+    )

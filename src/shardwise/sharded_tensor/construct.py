@@ -1,0 +1,346 @@
+"""Making sharded tensors: filled from a spec, or out of what ranks already hold.
+
+==============================================  =======================================================
+from                                            communication
+==============================================  =======================================================
+a spec: `empty`, `zeros`, `ones`, `full`        none
+a spec: `rand`, `randn`                         a seed from the group's first rank, unless one is given
+local shards: `init_from_local_shards`          descriptions of the shards
+a local tensor: `init_from_local_tensor`        descriptions of the shards
+local shards and metadata                       none: `init_from_local_shards_and_global_metadata`
+a whole tensor: `shard_tensor`                  the shards, from the rank that has it; or none
+==============================================  =======================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.exchange import exchange, part
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box, transfer
+from shardwise.sharded_tensor import random
+from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards
+from shardwise.sharded_tensor.context import group_or_default
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.remote import register_shards, with_ranks
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.spec import ShardingSpec
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_Fill = Callable[[Tensor, Box], object]
+
+
+def empty(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: dist.ProcessGroup | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """An uninitialised tensor cut by `sharding_spec`. Every rank of the group calls it; no communication.
+
+    Args:
+        sharding_spec: where each shard lies; its ranks are global ranks, all in the group.
+        size: of the whole tensor, as ints or one sequence.
+        dtype: by default torch's default dtype.
+        layout: only `torch.strided`.
+        requires_grad: are the local shards leaves that collect gradients?
+        pin_memory: in page-locked memory, on the CPU.
+        memory_format: of every shard.
+        process_group: the ranks that may hold shards; by default all.
+        init_rrefs: make shards reachable by `remote_shards()`; needs torch RPC, and is collective.
+
+    Raises:
+        ShardingError: a layout, size or spec that is not possible, equally on every rank.
+    """
+    if layout != torch.strided:
+        raise ShardingError(f"a sharded tensor has layout torch.strided, found {layout}; use that")
+    properties = TensorProperties(
+        dtype=dtype or torch.get_default_dtype(),
+        requires_grad=requires_grad,
+        memory_format=memory_format,
+        pin_memory=pin_memory,
+    )
+    group = group_or_default(process_group)
+    metadata = with_ranks(sharding_spec.build_metadata(_size(size), properties))
+    metadata.check(dist.get_process_group_ranks(group))
+    shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
+    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
+    if init_rrefs:
+        register_shards(made)
+    return made
+
+
+def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
+    """A tensor of `fill_value` everywhere; the dtype is that of the value unless given. See `empty`."""
+    if options.get("dtype") is None:
+        options["dtype"] = torch.full((), fill_value).dtype
+    return _filled(sharding_spec, (size,), options, lambda tensor, box: tensor.fill_(fill_value))
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """A tensor of zeros. See `empty`."""
+    return _filled(sharding_spec, size, options, lambda tensor, box: tensor.zero_())
+
+
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """A tensor of ones. See `empty`."""
+    return _filled(sharding_spec, size, options, lambda tensor, box: tensor.fill_(1))
+
+
+def rand(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    seed: int | None = None,
+    low: float = 0.0,
+    high: float = 1.0,
+    **options: Any,
+) -> ShardedTensor:
+    """Uniform values in [low, high), by the seed the same for every spec and number of ranks. See `empty`.
+
+    Args:
+        seed: equal on every rank. None draws one from torch's generator on the group's first rank and sends
+            it to the others (collective).
+    """
+    shape = _size(size)
+    seed = seed if seed is not None else shared_seed(group_or_default(options.get("process_group")))
+    return _filled(
+        sharding_spec,
+        size,
+        options,
+        lambda tensor, box: random.uniform_(tensor, box=box, shape=shape, seed=seed, low=low, high=high),
+    )
+
+
+def randn(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    seed: int | None = None,
+    mean: float = 0.0,
+    std: float = 1.0,
+    **options: Any,
+) -> ShardedTensor:
+    """Normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
+    shape = _size(size)
+    seed = seed if seed is not None else shared_seed(group_or_default(options.get("process_group")))
+    return _filled(
+        sharding_spec,
+        size,
+        options,
+        lambda tensor, box: random.normal_(tensor, box=box, shape=shape, seed=seed, mean=mean, std=std),
+    )
+
+
+def shared_seed(group: dist.ProcessGroup) -> int:
+    """A seed from torch's default CPU generator on the first rank, equal on all. Collective over `group`."""
+    seed = torch.empty((), dtype=torch.int64)
+    if group.rank() == 0:
+        seed.random_()
+    if group.size() > 1:
+        on_group = seed.cuda() if dist.get_backend(group) == "nccl" else seed
+        dist.broadcast(on_group, group=group, group_src=0)
+        seed = on_group
+    return int(seed.item())
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard],
+    *global_size: Any,
+    process_group: dist.ProcessGroup | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """The tensor that every rank's `local_shards` make together; it shares their memory. Collective.
+
+    Args:
+        local_shards: this rank's, in any number; all ranks' cover the whole tensor once.
+        global_size: of the whole tensor, as ints or one sequence.
+        process_group: the ranks that take part; by default all.
+        init_rrefs: as for `empty`.
+
+    Raises:
+        ShardingError: on every rank, naming the rank, the shard and both values: shards that overlap or leave
+            holes, of differing dtypes or kinds of device, not contiguous, of another size or rank than
+            they say, or that require grad on some ranks only.
+    """
+    group = group_or_default(process_group)
+    metadata = gather_shards(local_shards, _size(global_size), group=group)
+    made = ShardedTensor.wrap(local_shards, metadata, process_group=group)
+    if init_rrefs:
+        register_shards(made)
+    return made
+
+
+def init_from_local_shards_and_global_metadata(
+    local_shards: Sequence[Shard],
+    sharded_tensor_metadata: ShardedTensorMetadata,
+    process_group: dist.ProcessGroup | None = None,
+    init_rrefs: bool = False,
+    sharding_spec: ShardingSpec | None = None,
+) -> ShardedTensor:
+    """The tensor that `sharded_tensor_metadata` describes, of which this rank has `local_shards`. Local.
+
+    The metadata must be equal on every rank, which is not checked.
+
+    Raises:
+        ShardingError: on this rank, where its shards are not those of the metadata, or the metadata does
+            not cover its tensor.
+    """
+    group = group_or_default(process_group)
+    metadata = with_ranks(sharded_tensor_metadata)
+    metadata.check(dist.get_process_group_ranks(group))
+    problems = check_local(local_shards, metadata)
+    if problems:
+        raise ShardingError(f"{here()}: " + "; ".join(problems))
+    made = ShardedTensor.wrap(local_shards, metadata, process_group=group, sharding_spec=sharding_spec)
+    if init_rrefs:
+        register_shards(made)
+    return made
+
+
+def init_from_local_tensor(
+    local_tensor: Tensor | None,
+    sharding_spec: ShardingSpec,
+    *global_size: Any,
+    process_group: dist.ProcessGroup | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """The tensor cut by `sharding_spec` of which this rank has `local_tensor`, in its memory. Collective.
+
+    Args:
+        local_tensor: of the size that the spec gives this rank; None where it gives it no shard.
+        sharding_spec: with at most one shard a rank.
+        global_size: of the whole tensor, as ints or one sequence.
+
+    Raises:
+        ShardingError: on every rank, naming the rank and both values, where one rank's tensor does not fit.
+    """
+    group = group_or_default(process_group)
+    given = [] if local_tensor is None else [local_tensor]
+    properties = (
+        TensorProperties() if local_tensor is None else TensorProperties.create_from_tensor(local_tensor)
+    )
+
+    def shards() -> tuple[list[Shard], torch.Size]:
+        size = _size(global_size)
+        built = with_ranks(sharding_spec.build_metadata(size, properties))
+        built.check(dist.get_process_group_ranks(group))
+        places = built.held_by(dist.get_rank())
+        if len(places) != len(given):
+            raise ShardingError(
+                f"the spec places {len(places)} shards here, found {len(given)} local tensors"
+            )
+        return [Shard(tensor, place) for tensor, place in zip(given, places, strict=True)], size
+
+    local, size = all_do(shards, group=group)
+    found = gather_shards(local, size, group=group)
+    metadata = with_ranks(sharding_spec.build_metadata(size, found.tensor_properties))
+    made = ShardedTensor.wrap(local, metadata, process_group=group, sharding_spec=sharding_spec)
+    if init_rrefs:
+        register_shards(made)
+    return made
+
+
+@torch.no_grad()
+def shard_tensor(
+    tensor: Tensor,
+    sharding_spec: ShardingSpec,
+    src_rank: int | None = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> ShardedTensor:
+    """A whole tensor cut by `sharding_spec`, in memory of its own. Collective over the group.
+
+    Args:
+        tensor: of the same shape, dtype and requires_grad on every rank of the group.
+        sharding_spec: where each shard goes.
+        src_rank: the rank of the group whose values count, each sent to its holder alone. None where all
+            ranks have equal values, and every rank cuts its own without sending any.
+        process_group: the ranks that take part; by default all.
+
+    Raises:
+        ShardingError: a tensor or spec that cannot be cut, equally on every rank.
+        RankMismatchError: on every rank, where ranks have different shapes, dtypes or specs.
+    """
+    group = group_or_default(process_group)
+
+    def built() -> ShardedTensorMetadata:
+        properties = TensorProperties.create_from_tensor(tensor)
+        properties.memory_format = torch.contiguous_format
+        metadata = with_ranks(sharding_spec.build_metadata(tensor.shape, properties))
+        metadata.check(dist.get_process_group_ranks(group))
+        if src_rank is not None and not 0 <= src_rank < group.size():
+            raise ShardingError(f"src_rank {src_rank} is not a rank of a group of {group.size()}")
+        return metadata
+
+    metadata = agreed(
+        built,
+        text=lambda made: f"src_rank {src_rank}, requires_grad {tensor.requires_grad}, {describe(made)}",
+        group=group,
+        what="the tensor to shard",
+    )
+    properties = metadata.tensor_properties
+    whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
+    shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
+    if src_rank is None:
+        for shard in shards:
+            shard.tensor.copy_(part(whole, tensor, shard.box))
+    else:
+        rank = group.rank()
+        wanted = metadata.boxes_by(dist.get_process_group_ranks(group))
+        held: list[list[Box]] = [[whole] if r == src_rank else [] for r in range(group.size())]
+        landing = [(shard.box, _on(tensor.device, shard.tensor)) for shard in shards]
+        exchange(
+            transfer(held, wanted, rank=rank),
+            source=[(whole, tensor.detach())] if rank == src_rank else [],
+            target=landing,
+            group=group,
+        )
+        for shard, (_, landed) in zip(shards, landing, strict=True):
+            if landed.data_ptr() != shard.tensor.data_ptr():
+                shard.tensor.copy_(landed)
+    return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """`tensor`, or memory like it on `device`, without gradient."""
+    return tensor.detach() if tensor.device == device else torch.empty_like(tensor, device=device)
+
+
+def _filled(spec: ShardingSpec, size: tuple[Any, ...], options: dict[str, Any], fill: _Fill) -> ShardedTensor:
+    made = empty(spec, *size, **options)
+    with torch.no_grad():
+        for tensor, box in zip(made.tensors, made.boxes, strict=True):
+            fill(tensor, box)
+    return made
+
+
+def _allocate(place: ShardMetadata, properties: TensorProperties) -> Shard:
+    assert place.placement is not None
+    tensor = torch.empty(
+        place.shard_sizes,
+        dtype=properties.dtype,
+        device=place.placement.device(),
+        requires_grad=properties.requires_grad,
+        pin_memory=properties.pin_memory,
+        memory_format=properties.memory_format,
+    )
+    return Shard(tensor, place)
+
+
+def _size(size: Sequence[Any]) -> torch.Size:
+    """`3, 4` or `(3, 4)` as a size."""
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        size = tuple(size[0])
+    if any(not isinstance(length, int) or length < 0 for length in size):
+        raise ShardingError(f"a size is of ints of at least 0, found {tuple(size)}")
+    return torch.Size(size)

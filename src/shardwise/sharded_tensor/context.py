@@ -1,0 +1,95 @@
+"""Pickling: shards with the description of the whole, and the process group by context.
+
+A process group cannot be pickled. A pickled sharded tensor knows which rank it was of how many, and takes
+the group of the innermost `load_with_process_group` when it is loaded, or the default group.
+
+A pickle can run any code when it is loaded. This library never loads one on its own: checkpoints go
+through `torch.distributed.checkpoint` or safetensors files, peers' messages are text and tensor bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+from shardwise.sharded_tensor.shard import Shard
+
+if TYPE_CHECKING:
+    from shardwise.sharded_tensor.spec import ShardingSpec
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("shardwise_load_group", default=None)
+
+
+@contextmanager
+def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
+    """Sharded tensors unpickled within belong to `process_group`.
+
+    It must have the size, and give this process the rank, that the group of the pickled tensor had.
+    """
+    token = _group.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _group.reset(token)
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`process_group`, or the default group where it is None.
+
+    Raises:
+        ShardingError: there is no default group.
+    """
+    if process_group is not None:
+        return process_group
+    default = dist.group.WORLD if dist.is_initialized() else None
+    if default is None:
+        raise ShardingError(
+            "a sharded tensor needs a process group; call torch.distributed.init_process_group first"
+        )
+    return default
+
+
+def reduced(sharded: ShardedTensor) -> tuple[Any, ...]:
+    """What `pickle` stores of a sharded tensor."""
+    group = sharded.process_group
+    shards = [(shard.tensor.detach(), shard.metadata) for shard in sharded.local_shards()]
+    is_parameter = bool(getattr(sharded, "_is_param", False))
+    place = (group.rank(), group.size(), dist.get_rank(), dist.get_world_size())
+    return _rebuild, (shards, sharded.metadata(), sharded._spec, place, is_parameter)
+
+
+def _rebuild(
+    shards: list[tuple[Any, Any]],
+    metadata: ShardedTensorMetadata,
+    spec: ShardingSpec | None,
+    place: tuple[int, int, int, int],
+    is_parameter: bool,
+) -> ShardedTensor:
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+    group = group_or_default(_group.get())
+    found = (group.rank(), group.size(), dist.get_rank(), dist.get_world_size())
+    if found != place:
+        raise ShardingError(
+            f"{here()}: a sharded tensor pickled by rank {place[0]} of a group of {place[1]} (global rank"
+            f" {place[2]} of {place[3]}) cannot be loaded by rank {found[0]} of {found[1]} (global {found[2]}"
+            f" of {found[3]}); load it on the same rank within load_with_process_group(...), or save it with"
+            " torch.distributed.checkpoint, which loads into any world size"
+        )
+    made = ShardedTensor.wrap(
+        [Shard(tensor, place_) for tensor, place_ in shards],
+        metadata,
+        process_group=group,
+        sharding_spec=spec,
+    )
+    made.requires_grad_(metadata.tensor_properties.requires_grad)
+    if is_parameter:
+        made._is_param = True
+    return made

@@ -1,0 +1,245 @@
+"""What is known about a sharded tensor on every rank: its shards, where each lies, and its properties.
+
+    ShardedTensorMetadata
+      size               of the whole tensor
+      tensor_properties  dtype, layout, requires_grad, memory format, pinned
+      shards_metadata    one `ShardMetadata` per shard: offsets, sizes, placement (rank and device)
+
+Ranks in placements are global ranks. The shards of one rank are numbered in the order of
+`shards_metadata`, which is the order of its `local_shards()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardingError
+from shardwise.layout import Box, cover
+
+
+class RemoteDevice:
+    """A device of one process: `rank:1/cuda:0`, `rank:1` (CPU), or `worker/cpu` by the name of an RPC worker.
+
+    Two are equal where they name the same device of the same process.
+    """
+
+    __slots__ = ("_device", "_rank", "_worker")
+
+    def __init__(self, remote_device: str | torch.device) -> None:
+        text = str(remote_device)
+        process, slash, device = text.rpartition("/")
+        if not slash and (text.startswith("rank:") or not _is_device(text)):
+            process, device = text, "cpu"
+        self._rank: int | None = None
+        self._worker: str | None = None
+        if process.startswith("rank:"):
+            if not process[5:].isdecimal():
+                raise _bad_placement(text)
+            self._rank = int(process[5:])
+        elif process:
+            self._worker = process
+        if not _is_device(device):
+            raise _bad_placement(text)
+        self._device = torch.device(device)
+
+    @staticmethod
+    def of(placement: Any) -> RemoteDevice:
+        """From a string, a `RemoteDevice`, or any object with methods `rank()` and `device()`."""
+        if isinstance(placement, RemoteDevice):
+            return placement
+        if isinstance(placement, (str, torch.device)):
+            return RemoteDevice(placement)
+        if callable(getattr(placement, "rank", None)) and callable(getattr(placement, "device", None)):
+            rank, device = placement.rank(), placement.device()
+            process = placement.worker_name() if rank is None else f"rank:{rank}"
+            return RemoteDevice(f"{process}/{device}" if process else device)
+        raise _bad_placement(placement)
+
+    def rank(self) -> int | None:
+        """Global rank of the process; None where a worker's name stands for it."""
+        return self._rank
+
+    def device(self) -> torch.device:
+        return self._device
+
+    def worker_name(self) -> str | None:
+        """Name of the process as an RPC worker, if it is named so."""
+        return self._worker
+
+    def on(self, device: torch.device | str) -> RemoteDevice:
+        """Another device of the same process."""
+        process = self._worker if self._rank is None else f"rank:{self._rank}"
+        return RemoteDevice(f"{process}/{device}" if process else str(device))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RemoteDevice):
+            return NotImplemented
+        return self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self._rank, self._worker, self._device
+
+    def __repr__(self) -> str:
+        process = self._worker if self._rank is None else f"rank:{self._rank}"
+        return f"{process}/{self._device}" if process else str(self._device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteDevice, (repr(self),)
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _bad_placement(found: object) -> ShardingError:
+    return ShardingError(
+        f'a placement is "rank:R/device", "rank:R", "worker/device" or an object with rank() and device(),'
+        f" found {found!r}"
+    )
+
+
+@dataclass
+class ShardMetadata:
+    """Where one shard lies: its first element, its size, and the device of the process that holds it.
+
+    Attributes:
+        shard_offsets: per dim, the first element within the whole tensor.
+        shard_sizes: per dim, the number of elements.
+        placement: a `RemoteDevice`, or what `RemoteDevice.of` takes.
+    """
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: RemoteDevice | None = None
+
+    def __init__(
+        self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: Any = None
+    ) -> None:
+        self.shard_offsets = list(shard_offsets)
+        self.shard_sizes = list(shard_sizes)
+        self.placement = None if placement is None else RemoteDevice.of(placement)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))
+
+    @property
+    def box(self) -> Box:
+        """The shard's elements. Raises ShardingError for offsets and sizes that are no box."""
+        return Box(tuple(self.shard_offsets), tuple(self.shard_sizes))
+
+    @property
+    def rank(self) -> int:
+        """Global rank of the holder. Raises ShardingError where the placement names none."""
+        rank = None if self.placement is None else self.placement.rank()
+        if rank is None:
+            raise ShardingError(
+                f"shard {self.shard_offsets} + {self.shard_sizes} has placement {self.placement},"
+                ' which names no rank; use "rank:R/device"'
+            )
+        return rank
+
+
+@dataclass
+class TensorProperties:
+    """What all shards of a tensor have in common."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """The properties of `tensor`."""
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            memory_format=memory_format_of(tensor),
+            pin_memory=tensor.is_pinned(),
+        )
+
+
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format in which `tensor` lies densely; `torch.preserve_format` for any other strides."""
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.ndim == ndim and tensor.is_contiguous(memory_format=memory_format):
+            return memory_format
+    return torch.preserve_format
+
+
+@dataclass
+class ShardedTensorMetadata:
+    """The whole description of a sharded tensor, equal on every rank."""
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default_factory=lambda: torch.Size([]))
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.size
+
+    def boxes_by(self, ranks: Sequence[int]) -> list[list[Box]]:
+        """For each of the global `ranks`, the boxes it holds, in the order of its shards."""
+        found: dict[int, list[Box]] = {rank: [] for rank in ranks}
+        for shard in self.shards_metadata:
+            found[shard.rank].append(shard.box)
+        return [found[rank] for rank in ranks]
+
+    def held_by(self, rank: int) -> list[ShardMetadata]:
+        """The shards of a global rank, in order."""
+        return [shard for shard in self.shards_metadata if shard.rank == rank]
+
+    def cut_as(self, other: ShardedTensorMetadata) -> bool:
+        """Do both give the same boxes of one shape to the same ranks in the same order?"""
+        if self is other or self.shards_metadata is other.shards_metadata:
+            return True
+        mine, theirs = self.shards_metadata, other.shards_metadata
+        return (
+            self.size == other.size
+            and len(mine) == len(theirs)
+            and all(
+                a.shard_offsets == b.shard_offsets and a.shard_sizes == b.shard_sizes and a.rank == b.rank
+                for a, b in zip(mine, theirs, strict=True)
+            )
+        )
+
+    def with_properties(self, **changes: Any) -> ShardedTensorMetadata:
+        """The same shards with other tensor properties."""
+        return replace(self, tensor_properties=replace(self.tensor_properties, **changes))
+
+    def map(self, size: Sequence[int], box: Callable[[Box], Box]) -> ShardedTensorMetadata:
+        """Every shard's box replaced, on the same placements, in a tensor of another `size`."""
+        moved = [
+            ShardMetadata(new.offsets, new.sizes, shard.placement)
+            for shard in self.shards_metadata
+            for new in [box(shard.box)]
+        ]
+        return replace(self, shards_metadata=moved, size=torch.Size(size))
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`."""
+        members = set(ranks)
+        for index, shard in enumerate(self.shards_metadata):
+            if shard.rank not in members:
+                raise ShardingError(
+                    f"shard {index} ({shard.box}) is placed on rank {shard.rank}, which is not among the"
+                    f" ranks {list(ranks)} of the process group; place it on one of them"
+                )
+        cover([shard.box for shard in self.shards_metadata], self.size)

@@ -1,0 +1,212 @@
+"""The values of a sharded tensor on other ranks, in other boxes, on other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.exchange import exchange, gather_text
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box, Message, transfer
+from shardwise.sharded_tensor import autograd
+from shardwise.sharded_tensor.check import agreed
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.remote import with_ranks
+from shardwise.sharded_tensor.spec import ShardingSpec
+
+if TYPE_CHECKING:
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[list[Box]]:
+    """What each rank of `group` holds."""
+    return metadata.boxes_by(dist.get_process_group_ranks(group))
+
+
+def reshard(sharded: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
+    """`ShardedTensor.reshard`."""
+    source = sharded.metadata()
+    return move_to(
+        sharded,
+        lambda: spec.build_metadata(source.size, source.tensor_properties),
+        spec=spec,
+        what="the reshard",
+    )
+
+
+def move_to(
+    sharded: ShardedTensor,
+    build: Callable[[], ShardedTensorMetadata],
+    *,
+    spec: ShardingSpec | None,
+    what: str,
+) -> ShardedTensor:
+    """The same values in the boxes of what `build` returns. Collective; differentiable."""
+    source, group = sharded.metadata(), sharded.process_group
+    ranks = dist.get_process_group_ranks(group)
+
+    def built() -> ShardedTensorMetadata:
+        target = with_ranks(build())
+        if target.size != source.size:
+            raise ShardingError(f"the spec gives shape {tuple(target.size)}, expected {tuple(source.size)}")
+        target.check(ranks)
+        return target
+
+    target = agreed(
+        built, text=lambda made: f"{describe(source)}\nto\n{describe(made)}", group=group, what=what
+    )
+    if source.cut_as(target):
+        made, anchor = sharded.tensors, sharded.anchor
+    else:
+        held, wanted = source.boxes_by(ranks), target.boxes_by(ranks)
+        rank = group.rank()
+        made, anchor = autograd.moved(
+            sharded.tensors,
+            transfer(held, wanted, rank=rank),
+            source=held[rank],
+            target=wanted[rank],
+            group=group,
+            anchor=sharded.anchor,
+            like=source.tensor_properties.memory_format,
+        )
+    moved = sharded.with_tensors(made, metadata=target, anchor=anchor)
+    moved._spec = spec
+    devices = [shard.metadata.placement.device() for shard in moved._shards if shard.metadata.placement]
+    for shard, device in zip(moved._shards, devices, strict=True):
+        shard.tensor = shard.tensor.to(device)
+    return moved
+
+
+def describe(metadata: ShardedTensorMetadata) -> str:
+    """Everything in it, as text that is equal for equal metadata."""
+    shards = "\n".join(
+        f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata
+    )
+    return f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}\n{shards}"
+
+
+def full_tensor(sharded: ShardedTensor) -> Tensor:
+    """`ShardedTensor.full_tensor`."""
+    group, rank = sharded.process_group, sharded.process_group.rank()
+    held = boxes_of(sharded.metadata(), group)
+    whole = Box((0,) * len(sharded.metadata().size), tuple(sharded.metadata().size))
+    messages = transfer(held, [[whole]] * len(held), rank=rank)
+    return autograd.to_whole(
+        sharded.tensors, messages, source=held[rank], whole=whole, group=group, anchor=sharded.anchor
+    )
+
+
+@torch.no_grad()
+def gather(
+    sharded: ShardedTensor,
+    *,
+    dst: int,
+    out: Tensor | None,
+    enforce_dtype: bool,
+    dtype: torch.dtype | None,
+) -> Tensor | None:
+    """`ShardedTensor.gather`."""
+    metadata, group = sharded.metadata(), sharded.process_group
+    rank = group.rank()
+    wrong = _wrong_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
+    chosen = str(
+        out.dtype if enforce_dtype and out is not None else dtype or metadata.tensor_properties.dtype
+    )
+    told = gather_text(f"{dst} {chosen if rank == dst else dtype}\n{wrong}", group=group)
+    problems = [text.partition("\n")[2] for text in told if text.partition("\n")[2]]
+    if problems:
+        raise ShardingError("; ".join(problems))
+    wanted_by = [text.partition(" ")[0] for text in told]
+    if len(set(wanted_by)) > 1:
+        raise ShardingError(
+            f"{here()}: gather() has dst {wanted_by} on the ranks; pass one dst on all of them"
+        )
+    moved_as = _dtype(told[dst].partition("\n")[0].partition(" ")[2])
+    held = boxes_of(metadata, group)
+    whole = Box((0,) * len(metadata.size), tuple(metadata.size))
+    wanted: list[list[Box]] = [[whole] if r == dst else [] for r in range(len(held))]
+    messages: Sequence[Message] = transfer(held, wanted, rank=rank)
+    if rank == dst and out is None:
+        out = torch.empty(whole.sizes, dtype=moved_as, device=sharded.anchor.device)
+    sources = [(box, tensor.to(moved_as)) for box, tensor in zip(held[rank], sharded.tensors, strict=True)]
+    if rank == dst:
+        assert out is not None
+        landing = (
+            out
+            if out.device == sharded.anchor.device
+            else torch.empty_like(out, device=sharded.anchor.device)
+        )
+        exchange(messages, source=sources, target=[(whole, landing)], group=group)
+        return out if landing is out else out.copy_(landing)
+    exchange(messages, source=sources, target=[], group=group)
+    return None
+
+
+def _wrong_gather(
+    metadata: ShardedTensorMetadata,
+    dst: int,
+    out: Tensor | None,
+    *,
+    group: dist.ProcessGroup,
+    convert: bool,
+    dtype: torch.dtype | None,
+) -> str:
+    """What is wrong with this rank's arguments; empty where nothing is."""
+    who = here()
+    if not 0 <= dst < group.size():
+        return f"{who}: gather() to rank {dst} of a group of {group.size()}; pass a rank of the group"
+    if out is None:
+        return ""
+    if group.rank() != dst:
+        return (
+            f"{who}: gather() has an out on group rank {group.rank()}, but dst is {dst}; pass out=None there"
+        )
+    if out.shape != metadata.size:
+        return f"{who}: gather() needs an out of shape {tuple(metadata.size)}, found {tuple(out.shape)}"
+    expected = dtype or metadata.tensor_properties.dtype
+    if out.dtype != expected and not convert:
+        return f"{who}: gather() needs an out of {expected}, found {out.dtype}; pass dtype= on every rank"
+    return ""
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    """`ShardedTensor.to`."""
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+    args = tuple(arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args)
+    kwargs = {k: v.anchor if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()}
+    if kwargs.get("memory_format") is torch.preserve_format:
+        del kwargs["memory_format"]
+    anchor = sharded.anchor.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
+    tensors = [tensor.to(*args, **kwargs) for tensor in sharded.tensors]
+    unchanged = all(new is old for new, old in zip(tensors, sharded.tensors, strict=True))
+    if unchanged and anchor is sharded.anchor:
+        return sharded
+    metadata = sharded.metadata()
+    if anchor.device != sharded.anchor.device:
+        metadata = placed_on(metadata, anchor.device)
+    if "memory_format" in kwargs:
+        metadata = metadata.with_properties(memory_format=kwargs["memory_format"])
+    moved = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    moved._spec = sharded._spec if metadata.shards_metadata is sharded.metadata().shards_metadata else None
+    return moved
+
+
+def placed_on(metadata: ShardedTensorMetadata, device: torch.device) -> ShardedTensorMetadata:
+    """The same shards on a device of their ranks."""
+    shards = [
+        ShardMetadata(s.shard_offsets, s.shard_sizes, None if s.placement is None else s.placement.on(device))
+        for s in metadata.shards_metadata
+    ]
+    return replace(metadata, shards_metadata=shards)

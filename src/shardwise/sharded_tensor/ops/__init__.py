@@ -1,0 +1,15 @@
+"""What operations do on sharded tensors; importing a module here registers its operations."""
+
+from shardwise.sharded_tensor.ops import (
+    attributes,
+    compare,
+    elementwise,
+    embedding,
+    init,
+    linear,
+    normalize,
+    reduce,
+    shape,
+)
+
+__all__ = ["attributes", "compare", "elementwise", "embedding", "init", "linear", "normalize", "reduce", "shape"]

@@ -1,0 +1,239 @@
+"""Attributes and methods that ask or change what a sharded tensor is, not what it holds."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor import move
+from shardwise.sharded_tensor.registry import PLAIN, handles
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_T: Any = Tensor
+
+_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "itemsize",
+    "is_sparse",
+    "is_quantized",
+    "is_cuda",
+]
+_ATTRIBUTES += ["is_cpu", "is_meta", "is_nested", "is_mkldnn", "is_sparse_csr", "is_xpu", "is_mps"]
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+]
+_METHODS += ["is_signed", "__len__", "__hash__", "get_device", "is_same_size"]
+
+# Answered by the wrapper, which has the whole tensor's shape, dtype and kind of device.
+PLAIN.update(getattr(_T, name).__get__ for name in _ATTRIBUTES)
+PLAIN.update(getattr(_T, name) for name in _METHODS)
+PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size])
+
+
+@handles(_T.requires_grad.__get__)
+def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    sharded: ShardedTensor = args[0]
+    return sharded.anchor.requires_grad or any(tensor.requires_grad for tensor in sharded.tensors)
+
+
+@handles(_T.requires_grad_, _T.requires_grad.__set__)
+def _requires_grad_(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], requires_grad: bool = True
+) -> ShardedTensor:
+    sharded: ShardedTensor = args[0]
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    for tensor in [*sharded.tensors, sharded.anchor]:
+        if tensor.requires_grad != wanted:
+            tensor.requires_grad_(wanted)
+    sharded._metadata = sharded.metadata().with_properties(requires_grad=wanted)
+    return sharded
+
+
+@handles(_T.is_leaf.__get__)
+def _is_leaf(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    sharded: ShardedTensor = args[0]
+    return sharded.anchor.is_leaf and all(tensor.is_leaf for tensor in sharded.tensors)
+
+
+@handles(_T.grad_fn.__get__)
+def _grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sharded: ShardedTensor = args[0]
+    return next((t.grad_fn for t in [*sharded.tensors, sharded.anchor] if t.grad_fn is not None), None)
+
+
+@handles(_T.grad.__get__)
+def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | None:
+    """The local shards' gradients as a sharded tensor; None where this rank's have none."""
+    sharded: ShardedTensor = args[0]
+    grads = [tensor.grad for tensor in sharded.tensors]
+    if not sharded.tensors:
+        return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
+    if all(grad is None for grad in grads):
+        return None
+    found = [g if g is not None else torch.zeros_like(t) for g, t in zip(grads, sharded.tensors, strict=True)]
+    return sharded.with_tensors(found, anchor=sharded.anchor.detach())
+
+
+@handles(_T.grad.__set__, _T.grad.__delete__)
+def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    sharded: ShardedTensor = args[0]
+    grad = args[1] if len(args) > 1 else None
+    if grad is None:
+        for tensor in [*sharded.tensors, sharded.anchor]:
+            tensor.grad = None
+        return
+    if not isinstance(grad, ShardedTensor) or not grad.metadata().cut_as(sharded.metadata()):
+        raise ShardingError(
+            f"{here()}: the gradient of {sharded._name()} is None or a ShardedTensor cut alike, found"
+            f" {type(grad).__name__} of shape {tuple(grad.shape)}; use shard_tensor or reshard"
+        )
+    for tensor, piece in zip(sharded.tensors, grad.tensors, strict=True):
+        tensor.grad = piece
+    sharded.anchor.grad = grad.anchor.detach()
+
+
+@handles(_T.data.__get__, _T.detach, torch.detach)
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    sharded: ShardedTensor = args[0]
+    return sharded.with_tensors([t.detach() for t in sharded.tensors], anchor=sharded.anchor.detach())
+
+
+@handles(_T.data.__set__)
+def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Other shards in place of these, of a tensor of the same shape; the local leaves stay the same objects
+    where they are cut alike."""
+    sharded, value = args
+    if not isinstance(value, ShardedTensor) or value.metadata().size != sharded.metadata().size:
+        raise ShardingError(
+            f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
+            f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
+        )
+    if value.metadata().cut_as(sharded.metadata()):
+        for tensor, new in zip(sharded.tensors, value.tensors, strict=True):
+            tensor.data = new
+    else:
+        sharded._shards = value._shards
+    wanted = sharded.requires_grad
+    sharded._metadata, sharded._spec = value.metadata(), value._spec
+    if sharded.requires_grad != wanted:
+        sharded.requires_grad_(wanted)
+
+
+@handles(_T.detach_)
+def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    sharded: ShardedTensor = args[0]
+    for tensor in [*sharded.tensors, sharded.anchor]:
+        tensor.detach_()
+    sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
+    return sharded
+
+
+@handles(_T.clone, torch.clone)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    return cast(ShardedTensor, args[0]).map(
+        lambda tensor: tensor.clone(**kwargs) if tensor.ndim else tensor.clone()
+    )
+
+
+@handles(_T.contiguous)
+def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    sharded: ShardedTensor = args[0]
+    wanted = kwargs.get("memory_format", args[1] if len(args) > 1 else torch.contiguous_format)
+    if all(tensor.is_contiguous(memory_format=wanted) for tensor in sharded.tensors):
+        return sharded
+    tensors = [tensor.contiguous(memory_format=wanted) for tensor in sharded.tensors]
+    metadata = sharded.metadata().with_properties(memory_format=wanted)
+    return sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
+
+
+@handles(_T.is_contiguous)
+def _is_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return all(tensor.is_contiguous(*args[1:], **kwargs) for tensor in args[0].tensors)
+
+
+@handles(_T.is_pinned)
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    sharded: ShardedTensor = args[0]
+    return sharded.metadata().tensor_properties.pin_memory
+
+
+@handles(_T.pin_memory)
+def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    sharded: ShardedTensor = args[0]
+    tensors = [tensor.pin_memory() for tensor in sharded.tensors]
+    metadata = sharded.metadata().with_properties(pin_memory=True)
+    return sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
+
+
+@handles(_T.retain_grad)
+def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for tensor in [*args[0].tensors, args[0].anchor]:
+        if tensor.requires_grad:
+            tensor.retain_grad()
+
+
+@handles(_T.to)
+def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
+    if isinstance(args[0], ShardedTensor):
+        return move.to(*args, **kwargs)
+    plain = [arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args]  # plain.to(sharded)
+    return cast(Tensor, func(*plain, **kwargs))
+
+
+@handles(_T.cpu)
+def _cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    return cast(ShardedTensor, args[0]).cpu(*args[1:], **kwargs)
+
+
+@handles(_T.cuda)
+def _cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    return cast(ShardedTensor, args[0]).cuda(*args[1:], **kwargs)
+
+
+def _converts(dtype: torch.dtype) -> Any:
+    return lambda func, args, kwargs: move.to(args[0], dtype)
+
+
+for _name, _dtype in {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "bool": torch.bool,
+}.items():
+    handles(getattr(_T, _name))(_converts(_dtype))
+
+
+@handles(_T.type_as)
+def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].to(args[1].dtype)
+
+
+@handles(_T.copy_)
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
+    """Values of a tensor cut alike (local), cut otherwise (collective), or whole and replicated (local)."""
+    from shardwise.sharded_tensor.ops.operands import like
+
+    into, source = args[:2]
+    if not isinstance(into, ShardedTensor):
+        return cast(Tensor, func(into, source.full_tensor()))
+    pieces = like(into, source, move_if_needed=True)
+    for tensor, piece in zip(into.tensors, pieces, strict=False):
+        tensor.copy_(piece)
+    return into

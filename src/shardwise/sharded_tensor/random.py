@@ -1,0 +1,235 @@
+"""Random values of a logical tensor that depend only on a seed and on the place of each element in it.
+
+Element `i` (row-major, counted in the whole tensor) gets the 64-bit integer at step `i` of the stream that a
+SplitMix64 generator seeded with `seed` splits off (Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014; constants as in Java's `SplittableRandom`). A step is a sum and a finaliser of that
+sum, so that any element is made without those before it: a rank fills just its own box, with no communication
+and a bounded amount of temporary memory, and every sharding of a tensor holds the same global values.
+
+The integers, `bernoulli` and `uniform_` are the same on all devices, threads and versions of torch. `normal_`
+takes a logarithm, a root and a cosine in float64, of which devices may round the last place differently: its
+float64 values agree to a few ulp, and float32 and narrower ones are equal but for about one in 10**7.
+
+One seed gives one stream: two draws of one seed are dependent, element by element, whatever the functions.
+Take a seed for each tensor and each draw.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box
+
+_WORD = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@torch.no_grad()
+def uniform_(
+    out: Tensor, *, box: Box, shape: Sequence[int], seed: int, low: float = 0.0, high: float = 1.0
+) -> Tensor:
+    """Fill `out` with the uniform values in [low, high) of `box` in a tensor of `shape`, and return it.
+
+    `out` has the shape `box.sizes`, one of the dtypes float64, float32, float16 and bfloat16, any strides and
+    any device. `seed` counts modulo 2**64. float64 has 53 random bits, float32 the first 24 of these; float16
+    and bfloat16 are the float32 values rounded. Values reach `low` but not `high` in each of the dtypes;
+    `low == high` fills with that value, as in torch. Local. Raises ShardingError for a box that leaves the
+    shape, an `out` of another shape or dtype, and bounds that the dtype has no number between.
+    """
+    _check_out(out, box, shape)
+    least, most = _bounds(low, high, out.dtype)
+    dtype, digits = (torch.float64, 53) if out.dtype == torch.float64 else (torch.float32, 24)
+    scale, middle = high * 0.5**digits - low * 0.5**digits, low * 0.5 + high * 0.5
+    # The finaliser's last step leaves the 31 highest bits as they are.
+    for part, bits, _ in _random_bits(box, shape, seed, out.device, all_bits=digits > 31):
+        signed = bits.bitwise_right_shift_(64 - digits)
+        # Products and sums of their own kernels: fused, they would round differently from device to device.
+        values = signed.to(dtype).mul_(scale).add_(middle).clamp_(least, most)
+        _put(values, out[part])
+    return out
+
+
+@torch.no_grad()
+def normal_(
+    out: Tensor, *, box: Box, shape: Sequence[int], seed: int, mean: float = 0.0, std: float = 1.0
+) -> Tensor:
+    """Fill `out` with the normal values of `box` in a tensor of `shape`, and return it.
+
+    `out`, `seed` and errors are as for `uniform_`; a negative or infinite `std` is an error too. Each value
+    is the cosine half of a pair by Box and Muller ("A note on the generation of random normal deviates",
+    1958), with 40 bits for the radius and 24 for the angle, in float64, which the device must have. The tails
+    are right up to their end at 7.44 standard deviations: one normal value in 10**13 lies beyond. Local.
+    """
+    _check_out(out, box, shape)
+    if not (math.isfinite(mean) and 0 <= std < math.inf):
+        raise ShardingError(f"{here()}: expected a finite mean and a finite std >= 0, got {mean} and {std}")
+    for part, bits, spare in _random_bits(box, shape, seed, out.device, all_bits=True):
+        torch.bitwise_right_shift(bits, 40, out=spare)
+        cosine = spare.to(torch.float64).mul_(math.tau * 0.5**24).cos_()
+        uniform = bits.bitwise_and_((1 << 40) - 1).add_(1).to(torch.float64).mul_(0.5**40)  # in (0, 1]
+        radius = uniform.log_().mul_(-2).sqrt_()
+        _put(radius.mul_(cosine).mul_(std).add_(mean), out[part])
+    return out
+
+
+@torch.no_grad()
+def bernoulli(box: Box, *, shape: Sequence[int], seed: int, p: float, device: torch.device) -> Tensor:
+    """Bools of shape `box.sizes`, each True with probability `p`, for `box` in a tensor of `shape`.
+
+    True where the uniform value of that seed, taken to 64 bits, is less than `p`: the True elements of a
+    smaller `p` are among those of a larger one. Local. Raises ShardingError for a box that leaves the shape
+    and a `p` outside [0, 1].
+    """
+    _check_box(box, shape)
+    if not 0 <= p <= 1:
+        raise ShardingError(f"{here()}: expected a probability p in [0, 1], got {p}")
+    if p in (0, 1):
+        return torch.full(box.sizes, p == 1, device=device)
+    out = torch.empty(box.sizes, dtype=torch.bool, device=device)
+    limit = math.ceil(math.ldexp(p, 64)) - (1 << 63)
+    for part, bits, _ in _random_bits(box, shape, seed, out.device, all_bits=True):
+        torch.lt(bits.view(out[part].shape), limit, out=out[part])
+    return out
+
+
+# The checks
+
+
+def _check_box(box: Box, shape: Sequence[int]) -> None:
+    if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
+        raise ShardingError(f"{here()}: expected a box within the tensor's shape {tuple(shape)}, got {box}")
+
+
+def _check_out(out: Tensor, box: Box, shape: Sequence[int]) -> None:
+    _check_box(box, shape)
+    if tuple(out.shape) != box.sizes:
+        raise ShardingError(f"{here()}: expected `out` of the shape of {box}, got {tuple(out.shape)}")
+    if out.dtype not in _DTYPES:
+        raise ShardingError(
+            f"{here()}: expected `out` of one of {', '.join(map(str, _DTYPES))}, got {out.dtype};"
+            " draw in one of these and convert"
+        )
+
+
+def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the largest number of `dtype` in [low, high)."""
+    largest = torch.finfo(dtype).max
+    if not -largest <= low <= high <= largest:
+        raise ShardingError(
+            f"{here()}: expected finite low <= high that {dtype} can hold, got {low} and {high}"
+        )
+    rounded = torch.tensor([low, high], dtype=dtype)
+    inwards = torch.nextafter(rounded, torch.tensor([largest, -largest], dtype=dtype))
+    least, most = rounded.tolist()
+    if low == high:
+        return least, least
+    least = least if least >= low else inwards[0].item()
+    most = most if most < high else inwards[1].item()
+    if least > most:
+        raise ShardingError(f"{here()}: {dtype} has no number in [{low}, {high}); widen the range")
+    return least, most
+
+
+def _put(values: Tensor, part: Tensor) -> None:
+    part.copy_(values.view(part.shape))
+
+
+# The integers
+
+
+def _random_bits(
+    box: Box, shape: Sequence[int], seed: int, device: torch.device, *, all_bits: bool
+) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
+    """Slab after slab of `box`: where it lies in the box, its 64-bit integers, and as much memory to spare.
+
+    The integers are flat int64. The caller may overwrite both tensors; the next slab uses them again. Without
+    `all_bits` only the 31 highest bits are random.
+    """
+    if box.is_empty or device.type == "meta":
+        return
+    start, gamma = _stream(seed)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # Slabs of one box differ by a constant, and a smaller last one is a prefix of the others.
+    steps = buffer = other = torch.empty(0, dtype=torch.int64, device=device)
+    for part, sizes in _slabs(box.sizes, _slab_numel(device)):
+        if not steps.numel():
+            steps = _steps(sizes, [stride * gamma for stride in strides], device)
+            buffer, other = torch.empty_like(steps), torch.empty_like(steps)
+        numel = math.prod(sizes)
+        bits, spare = buffer[:numel], other[:numel]
+        first = sum((o + p.start) * s for o, p, s in zip(box.offsets, part, strides, strict=True))
+        torch.add(steps[:numel], _signed(start + (first + 1) * gamma), out=bits)
+        _xor_shifted(bits, 30, spare).mul_(_signed(0xBF58476D1CE4E5B9))
+        _xor_shifted(bits, 27, spare).mul_(_signed(0x94D049BB133111EB))
+        if all_bits:
+            _xor_shifted(bits, 31, spare)
+        yield part, bits, spare
+
+
+def _slab_numel(device: torch.device) -> int:
+    """So many elements at once: what each core's cache holds, elsewhere what is worth a kernel's launch."""
+    return min(1 << 20, torch.get_num_threads() << 16) if device.type == "cpu" else 1 << 20
+
+
+def _slabs(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """Cut a box into parts of at most `limit` elements, each one run of the box in row-major order."""
+    dim, inner = len(sizes), 1
+    while dim > 0 and inner * sizes[dim - 1] <= limit:
+        dim -= 1
+        inner *= sizes[dim]
+    rest = tuple(slice(0, size) for size in sizes[dim:])
+    if dim == 0:
+        yield rest, sizes
+        return
+    count = limit // inner
+    for outer in itertools.product(*map(range, sizes[: dim - 1])):
+        lead = tuple(slice(index, index + 1) for index in outer)
+        for begin in range(0, sizes[dim - 1], count):
+            end = min(begin + count, sizes[dim - 1])
+            yield (*lead, slice(begin, end), *rest), (*(1 for _ in lead), end - begin, *sizes[dim:])
+
+
+def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
+    """Flat, for every element of a box of `sizes`, the sum of its indices times `strides`, modulo 2**64."""
+    steps = torch.zeros((), dtype=torch.int64, device=device)
+    for size, stride in zip(sizes, strides, strict=True):
+        steps = steps.unsqueeze(-1) + torch.arange(size, device=device).mul_(_signed(stride))
+    return steps.reshape(-1)
+
+
+def _xor_shifted(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
+    """`bits ^= bits >> shift` of unsigned integers; torch's shift repeats the sign, hence the mask."""
+    torch.bitwise_right_shift(bits, shift, out=spare)
+    return bits.bitwise_xor_(spare.bitwise_and_(_WORD >> shift))
+
+
+def _stream(seed: int) -> tuple[int, int]:
+    """Start and increment of the stream that a generator at `seed` splits off.
+
+    Each has an increment of its own, so that no stream is another one shifted, however long both are.
+    """
+    start = _mixed(seed + _GOLDEN_GAMMA, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    gamma = _mixed(seed + 2 * _GOLDEN_GAMMA, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)) | 1
+    # Increments of long runs of equal bits make neighbours' sums too much alike.
+    regular = (gamma ^ (gamma >> 1)).bit_count() < 24
+    return start, gamma ^ 0xAAAAAAAAAAAAAAAA if regular else gamma
+
+
+def _mixed(word: int, shifts: tuple[int, int, int], factors: tuple[int, int]) -> int:
+    word &= _WORD
+    for shift, factor in zip(shifts, factors, strict=False):
+        word = ((word ^ (word >> shift)) * factor) & _WORD
+    return word ^ (word >> shifts[2])
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
+    word &= _WORD
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,69 @@
+"""Which function handles which torch operation on sharded tensors.
+
+`ShardedTensor.__torch_function__` looks a torch function up here by identity and calls
+
+    handler(func, args, kwargs)
+
+on every rank of the tensor's group. What is not here raises ShardingError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Any, Handler] = {}
+
+# Functions that answer for the whole tensor from its metadata, without a handler.
+PLAIN: set[Any] = set()
+
+_H = TypeVar("_H", bound=Handler)
+
+
+def handles(*funcs: Any) -> Callable[[_H], _H]:
+    """Register the decorated `handler(func, args, kwargs)` for every torch function in `funcs`."""
+
+    def register(handler: _H) -> _H:
+        for func in funcs:
+            HANDLERS[func] = handler
+        return handler
+
+    return register
+
+
+def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let the decorated function do `func` (a torch function, method or property getter) on sharded tensors.
+
+    It is called as `impl(types, args, kwargs, process_group)` on every rank that calls `func` with a
+    sharded tensor among its arguments: the types that took part, the arguments as given, and the
+    process group of the first sharded one. It replaces what this library does for `func`, if anything.
+
+        @custom_sharded_op_impl(torch.special.erfcx)
+        def erfcx(types, args, kwargs, process_group):
+            return args[0].map(torch.special.erfcx)
+    """
+
+    def register(impl: Callable[..., Any]) -> Callable[..., Any]:
+        def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            sharded = first_sharded(args, kwargs)
+            return impl((type(sharded),), args, kwargs, sharded.process_group)
+
+        HANDLERS[func] = handler
+        return impl
+
+    return register
+
+
+def first_sharded(args: Any, kwargs: Any) -> Any:
+    """The first sharded tensor among the arguments, also within lists and tuples."""
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+    pending = [*args, *kwargs.values()]
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, ShardedTensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            pending[:0] = value
+    raise AssertionError("torch called __torch_function__ without a sharded tensor")

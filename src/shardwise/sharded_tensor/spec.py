@@ -1,0 +1,229 @@
+"""Sharding specs: from a shape to the shards of a tensor.
+
+=========================  ====================================================================
+spec                       shards
+=========================  ====================================================================
+`ChunkShardingSpec`        equal chunks of one dim, one for each placement, in any order
+`GridShardingSpec`         equal chunks of several dims, their product, in row-major order
+`RaggedShardingSpec`       stated numbers of rows of one dim, also none
+`EnumerableShardingSpec`   any boxes
+=========================  ====================================================================
+
+A chunk has `ceil(size / chunks)` elements; the last ones are short or empty where they run out. A rank may
+have several shards or none. Any other rule is a subclass of `ShardingSpec` with a `build_metadata`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.errors import ShardingError
+from shardwise.layout import cover, disjoint
+from shardwise.sharded_tensor.metadata import (
+    RemoteDevice,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+class ShardingSpec(ABC):
+    """How tensors are cut and placed; users subclass it for rules of their own."""
+
+    @abstractmethod
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The shards of a tensor of `tensor_sizes`: an exact cover. Local; the same on every rank.
+
+        Raises:
+            ShardingError: a shape that this spec cannot cut.
+        """
+
+    def shard(
+        self,
+        tensor: torch.Tensor,
+        src_rank: int | None = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> ShardedTensor:
+        """Cut the `tensor` of group rank `src_rank`; see `shard_tensor`. Collective over the group."""
+        from shardwise.sharded_tensor.construct import shard_tensor
+
+        return shard_tensor(tensor, self, src_rank=src_rank, process_group=process_group)
+
+
+@dataclass
+class ChunkShardingSpec(ShardingSpec):
+    """Equal chunks of dim `dim` (negative counts from the last), one for each of `placements` in order."""
+
+    dim: int
+    placements: list[RemoteDevice]
+
+    def __init__(self, dim: int, placements: Sequence[Any]) -> None:
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise ShardingError(f"ChunkShardingSpec needs a dim as an int, found {dim!r}")
+        self.dim = dim
+        self.placements = _placements(placements, spec="ChunkShardingSpec")
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        dim = _dim_of(self.dim, tensor_sizes, spec="ChunkShardingSpec")
+        chunks = [1] * len(tensor_sizes)
+        chunks[dim] = len(self.placements)
+        return _grid(tensor_sizes, chunks, self.placements, tensor_properties)
+
+
+@dataclass
+class GridShardingSpec(ShardingSpec):
+    """`grid[d]` equal chunks of every dim d; `placements` by chunk, the last dim varying fastest."""
+
+    grid: list[int]
+    placements: list[RemoteDevice]
+
+    def __init__(self, grid: Sequence[int], placements: Sequence[Any]) -> None:
+        self.grid = list(grid)
+        self.placements = _placements(placements, spec="GridShardingSpec")
+        if any(chunks < 1 for chunks in self.grid) or math.prod(self.grid) != len(self.placements):
+            raise ShardingError(
+                f"GridShardingSpec of {self.grid} chunks needs {math.prod(self.grid)} placements, one for"
+                f" each, found {len(self.placements)}"
+            )
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        if len(tensor_sizes) != len(self.grid):
+            raise ShardingError(
+                f"GridShardingSpec of {self.grid} chunks cuts tensors of {len(self.grid)} dims, found shape"
+                f" {tuple(tensor_sizes)}"
+            )
+        return _grid(tensor_sizes, self.grid, self.placements, tensor_properties)
+
+
+@dataclass
+class RaggedShardingSpec(ShardingSpec):
+    """`sizes[i]` elements of dim `dim` on `placements[i]`, one after another; zero is allowed."""
+
+    dim: int
+    sizes: list[int]
+    placements: list[RemoteDevice]
+
+    def __init__(self, dim: int, sizes: Sequence[int], placements: Sequence[Any]) -> None:
+        self.dim = dim
+        self.sizes = list(sizes)
+        self.placements = _placements(placements, spec="RaggedShardingSpec")
+        if len(self.sizes) != len(self.placements) or any(size < 0 for size in self.sizes):
+            raise ShardingError(
+                f"RaggedShardingSpec needs one size of at least 0 for each placement, found {self.sizes}"
+                f" for {len(self.placements)} placements"
+            )
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        dim = _dim_of(self.dim, tensor_sizes, spec="RaggedShardingSpec")
+        if sum(self.sizes) != tensor_sizes[dim]:
+            raise ShardingError(
+                f"RaggedShardingSpec has sizes {self.sizes}, together {sum(self.sizes)}, but dim {dim} of"
+                f" shape {tuple(tensor_sizes)} has {tensor_sizes[dim]}"
+            )
+        starts = itertools.accumulate(self.sizes, initial=0)
+        shards = []
+        for start, size, placement in zip(starts, self.sizes, self.placements, strict=False):
+            offsets, sizes = [0] * len(tensor_sizes), list(tensor_sizes)
+            offsets[dim], sizes[dim] = start, size
+            shards.append(ShardMetadata(offsets, sizes, placement))
+        return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
+
+
+@dataclass
+class EnumerableShardingSpec(ShardingSpec):
+    """The shards themselves. Raises ShardingError where two overlap."""
+
+    shards: list[ShardMetadata]
+
+    def __init__(self, shards: Sequence[ShardMetadata]) -> None:
+        self.shards = list(shards)
+        if not self.shards:
+            raise ShardingError("EnumerableShardingSpec needs at least one shard, found none")
+        _check_overlap(self.shards)
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        cover([shard.box for shard in self.shards], tensor_sizes)
+        return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
+
+
+def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
+    """The plainest spec whose `build_metadata` gives exactly these shards in this order. Local."""
+    size, shards = metadata.size, metadata.shards_metadata
+    placements = [shard.placement for shard in shards]
+    for dim in range(len(size)):
+        by_chunk = ChunkShardingSpec(dim, placements)
+        if _gives(by_chunk, metadata):
+            return by_chunk
+    grid = [len({shard.shard_offsets[d] for shard in shards}) for d in range(len(size))]
+    if size and math.prod(grid) == len(placements):
+        by_grid = GridShardingSpec(grid, placements)
+        if _gives(by_grid, metadata):
+            return by_grid
+    for dim in range(len(size)):
+        sizes = [shard.shard_sizes[dim] for shard in shards]
+        by_row = RaggedShardingSpec(dim, sizes, placements)
+        if sum(sizes) == size[dim] and _gives(by_row, metadata):
+            return by_row
+    return EnumerableShardingSpec(shards)
+
+
+def _gives(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> bool:
+    built = spec.build_metadata(metadata.size, metadata.tensor_properties)
+    return built.shards_metadata == metadata.shards_metadata
+
+
+def _grid(
+    size: torch.Size, chunks: Sequence[int], placements: Sequence[RemoteDevice], properties: TensorProperties
+) -> ShardedTensorMetadata:
+    cuts = []
+    for whole, count in zip(size, chunks, strict=True):
+        chunk = -(-whole // count)
+        starts = [min(i * chunk, whole) for i in range(count + 1)]
+        cuts.append([(start, end - start) for start, end in itertools.pairwise(starts)])
+    shards = [
+        ShardMetadata([start for start, _ in cut], [length for _, length in cut], placement)
+        for cut, placement in zip(itertools.product(*cuts), placements, strict=True)
+    ]
+    return ShardedTensorMetadata(shards, torch.Size(size), properties)
+
+
+def _placements(found: Sequence[Any], *, spec: str) -> list[RemoteDevice]:
+    if isinstance(found, str) or not len(found):
+        raise ShardingError(f"{spec} needs a list of at least one placement, found {found!r}")
+    return [RemoteDevice.of(placement) for placement in found]
+
+
+def _dim_of(dim: int, size: torch.Size, *, spec: str) -> int:
+    if not -len(size) <= dim < len(size):
+        raise ShardingError(f"{spec} cuts dim {dim}, which shape {tuple(size)} does not have")
+    return dim % len(size)
+
+
+def _check_overlap(shards: Sequence[ShardMetadata]) -> None:
+    boxes = [shard.box for shard in shards]
+    ndim = len(boxes[0].sizes)
+    if any(len(box.sizes) != ndim for box in boxes):
+        raise ShardingError(f"EnumerableShardingSpec has shards of different numbers of dims: {boxes}")
+    disjoint(boxes)

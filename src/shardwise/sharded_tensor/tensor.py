@@ -1,0 +1,357 @@
+"""`ShardedTensor`: one logical tensor in boxes on any ranks.
+
+It has the shape and dtype of the whole tensor and the memory of this rank's shards, any number of them:
+
+    metadata()        where every shard lies, on every rank
+    local_shards()    this rank's shards: tensors, which gradients and optimizers belong to
+    reshard(spec)     the same values cut otherwise, each element sent at most once
+    full_tensor()     the whole on every rank;  gather(dst) the whole on one
+
+Operations run on the local shards, with the collectives they need (`sharded_tensor.ops`); a plain tensor
+beside a sharded one is the whole tensor, equal on every rank. All ranks of the group call every operation.
+Autograd sees the local shards: gradients are theirs, and `.grad` shows them as a sharded tensor again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box
+from shardwise.sharded_tensor import context, move
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.registry import HANDLERS, PLAIN
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.spec import ShardingSpec, infer_sharding_spec
+
+if TYPE_CHECKING:
+    from torch.distributed.rpc import RRef
+
+
+class ShardedTensor(Tensor):
+    """A tensor of which every rank of a process group holds any number of boxes, together all of it once.
+
+    `ShardedTensor(spec, *size, ...)` is `empty(spec, *size, ...)`; `shardwise.sharded_tensor` has the other
+    ways to make one.
+
+    Attributes:
+        process_group: the ranks that hold it and take part in its operations.
+    """
+
+    process_group: dist.ProcessGroup
+    _shards: list[Shard]
+    _metadata: ShardedTensorMetadata
+    _spec: ShardingSpec | None
+    _anchor: Tensor
+    _remote: Any
+
+    @staticmethod
+    def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+        from shardwise.sharded_tensor.construct import empty
+
+        return empty(sharding_spec, *size, **options)
+
+    def __init__(self, *unused: Any, **also: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def wrap(
+        cls,
+        shards: Sequence[Shard],
+        metadata: ShardedTensorMetadata,
+        *,
+        process_group: dist.ProcessGroup,
+        sharding_spec: ShardingSpec | None = None,
+        anchor: Tensor | None = None,
+    ) -> ShardedTensor:
+        """This rank's `shards` as its part of what `metadata` describes. Local; nothing is checked.
+
+        Args:
+            anchor: an empty tensor of the same dtype that connects a rank without shards to the autograd
+                graph; needed where shards are results of differentiable operations.
+        """
+        properties = metadata.tensor_properties
+        if anchor is None:
+            anchor = torch.empty(
+                0,
+                dtype=properties.dtype,
+                device=_device(shards, metadata),
+                requires_grad=properties.requires_grad,
+            )
+        made: ShardedTensor = _compat.make_wrapper(
+            cls, metadata.size, dtype=properties.dtype, device=anchor.device, requires_grad=False
+        )
+        made._shards, made._metadata, made._spec = list(shards), metadata, sharding_spec
+        made._anchor, made.process_group, made._remote = anchor, process_group, None
+        return made
+
+    # ------------------------------------------------------------ what it is
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Every shard's box and placement, and the properties of all. Local."""
+        return self._metadata
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec it was made by, or the plainest that describes its shards. Local."""
+        if self._spec is None:
+            self._spec = infer_sharding_spec(self._metadata)
+        return self._spec
+
+    def local_shards(self) -> list[Shard]:
+        """This rank's shards, in the order of the metadata; none on some ranks. Local."""
+        return self._shards
+
+    def local_tensor(self) -> Tensor:
+        """The one local shard's tensor. Local.
+
+        Raises:
+            ShardingError: this rank holds several shards or none.
+        """
+        if len(self._shards) != 1:
+            raise ShardingError(
+                f"{here()}: local_tensor() needs one local shard, found {len(self._shards)} of"
+                f" {self._name()}; use local_shards()"
+            )
+        return self._shards[0].tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The local shards' tensors."""
+        return [shard.tensor for shard in self._shards]
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The local shards' boxes."""
+        return [shard.metadata.box for shard in self._shards]
+
+    @property
+    def anchor(self) -> Tensor:
+        """An empty tensor that, on a rank without shards, takes their place in the autograd graph."""
+        return self._anchor
+
+    def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
+        """For every other rank, references over torch RPC to its shards; needs `init_rrefs=True`. Local.
+
+        Raises:
+            ShardingError: the tensor was made without `init_rrefs=True`.
+        """
+        from shardwise.sharded_tensor.remote import remote_shards
+
+        return remote_shards(self)
+
+    # ------------------------------------------------------------ the same values elsewhere
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor on every rank of the group, as a plain one; differentiable. Collective."""
+        return move.full_tensor(self)
+
+    def gather(  # type: ignore[override]
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor | None:
+        """The whole tensor on rank `dst` of the group; None on the others. Without gradient. Collective.
+
+        Args:
+            dst: rank within the group.
+            out: on `dst`, a tensor of the whole shape to fill; None allocates one. Others pass None.
+            enforce_dtype: convert to the dtype of `out`, whatever it is.
+            dtype: convert to this dtype before sending; by default that of the tensor.
+
+        Raises:
+            ShardingError: on every rank, an `out` of another shape or dtype, `out` on another rank than
+                `dst`, or no such rank.
+        """
+        return move.gather(self, dst=dst, out=out, enforce_dtype=enforce_dtype, dtype=dtype)
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """The same values cut by another spec over the same group, as a new tensor; differentiable.
+
+        Every element that its new holder lacks is sent once, straight from its old one. Collective.
+
+        Raises:
+            ShardingError: the spec cannot cut this shape, or names ranks outside the group.
+            RankMismatchError: on every rank, where ranks ask for different specs.
+        """
+        return move.reshard(self, resharding_spec)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """As `torch.Tensor.to`: a device, a dtype, or another tensor's. Local."""
+        return move.to(self, *args, **kwargs)
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:  # type: ignore[override]
+        """Every shard on the CPU of its rank. Local."""
+        return move.to(self, torch.device("cpu"), memory_format=memory_format)
+
+    def cuda(
+        self,
+        device: torch.device | int | str | None = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> ShardedTensor:
+        """Every shard on a CUDA device of its rank, by default the current one. Local."""
+        if device is None:
+            device = torch.cuda.current_device()
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return move.to(self, device, non_blocking=non_blocking, memory_format=memory_format)
+
+    def with_tensors(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        metadata: ShardedTensorMetadata | None = None,
+        anchor: Tensor | None = None,
+    ) -> ShardedTensor:
+        """A tensor whose local shards are `tensors`, cut as this one or by other `metadata`. Local.
+
+        What custom operations return. Dtype and requires_grad in the metadata become those of `tensors`.
+
+        Args:
+            metadata: with as many local shards as `tensors`, of their shapes. By default this tensor's.
+            anchor: what the operation makes of `self.anchor`; its dtype and requires_grad are those of the
+                result on a rank without shards. By default that of `tensors`, or of this tensor.
+        """
+        spec = None
+        if metadata is None:
+            metadata, spec = self._metadata, self._spec
+        if anchor is None:
+            anchor = tensors[0].detach().new_empty(0) if tensors else self._anchor
+        shown = tensors[0] if tensors else anchor
+        changes: dict[str, Any] = {}
+        if shown.dtype != metadata.tensor_properties.dtype:
+            changes["dtype"] = shown.dtype
+        needs_grad = anchor.requires_grad or any(tensor.requires_grad for tensor in tensors)
+        if needs_grad != metadata.tensor_properties.requires_grad:
+            changes["requires_grad"] = needs_grad
+        if changes:
+            metadata = metadata.with_properties(**changes)
+        places = self._places(metadata)
+        shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
+        return ShardedTensor.wrap(
+            shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
+        )
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
+        """`function`, which treats every element alike, of every local shard. Local; differentiable."""
+        tensors = [function(tensor) for tensor in self.tensors]
+        return self.with_tensors(tensors, anchor=None if tensors else function(self._anchor))
+
+    def _places(self, metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
+        if metadata.shards_metadata is self._metadata.shards_metadata:
+            return [shard.metadata for shard in self._shards]
+        return metadata.held_by(dist.get_rank())
+
+    # ------------------------------------------------------------ as torch tensors
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        if func in PLAIN:
+            with _compat.plain_attributes():
+                return func(*args, **(kwargs or {}))
+        from shardwise.sharded_tensor.refuse import refuse
+
+        return refuse(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        raise ShardingError(
+            f"{here()}: {func} reached a ShardedTensor without passing __torch_function__; use its"
+            " local_shards() or full_tensor()"
+        )
+
+    def _name(self) -> str:
+        kind = "Parameter, a ShardedTensor" if getattr(self, "_is_param", False) else "ShardedTensor"
+        return f"a {kind} of shape {tuple(self._metadata.size)}"
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        properties = self._metadata.tensor_properties
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        held = (
+            "".join(f"\n  {tuple(s.box.offsets)}: {s.tensor.detach()!r}" for s in self._shards) or "\n  none"
+        )
+        return (
+            f"ShardedTensor(size={tuple(self._metadata.size)}, dtype={properties.dtype}{grad},"
+            f" {self.sharding_spec()!r}, local shards by offset:{held})"
+        )
+
+    def __deepcopy__(self, memo: Any) -> ShardedTensor:
+        if id(self) in memo:
+            return cast(ShardedTensor, memo[id(self)])
+        if any(not tensor.is_leaf for tensor in self.tensors):
+            raise ShardingError(
+                f"{here()}: only leaves of the autograd graph can be copied deeply, {self._name()} is the"
+                " result of an operation; use detach() before"
+            )
+        wanted = self.requires_grad
+        copied = self.detach().clone().requires_grad_(wanted)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return context.reduced(self)
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        raise ShardingError(
+            f"{here()}: backward() begins at a plain scalar, found {self._name()}; reduce it first, with"
+            " sum() or mean()"
+        )
+
+    # torch.distributed.checkpoint's protocol for tensors that know their parts
+
+    def __create_write_items__(self, name: str, value: Any) -> list[Any]:
+        from shardwise.sharded_tensor.dcp import write_items
+
+        return write_items(name, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from shardwise.sharded_tensor.dcp import chunks
+
+        return chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        from shardwise.sharded_tensor.dcp import shard_at
+
+        return shard_at(self, index)
+
+    # The field's names for what this package has as functions
+
+    @classmethod
+    def _init_from_local_shards(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
+        from shardwise.sharded_tensor.construct import init_from_local_shards
+
+        return init_from_local_shards(*args, **kwargs)
+
+    @classmethod
+    def _init_from_local_tensor(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
+        from shardwise.sharded_tensor.construct import init_from_local_tensor
+
+        return init_from_local_tensor(*args, **kwargs)
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
+        from shardwise.sharded_tensor.construct import init_from_local_shards_and_global_metadata
+
+        return init_from_local_shards_and_global_metadata(*args, **kwargs)
+
+
+def _device(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> torch.device:
+    """Of this rank's shards; without any, the kind of device the others are on."""
+    if shards:
+        return shards[0].tensor.device
+    for shard in metadata.shards_metadata:
+        if shard.placement is not None:
+            return torch.device(shard.placement.device().type)
+    return torch.device("cpu")
