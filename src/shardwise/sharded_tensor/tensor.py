@@ -187,7 +187,7 @@ class ShardedTensor(Tensor):
         """As `torch.Tensor.to`: a device, a dtype, or another tensor's. Local."""
         return move.to(self, *args, **kwargs)
 
-    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:  # type: ignore[override]
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
         """Every shard on the CPU of its rank. Local."""
         return move.to(self, torch.device("cpu"), memory_format=memory_format)
 
@@ -294,7 +294,8 @@ class ShardedTensor(Tensor):
                 " result of an operation; use detach() before"
             )
         wanted = self.requires_grad
-        copied = self.detach().clone().requires_grad_(wanted)
+        copied = self.detach().map(torch.clone)
+        copied.requires_grad_(wanted)
         if getattr(self, "_is_param", False):
             copied._is_param = True
         memo[id(self)] = copied
@@ -303,7 +304,7 @@ class ShardedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return context.reduced(self)
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
             f"{here()}: backward() begins at a plain scalar, found {self._name()}; reduce it first, with"
             " sum() or mean()"

@@ -25,7 +25,7 @@ _ATTRIBUTES = [
     "is_quantized",
     "is_cuda",
 ]
-_ATTRIBUTES += ["is_cpu", "is_meta", "is_nested", "is_mkldnn", "is_sparse_csr", "is_xpu", "is_mps"]
+_ATTRIBUTES += ["is_cpu", "is_meta", "is_nested", "is_mkldnn", "is_sparse_csr", "is_xpu", "is_mps", "is_quantized"]
 _METHODS = [
     "size",
     "dim",
@@ -36,7 +36,7 @@ _METHODS = [
     "is_floating_point",
     "is_complex",
 ]
-_METHODS += ["is_signed", "__len__", "__hash__", "get_device", "is_same_size"]
+_METHODS += ["is_complex", "is_signed", "__len__", "__hash__", "get_device", "is_same_size"]
 
 # Answered by the wrapper, which has the whole tensor's shape, dtype and kind of device.
 PLAIN.update(getattr(_T, name).__get__ for name in _ATTRIBUTES)
@@ -144,9 +144,9 @@ def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 
 @handles(_T.clone, torch.clone)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return cast(ShardedTensor, args[0]).map(
-        lambda tensor: tensor.clone(**kwargs) if tensor.ndim else tensor.clone()
-    )
+    sharded: ShardedTensor = args[0]
+    tensors = [tensor.clone(**kwargs) for tensor in sharded.tensors]
+    return sharded.with_tensors(tensors, anchor=None if tensors else sharded.anchor.clone())
 
 
 @handles(_T.contiguous)
