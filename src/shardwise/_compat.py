@@ -349,3 +349,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
         return
     tensor._backward_hooks = OrderedDict({-1: hook})  # handles count up from 0
     cast(Any, node)._register_hook_dict(tensor)
+
+
+# sharded_tensor: nn.Module.to asks it whether a parameter may take other memory and keep its identity.
+has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type

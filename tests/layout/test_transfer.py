@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
 from shardwise.layout.transfer import Message, subtract, transfer
 
-relaxed = settings(deadline=None, max_examples=150)
+relaxed = settings(deadline=None, max_examples=120)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 Boxes = list[list[Box]]
@@ -316,6 +317,18 @@ def test_one_of_many_ranks_exchanges_rows_for_columns_with_each_other_one() -> N
     assert all(m.box == Box((2 * m.sender, 2 * m.receiver), (2, 2)) for m in plan)
     assert [m.receiver for m in plan if m.sender == rank] == list(range(ranks))
     assert [m.sender for m in plan if m.receiver == rank] == list(range(ranks))
+
+
+def test_a_box_of_more_pieces_than_are_compared_at_a_time_gets_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[transfer.__module__], "_PORTION", 2)
+    pieces = [Box((place,), (1,)) for place in range(5)]
+    wanted = [Box((0,), (5,)), Box((3,), (1,))]
+    assert transfer([[], pieces], [wanted, []]) == [
+        *(Message(1, 0, box, place, 0) for place, box in enumerate(pieces)),
+        Message(1, 0, pieces[3], 3, 1),
+    ]
 
 
 def test_tiles_that_share_their_margins_move_only_what_a_rank_lacks() -> None:

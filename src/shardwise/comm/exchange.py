@@ -16,7 +16,6 @@ What ranks must mean alike is compared by `agree`, without pickle: peers' bytes 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -110,9 +109,7 @@ def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
     return tensor[tuple(map(slice, begins, ends))]
 
 
-def gather_text(
-    text: str, *, group: dist.ProcessGroup, device: torch.device | None = None
-) -> list[str]:
+def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
     """Every rank's `text`, by rank in `group`.
 
     Collective over `group`: two all-gathers, of lengths and of bytes padded to the longest; the second is
@@ -141,7 +138,9 @@ def gather_text(
     ]
 
 
-def agree(description: str, *, group: dist.ProcessGroup, device: torch.device | None = None, what: str) -> None:
+def agree(
+    description: str, *, group: dist.ProcessGroup, device: torch.device | None = None, what: str
+) -> None:
     """Make sure that all ranks of `group` describe alike what they are about to do.
 
     Collective over `group`: one all-gather of 8 bytes a rank if they agree, the texts beside if they do
@@ -240,7 +239,8 @@ def _buffer(pieces: list[Tensor], device: torch.device) -> tuple[Tensor, list[tu
     first = pieces[0]
     as_it_lies = first.is_contiguous() and not first.is_conj() and not first.is_neg()
     if len(pieces) == 1 and as_it_lies and first.device == device:
-        return first.view(-1).view(torch.uint8), []
+        # Not view(-1), which leaves a single element with whatever stride it has.
+        return first.as_strided((first.numel(),), (1,)).view(torch.uint8), []
     numels = [piece.numel() for piece in pieces]
     buffer = torch.empty(sum(numels), dtype=first.dtype, device=device)
     views = zip(pieces, buffer.split(numels), strict=True)

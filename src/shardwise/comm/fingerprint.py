@@ -50,7 +50,7 @@ def check_fingerprint(description: str, *, groups: Sequence[dist.ProcessGroup], 
         rows = torch.stack(gathered).tolist()
         differs = any(row[0] != own for row in rows)
         if differs:  # equal on all ranks of the group, which exchange descriptions now
-            found = _describe_clash(description, rows, group)
+            found = _describe_clash(description, rows, group, device)
             clash = clash or found
         suspected = suspected or differs or any(row[1] for row in rows)
     if suspected:
@@ -61,9 +61,12 @@ def check_fingerprint(description: str, *, groups: Sequence[dist.ProcessGroup], 
         )
 
 
-def _describe_clash(description: str, rows: list[list[int]], group: dist.ProcessGroup) -> str:
-    texts: list[str] = [""] * group.size()
-    dist.all_gather_object(texts, description, group=group)
+def _describe_clash(
+    description: str, rows: list[list[int]], group: dist.ProcessGroup, device: torch.device
+) -> str:
+    from shardwise.comm.exchange import gather_text  # which imports this module
+
+    texts = gather_text(description, group=group, device=device)
     mine = group.rank()
     other = next(r for r, row in enumerate(rows) if row[0] != rows[mine][0])
     lines, theirs = texts[mine].splitlines(), texts[other].splitlines()

@@ -177,7 +177,7 @@ class _Index:
     def meeting(self, starts: _Ints, ends: _Ints) -> Iterator[tuple[_Ints, _Ints]]:
         """Pairs (column of `starts` and `ends`, column of this index) of boxes with elements in common.
 
-        Portion by portion; one column's pairs are all in the same portion.
+        Column by column, in portions; one column's pairs are all in the same portion, in the index's order.
         """
         low = np.searchsorted(self._reach, starts[self._dim], side="right")
         high = np.searchsorted(self._firsts, ends[self._dim], side="left")
@@ -294,9 +294,7 @@ def _parts(held: _Held, wanted: _Boxes, pairs: _Ints) -> _Parts:
     pieces: list[tuple[int, Box]] = []
     for asked, rival in held.index.meeting(starts[:, shared], ends[:, shared]):
         pair = shared[asked]
-        rivals_distance = held.distance(held.nearest(rival, receiver[pair]), receiver[pair])
-        nearer = np.flatnonzero(rivals_distance < distance[pair])
-        nearer = nearer[np.lexsort((rivals_distance[nearer], pair[nearer]))]
+        nearer = held.distance(held.nearest(rival, receiver[pair]), receiver[pair]) < distance[pair]
         pair, rival = pair[nearer], rival[nearer]
         whole[pair] = False
         common = _as_boxes(starts[:, pair], ends[:, pair])
@@ -312,7 +310,10 @@ def _parts(held: _Held, wanted: _Boxes, pairs: _Ints) -> _Parts:
 
 
 def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterator[tuple[int, Box]]:
-    """What remains of the box that each pair has in common, when all that is taken from it is taken."""
+    """What remains of the box that each pair has in common without all that is taken from it.
+
+    The cuts depend on the order of what is taken: the index's, so that sender and receiver cut alike.
+    """
     for pair, rows in itertools.groupby(zip(pairs, common, taken, strict=True), key=lambda row: row[0]):
         rest: list[Box] | None = None
         for _, box, other in rows:

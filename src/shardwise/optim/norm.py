@@ -25,6 +25,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_parameter.shard import merged
+from shardwise.sharded_tensor import ShardedTensor
 
 Axes = tuple[dist.ProcessGroup, ...]
 _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
@@ -38,7 +39,7 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     the same order.
 
     Args:
-        tensors: plain tensors (equal on all ranks), `ShardedRows`, and DTensors, sharded or replicated.
+        tensors: plain tensors (equal on all ranks), `ShardedRows`, `ShardedTensor`s, and DTensors.
         norm_type: the p of the p-norm, positive or infinite.
 
     Returns:
@@ -64,6 +65,9 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> dict[Axes, list[Tensor]]:
             into.append(tensor._local)
             continue
         axes: Axes = ()
+        if isinstance(tensor, ShardedTensor):
+            by_axes.setdefault((tensor.process_group,), []).extend(tensor.tensors or [tensor.anchor])
+            continue
         if isinstance(tensor, DTensor):
             spec = _compat.spec_of(tensor)
             key = (id(spec.mesh), spec.placements)
@@ -104,8 +108,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
 
-    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters and sharded ones of
-    either layout on any meshes, in one all-reduce for each axis that shards a parameter.
+    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters, sharded ones of either
+    layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts a parameter.
 
     Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
 

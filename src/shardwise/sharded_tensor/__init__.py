@@ -20,6 +20,16 @@ from shardwise.sharded_tensor.metadata import (
     ShardMetadata,
     TensorProperties,
 )
+from shardwise.sharded_tensor.module import (
+    collect_local_shard,
+    named_params_with_sharded_tensor,
+    pre_load_state_dict_hook,
+    reshard_output,
+    shard_module,
+    shard_parameter,
+    state_dict_hook,
+)
+from shardwise.sharded_tensor.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.sharded_tensor.registry import custom_sharded_op_impl
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import (
@@ -42,8 +52,12 @@ __all__ = [
     "ShardMetadata",
     "ShardedTensor",
     "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
     "ShardingSpec",
     "TensorProperties",
+    "collect_local_shard",
     "custom_sharded_op_impl",
     "empty",
     "full",
@@ -52,9 +66,15 @@ __all__ = [
     "init_from_local_shards_and_global_metadata",
     "init_from_local_tensor",
     "load_with_process_group",
+    "named_params_with_sharded_tensor",
     "ones",
+    "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "reshard_output",
+    "shard_module",
+    "shard_parameter",
     "shard_tensor",
+    "state_dict_hook",
     "zeros",
 ]

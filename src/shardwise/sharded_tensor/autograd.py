@@ -94,6 +94,19 @@ def to_whole(
     return cast(Tensor, _to_whole(messages, list(source), whole, group, anchor, *tensors))
 
 
+def exchange_values(
+    messages: Sequence[Message],
+    *,
+    source: Sequence[tuple[Box, Tensor]],
+    target: Sequence[tuple[Box, Tensor]],
+    group: dist.ProcessGroup,
+) -> None:
+    """`exchange`, where there are values: tensors on the meta device have none."""
+    if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
+        return
+    exchange(messages, source=source, target=target, group=group)
+
+
 class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -133,7 +146,7 @@ class _Moved(torch.autograd.Function):
             torch.empty(box.sizes, dtype=anchor.dtype, device=anchor.device, memory_format=like)
             for box in target
         ]
-        exchange(
+        exchange_values(
             messages,
             source=list(zip(source, tensors, strict=True)),
             target=list(zip(target, made, strict=True)),
@@ -153,7 +166,7 @@ class _Moved(torch.autograd.Function):
             for box, grad in zip(target, grads, strict=True)
         ]
         received = [(box, ctx.anchor.new_zeros(box.sizes)) for box in source]
-        exchange(back, source=held, target=received, group=group)
+        exchange_values(back, source=held, target=received, group=group)
         return None, None, None, None, None, ctx.anchor, *(grad for _, grad in received)
 
 
@@ -170,7 +183,7 @@ class _ToWhole(torch.autograd.Function):
     ) -> Tensor:
         ctx.source, ctx.anchor = source, anchor.new_empty(0)
         made = torch.empty(whole.sizes, dtype=anchor.dtype, device=anchor.device)
-        exchange(
+        exchange_values(
             messages, source=list(zip(source, tensors, strict=True)), target=[(whole, made)], group=group
         )
         return made
@@ -178,7 +191,9 @@ class _ToWhole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         whole = Box((0,) * grad.ndim, tuple(grad.shape))
-        return None, None, None, None, ctx.anchor, *(part(whole, grad, box) for box in ctx.source)
+        # Copies: views would keep all of the whole gradient alive, and share it with other users of it.
+        parts = (part(whole, grad, box).clone(memory_format=torch.contiguous_format) for box in ctx.source)
+        return None, None, None, None, ctx.anchor, *parts
 
 
 _replicated = _compat.apply_of(_Replicated)

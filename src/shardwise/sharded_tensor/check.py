@@ -35,7 +35,11 @@ def gather_shards(
     Raises:
         ShardingError: on every rank, naming the rank, shard and both values, where they make none.
     """
-    told = [json.loads(text) for text in gather_text(_described(shards, global_size), group=group)]
+    try:
+        described = _described(shards, global_size)
+    except Exception as error:  # of things that are no shards; the other ranks must hear of it
+        described = json.dumps({"problems": [f"found shards {shards!r} of {global_size!r}: {error}"]})
+    told = [json.loads(text) for text in gather_text(described, group=group)]
     ranks = dist.get_process_group_ranks(group)
     problems = [
         f"rank {rank}: {text}" for rank, tale in zip(ranks, told, strict=True) for text in tale["problems"]
@@ -46,11 +50,20 @@ def gather_shards(
         raise ShardingError("the local shards make no sharded tensor: " + "; ".join(problems))
     metadata = ShardedTensorMetadata(
         [ShardMetadata(*place) for tale in told for place in tale["shards"]],
-        torch.Size(global_size),
+        size_of(global_size),
         _properties(next((tale for tale in told if "dtype" in tale), None)),
     )
     metadata.check(ranks)
     return metadata
+
+
+def size_of(size: Sequence[Any]) -> torch.Size:
+    """`[3, 4]` or `[(3, 4)]`, as a caller's `*size`, as a size. Raises ShardingError where it is none."""
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        size = tuple(size[0])
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
+        raise ShardingError(f"a size is of ints of at least 0, found {tuple(size)}")
+    return torch.Size(size)
 
 
 def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[str]:
@@ -62,6 +75,8 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
     for index, (shard, place) in enumerate(zip(shards, placed, strict=False)):
         if shard.metadata != place:
             problems.append(f"shard {index} is {shard.metadata}, but the metadata says {place}")
+        if shard.tensor.layout != torch.strided:
+            continue  # which is a problem already
         expected, found = metadata.tensor_properties, TensorProperties.create_from_tensor(shard.tensor)
         for name in ("dtype", "requires_grad", "pin_memory"):
             if getattr(expected, name) != getattr(found, name):
@@ -69,6 +84,11 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
                     f"shard {index} ({_where(shard)}) has {name} {getattr(found, name)}, but the"
                     f" metadata says {getattr(expected, name)}"
                 )
+        if not _lies_in(expected.memory_format, shard.tensor):
+            problems.append(
+                f"shard {index} ({_where(shard)}) has memory_format {found.memory_format}, but the"
+                f" metadata says {expected.memory_format}"
+            )
     return problems
 
 
@@ -94,25 +114,26 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
     """`make()`, which is pure arithmetic, where all ranks make the same. Collective over `group`.
 
     Args:
-        make: may raise ShardingError, on some ranks only if they are given different things.
+        make: may raise, on some ranks only if they are given different things.
         text: of what is made, equal for equal things.
         what: is made, for the error.
 
     Raises:
         RankMismatchError: on every rank, where ranks make different things or only some can.
-        ShardingError: as `make` raises it, where it does so on all ranks alike.
+        Exception: as `make` raises it, where it does so on all ranks alike.
     """
     try:
         made = make()
-    except ShardingError as error:
+        words = text(made)
+    except Exception as error:  # of a user's spec, whatever it raises
         agree(f"impossible: {error}", group=group, what=what)
         raise
-    agree(text(made), group=group, what=what)
+    agree(words, group=group, what=what)
     return made
 
 
 def _described(shards: Sequence[Shard], global_size: Sequence[int]) -> str:
-    tale: dict[str, Any] = {"size": list(global_size), "shards": [], "problems": []}
+    tale: dict[str, Any] = {"size": list(size_of(global_size)), "shards": [], "problems": []}
     for index, shard in enumerate(shards):
         tale["problems"] += _problems(index, shard)
         tale["shards"].append(
@@ -166,6 +187,13 @@ def _problems(index: int, shard: Shard) -> list[str]:
 
 def _where(shard: Shard) -> str:
     return f"offsets {shard.metadata.shard_offsets}, sizes {shard.metadata.shard_sizes}"
+
+
+def _lies_in(memory_format: torch.memory_format, tensor: torch.Tensor) -> bool:
+    if tensor.ndim != {torch.channels_last: 4, torch.channels_last_3d: 5}.get(memory_format, tensor.ndim):
+        return False
+    known = memory_format is not torch.preserve_format
+    return not known or tensor.is_contiguous(memory_format=memory_format)
 
 
 def _same_device(placed: torch.device, found: torch.device) -> bool:

@@ -21,13 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.exchange import exchange, part
+from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import random
-from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards
+from shardwise.sharded_tensor.autograd import exchange_values
+from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards, size_of
 from shardwise.sharded_tensor.context import group_or_default
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    check_pinnable,
+)
 from shardwise.sharded_tensor.move import describe
 from shardwise.sharded_tensor.remote import register_shards, with_ranks
 from shardwise.sharded_tensor.shard import Shard
@@ -73,8 +79,9 @@ def empty(
         pin_memory=pin_memory,
     )
     group = group_or_default(process_group)
-    metadata = with_ranks(sharding_spec.build_metadata(_size(size), properties))
+    metadata = with_ranks(sharding_spec.build_metadata(size_of(size), properties))
     metadata.check(dist.get_process_group_ranks(group))
+    _check_properties(properties, len(metadata.size))
     shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
     made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
     if init_rrefs:
@@ -113,7 +120,7 @@ def rand(
         seed: equal on every rank. None draws one from torch's generator on the group's first rank and sends
             it to the others (collective).
     """
-    shape = _size(size)
+    shape = size_of(size)
     seed = seed if seed is not None else shared_seed(group_or_default(options.get("process_group")))
     return _filled(
         sharding_spec,
@@ -132,7 +139,7 @@ def randn(
     **options: Any,
 ) -> ShardedTensor:
     """Normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
-    shape = _size(size)
+    shape = size_of(size)
     seed = seed if seed is not None else shared_seed(group_or_default(options.get("process_group")))
     return _filled(
         sharding_spec,
@@ -174,7 +181,7 @@ def init_from_local_shards(
             they say, or that require grad on some ranks only.
     """
     group = group_or_default(process_group)
-    metadata = gather_shards(local_shards, _size(global_size), group=group)
+    metadata = gather_shards(local_shards, global_size, group=group)
     made = ShardedTensor.wrap(local_shards, metadata, process_group=group)
     if init_rrefs:
         register_shards(made)
@@ -224,27 +231,30 @@ def init_from_local_tensor(
 
     Raises:
         ShardingError: on every rank, naming the rank and both values, where one rank's tensor does not fit.
+        RankMismatchError: on every rank, where ranks have specs of different orders.
     """
     group = group_or_default(process_group)
     given = [] if local_tensor is None else [local_tensor]
-    properties = (
-        TensorProperties() if local_tensor is None else TensorProperties.create_from_tensor(local_tensor)
-    )
 
-    def shards() -> tuple[list[Shard], torch.Size]:
-        size = _size(global_size)
-        built = with_ranks(sharding_spec.build_metadata(size, properties))
+    def shards() -> list[Shard]:
+        properties = [TensorProperties.create_from_tensor(tensor) for tensor in given] or [TensorProperties()]
+        built = with_ranks(sharding_spec.build_metadata(size_of(global_size), properties[0]))
         built.check(dist.get_process_group_ranks(group))
         places = built.held_by(dist.get_rank())
         if len(places) != len(given):
             raise ShardingError(
                 f"the spec places {len(places)} shards here, found {len(given)} local tensors"
             )
-        return [Shard(tensor, place) for tensor, place in zip(given, places, strict=True)], size
+        return [Shard(tensor, place) for tensor, place in zip(given, places, strict=True)]
 
-    local, size = all_do(shards, group=group)
-    found = gather_shards(local, size, group=group)
-    metadata = with_ranks(sharding_spec.build_metadata(size, found.tensor_properties))
+    local: list[Shard] = all_do(shards, group=group)
+    found = gather_shards(local, global_size, group=group)
+    metadata = agreed(
+        lambda: with_ranks(sharding_spec.build_metadata(found.size, found.tensor_properties)),
+        text=describe,
+        group=group,
+        what="the spec of the local tensors",
+    )
     made = ShardedTensor.wrap(local, metadata, process_group=group, sharding_spec=sharding_spec)
     if init_rrefs:
         register_shards(made)
@@ -274,12 +284,20 @@ def shard_tensor(
     group = group_or_default(process_group)
 
     def built() -> ShardedTensorMetadata:
+        if isinstance(tensor, ShardedTensor):
+            raise ShardingError("shard_tensor() cuts a plain tensor, found a sharded one; use its reshard()")
         properties = TensorProperties.create_from_tensor(tensor)
         properties.memory_format = torch.contiguous_format
         metadata = with_ranks(sharding_spec.build_metadata(tensor.shape, properties))
         metadata.check(dist.get_process_group_ranks(group))
         if src_rank is not None and not 0 <= src_rank < group.size():
             raise ShardingError(f"src_rank {src_rank} is not a rank of a group of {group.size()}")
+        devices = [str(shard.placement) for shard in metadata.shards_metadata]
+        if tensor.is_meta and not all(device.endswith("/meta") for device in devices):
+            raise ShardingError(
+                f"a tensor on the meta device has no values for shards on {devices}; use empty(), or a tensor"
+                " with values"
+            )
         return metadata
 
     metadata = agreed(
@@ -289,26 +307,38 @@ def shard_tensor(
         what="the tensor to shard",
     )
     properties = metadata.tensor_properties
-    whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
     shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
     if src_rank is None:
+        whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
         for shard in shards:
             shard.tensor.copy_(part(whole, tensor, shard.box))
     else:
-        rank = group.rank()
-        wanted = metadata.boxes_by(dist.get_process_group_ranks(group))
-        held: list[list[Box]] = [[whole] if r == src_rank else [] for r in range(group.size())]
-        landing = [(shard.box, _on(tensor.device, shard.tensor)) for shard in shards]
-        exchange(
-            transfer(held, wanted, rank=rank),
-            source=[(whole, tensor.detach())] if rank == src_rank else [],
-            target=landing,
-            group=group,
-        )
-        for shard, (_, landed) in zip(shards, landing, strict=True):
-            if landed.data_ptr() != shard.tensor.data_ptr():
-                shard.tensor.copy_(landed)
+        _scatter(tensor, shards, metadata, src_rank=src_rank, group=group)
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
+
+
+def _scatter(
+    tensor: Tensor,
+    shards: Sequence[Shard],
+    metadata: ShardedTensorMetadata,
+    *,
+    src_rank: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Fill every rank's `shards` from the `tensor` of rank `src_rank` of the group. Collective."""
+    whole, rank = Box((0,) * tensor.ndim, tuple(tensor.shape)), group.rank()
+    wanted = metadata.boxes_by(dist.get_process_group_ranks(group))
+    held: list[list[Box]] = [[whole] if r == src_rank else [] for r in range(group.size())]
+    landing = [(shard.box, _on(tensor.device, shard.tensor)) for shard in shards]
+    exchange_values(
+        transfer(held, wanted, rank=rank),
+        source=[(whole, tensor.detach())] if rank == src_rank else [],
+        target=landing,
+        group=group,
+    )
+    for shard, (_, landed) in zip(shards, landing, strict=True):
+        if landed.device != shard.tensor.device:
+            shard.tensor.copy_(landed)
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
@@ -321,7 +351,24 @@ def _filled(spec: ShardingSpec, size: tuple[Any, ...], options: dict[str, Any], 
     with torch.no_grad():
         for tensor, box in zip(made.tensors, made.boxes, strict=True):
             fill(tensor, box)
+        if not made.tensors:  # so that a rank without shards refuses what the others do
+            none = (0,) * len(made.metadata().size)
+            fill(torch.empty(none, dtype=made.anchor.dtype), Box(none, none))
     return made
+
+
+def _check_properties(properties: TensorProperties, ndim: int) -> None:
+    """Raise ShardingError, on ranks without shards too, for what torch cannot allocate."""
+    formats = {torch.contiguous_format: ndim, torch.channels_last: 4, torch.channels_last_3d: 5}
+    if formats.get(properties.memory_format) != ndim:
+        raise ShardingError(
+            f"a tensor of {ndim} dims cannot lie in {properties.memory_format}; use torch.contiguous_format"
+        )
+    dtype = properties.dtype
+    if properties.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise ShardingError(f"a tensor of {dtype} cannot require grad; use a floating-point dtype")
+    if properties.pin_memory:
+        check_pinnable()
 
 
 def _allocate(place: ShardMetadata, properties: TensorProperties) -> Shard:
@@ -335,12 +382,3 @@ def _allocate(place: ShardMetadata, properties: TensorProperties) -> Shard:
         memory_format=properties.memory_format,
     )
     return Shard(tensor, place)
-
-
-def _size(size: Sequence[Any]) -> torch.Size:
-    """`3, 4` or `(3, 4)` as a size."""
-    if len(size) == 1 and isinstance(size[0], Sequence):
-        size = tuple(size[0])
-    if any(not isinstance(length, int) or length < 0 for length in size):
-        raise ShardingError(f"a size is of ints of at least 0, found {tuple(size)}")
-    return torch.Size(size)

@@ -44,10 +44,15 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     """`process_group`, or the default group where it is None.
 
     Raises:
-        ShardingError: there is no default group.
+        ShardingError: there is no default group, or this process is not in the group.
     """
-    if process_group is not None:
+    if isinstance(process_group, dist.ProcessGroup):
         return process_group
+    if process_group is not None:
+        raise ShardingError(
+            f"{here()}: expected a process group that this process is in, found {process_group!r}; only ranks"
+            " of the group call this"
+        )
     default = dist.group.WORLD if dist.is_initialized() else None
     if default is None:
         raise ShardingError(

@@ -1,51 +1,52 @@
-"""Entries of torch's distributed checkpoints: every rank writes and reads its own shards."""
+"""Entries of torch's distributed checkpoints, and torch's state-dict functions.
+
+Every rank writes and reads its own shards, so that any other cut, number of ranks or kind of tensor reads
+what was written. Shards without elements are left out; of a tensor without elements the holder of the first
+shard writes all, so that checkpoints know it at all.
+
+`torch.distributed.checkpoint.state_dict` gathers and cuts sharded tensors as it does DTensors, from when this
+module is imported.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.metadata import TensorProperties as StoredProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-
-if TYPE_CHECKING:
-    from shardwise.sharded_tensor.tensor import ShardedTensor
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+from shardwise.sharded_tensor.ops.operands import within
+from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def write_items(name: str, sharded: ShardedTensor) -> list[WriteItem]:
-    """One item for each shard that has elements; a rank may have none."""
+    """What this rank writes to a checkpoint; nothing on some ranks."""
     size = sharded.metadata().size
+    properties = StoredProperties.create_from_tensor(sharded.anchor.detach())
     return [
         WriteItem(
-            index=MetadataIndex(name, torch.Size(shard.box.offsets), index),
+            index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=_chunk(shard.box),
-                properties=StoredProperties.create_from_tensor(shard.tensor.detach()),
-                size=size,
-            ),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for index, shard in enumerate(sharded.local_shards())
-        if not shard.box.is_empty
+        for chunk in chunks(sharded)
     ]
 
 
 def chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """What this rank reads."""
-    return [_chunk(box) for box in sharded.boxes if not box.is_empty]
+    """What this rank writes and reads."""
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(sharded)]
 
 
 def shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
     """The local shard that begins at the offset of `index`."""
+    if sharded.metadata().size.numel() == 0:
+        return sharded.anchor.detach().new_empty(sharded.metadata().size)
     for shard in sharded.local_shards():
         if index.offset is not None and tuple(index.offset) == shard.box.offsets and not shard.box.is_empty:
             return shard.tensor.detach()
@@ -53,3 +54,24 @@ def shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
         f"{here()}: expected a shard at {index.offset} of a tensor of shape {tuple(sharded.metadata().size)},"
         f" found {sharded.boxes}"
     )
+
+
+def _boxes(sharded: ShardedTensor) -> list[Box]:
+    """This rank's boxes with elements; the whole of a tensor without, on the holder of its first shard."""
+    metadata = sharded.metadata()
+    if metadata.size.numel():
+        return [box for box in sharded.boxes if not box.is_empty]
+    ranks = [shard.rank for shard in metadata.shards_metadata]
+    holder = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
+    return [Box((0,) * len(metadata.size), tuple(metadata.size))] if holder == dist.get_rank() else []
+
+
+def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:
+    """`whole`, which every rank has, cut alike; another shape is left for `load_state_dict` to refuse."""
+    if whole.shape != sharded.metadata().size:
+        return whole
+    tensors = [within(whole, box).clone() for box in sharded.boxes]
+    return sharded.with_tensors(tensors, anchor=sharded.anchor.detach().to(whole))
+
+
+_compat.extend_state_dict_helpers(ShardedTensor, cut=_cut_alike)

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, cover
+from shardwise.layout.transfer import subtract
 
 
 class RemoteDevice:
@@ -31,6 +32,8 @@ class RemoteDevice:
 
     def __init__(self, remote_device: str | torch.device) -> None:
         text = str(remote_device)
+        if not text or text.startswith("/"):
+            raise _bad_placement(text)
         process, slash, device = text.rpartition("/")
         if not slash and (text.startswith("rank:") or not _is_device(text)):
             process, device = text, "cpu"
@@ -45,6 +48,8 @@ class RemoteDevice:
         if not _is_device(device):
             raise _bad_placement(text)
         self._device = torch.device(device)
+        if self._device.type == "cpu":  # which has no others beside it
+            self._device = torch.device("cpu")
 
     @staticmethod
     def of(placement: Any) -> RemoteDevice:
@@ -172,6 +177,22 @@ class TensorProperties:
             pin_memory=tensor.is_pinned(),
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # By name: torch.save's pickle protocol, 2, cannot store a memory format.
+        return {**self.__dict__, "memory_format": str(self.memory_format).removeprefix("torch.")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, memory_format=getattr(torch, state["memory_format"]))
+
+
+def check_pinnable() -> None:
+    """Raise ShardingError unless this machine has a device that memory can be pinned for."""
+    if not torch.accelerator.is_available():
+        raise ShardingError(
+            f"{here()}: pinned memory is for copies to an accelerator, and torch finds none on this machine;"
+            " leave pin_memory out"
+        )
+
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """The memory format in which `tensor` lies densely; `torch.preserve_format` for any other strides."""
@@ -235,6 +256,11 @@ class ShardedTensorMetadata:
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`."""
+        if not self.shards_metadata:
+            raise ShardingError(
+                f"a sharded tensor of shape {tuple(self.size)} needs at least one shard, found none on any"
+                " rank; give one of them a shard, though it be empty"
+            )
         members = set(ranks)
         for index, shard in enumerate(self.shards_metadata):
             if shard.rank not in members:
@@ -242,4 +268,22 @@ class ShardedTensorMetadata:
                     f"shard {index} ({shard.box}) is placed on rank {shard.rank}, which is not among the"
                     f" ranks {list(ranks)} of the process group; place it on one of them"
                 )
-        cover([shard.box for shard in self.shards_metadata], self.size)
+        boxes = [shard.box for shard in self.shards_metadata]
+        try:
+            cover(boxes, self.size)
+        except ShardingError as error:
+            raise ShardingError(f"{error}{self._culprits(str(error))}") from None
+
+    def _culprits(self, problem: str) -> str:
+        """Who holds the shards that a `problem` of the cover names; where it names none, what is missing."""
+        named = [
+            f"shard {index} ({shard.box}) is on rank {shard.rank}"
+            for index, shard in enumerate(self.shards_metadata)
+            if str(shard.box) in problem
+        ]
+        if named:
+            return "; " + ", ".join(named)
+        missing = [Box((0,) * len(self.size), tuple(self.size))]
+        for shard in self.shards_metadata:
+            missing = [rest for box in missing for rest in subtract(box, shard.box)]
+        return f"; {missing[0]} is missing"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.exchange import exchange, gather_text
+from shardwise.comm.exchange import gather_text
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd
@@ -61,7 +61,7 @@ def move_to(
         built, text=lambda made: f"{describe(source)}\nto\n{describe(made)}", group=group, what=what
     )
     if source.cut_as(target):
-        made, anchor = sharded.tensors, sharded.anchor
+        made, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
     else:
         held, wanted = source.boxes_by(ranks), target.boxes_by(ranks)
         rank = group.rank()
@@ -72,14 +72,23 @@ def move_to(
             target=wanted[rank],
             group=group,
             anchor=sharded.anchor,
-            like=source.tensor_properties.memory_format,
+            like=target.tensor_properties.memory_format,
         )
-    moved = sharded.with_tensors(made, metadata=target, anchor=anchor)
+    places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
+    made = [tensor.to(place.device()) for tensor, place in zip(made, places, strict=True)]
+    moved = sharded.with_tensors(made, metadata=target, anchor=anchor.to(device_of(made, target)))
     moved._spec = spec
-    devices = [shard.metadata.placement.device() for shard in moved._shards if shard.metadata.placement]
-    for shard, device in zip(moved._shards, devices, strict=True):
-        shard.tensor = shard.tensor.to(device)
     return moved
+
+
+def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
+    """Of this rank's shards; without any, the kind of device the others are on."""
+    if tensors:
+        return tensors[0].device
+    for shard in metadata.shards_metadata:
+        if shard.placement is not None:
+            return torch.device(shard.placement.device().type)
+    return torch.device("cpu")
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
@@ -113,11 +122,15 @@ def gather(
     """`ShardedTensor.gather`."""
     metadata, group = sharded.metadata(), sharded.process_group
     rank = group.rank()
-    wrong = _wrong_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
-    chosen = str(
-        out.dtype if enforce_dtype and out is not None else dtype or metadata.tensor_properties.dtype
-    )
-    told = gather_text(f"{dst} {chosen if rank == dst else dtype}\n{wrong}", group=group)
+    chosen: object = dtype
+    try:
+        wrong = _wrong_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
+        if rank == dst:
+            convert = enforce_dtype and out is not None
+            chosen = cast(Tensor, out).dtype if convert else dtype or metadata.tensor_properties.dtype
+    except Exception as error:  # of things that are no rank, tensor or dtype; the others must hear of it
+        wrong = f"{here()}: gather() got dst {dst!r}, an out of {type(out)}, dtype {dtype!r}: {error}"
+    told = gather_text(f"{dst} {chosen}\n{wrong}", group=group)
     problems = [text.partition("\n")[2] for text in told if text.partition("\n")[2]]
     if problems:
         raise ShardingError("; ".join(problems))
@@ -141,9 +154,9 @@ def gather(
             if out.device == sharded.anchor.device
             else torch.empty_like(out, device=sharded.anchor.device)
         )
-        exchange(messages, source=sources, target=[(whole, landing)], group=group)
+        autograd.exchange_values(messages, source=sources, target=[(whole, landing)], group=group)
         return out if landing is out else out.copy_(landing)
-    exchange(messages, source=sources, target=[], group=group)
+    autograd.exchange_values(messages, source=sources, target=[], group=group)
     return None
 
 
@@ -160,6 +173,8 @@ def _wrong_gather(
     who = here()
     if not 0 <= dst < group.size():
         return f"{who}: gather() to rank {dst} of a group of {group.size()}; pass a rank of the group"
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        return f"{who}: gather() needs a torch.dtype, found dtype {dtype!r}"
     if out is None:
         return ""
     if group.rank() != dst:
@@ -190,12 +205,16 @@ def to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         del kwargs["memory_format"]
     anchor = sharded.anchor.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
     tensors = [tensor.to(*args, **kwargs) for tensor in sharded.tensors]
-    unchanged = all(new is old for new, old in zip(tensors, sharded.tensors, strict=True))
+    wanted = kwargs.get("memory_format", sharded.metadata().tensor_properties.memory_format)
+    unchanged = wanted is sharded.metadata().tensor_properties.memory_format and all(
+        new is old for new, old in zip(tensors, sharded.tensors, strict=True)
+    )
     if unchanged and anchor is sharded.anchor:
         return sharded
     metadata = sharded.metadata()
-    if anchor.device != sharded.anchor.device:
-        metadata = placed_on(metadata, anchor.device)
+    if anchor.device.type != sharded.anchor.device.type:
+        # Without an index: each rank knows only its own, and the metadata is equal on all.
+        metadata = placed_on(metadata, torch.device(anchor.device.type))
     if "memory_format" in kwargs:
         metadata = metadata.with_properties(memory_format=kwargs["memory_format"])
     moved = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)

@@ -1,23 +1,97 @@
-"""What is said of an operation that sharded tensors do not support."""
+"""What is said of an operation that sharded tensors do not support, or not in this case.
+
+Every message names the operation, the shape and spec of each sharded operand, and the nearest way that is
+supported. It depends on metadata alone, so that all ranks raise alike and before any communication.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from shardwise.errors import ShardingError, here
 
+_GENERAL = (
+    "Use full_tensor() for the whole tensor, local_shards() or map() for each part, reshard() for another"
+    " cut, or register it with shardwise.sharded_tensor.custom_sharded_op_impl"
+)
+_ALONG = (
+    "Along a dim that is whole in every shard (reshard() makes it so) use map(lambda shard:"
+    " torch.{name}(shard, ...)); otherwise full_tensor()"
+)
+_ELEMENTS = (
+    "For rows of a table use torch.nn.functional.embedding, for ranges an index of ints and slices; otherwise"
+    " full_tensor()"
+)
+_MEMORY = "It has no memory of its own; ask the tensors of local_shards()"
+_VALUES = "Values are spread over the ranks; use full_tensor(), or gather() for one rank"
+_RESIZE = "Its size and cut are fixed; make a new tensor with shardwise.sharded_tensor.empty() and copy_()"
+
+_HINTS = {
+    hint: names.split()
+    for hint, names in {
+        _ALONG: "flip fliplr flipud roll rot90 cumsum cumprod cummax cummin logcumsumexp sort"
+        " argsort tril triu",
+        _ELEMENTS: "gather index_select take take_along_dim masked_select nonzero index_copy index_add"
+        " index_fill scatter scatter_add index_put index_put_ scatter_ scatter_add_ __getitem__ __setitem__",
+        _MEMORY: "data_ptr untyped_storage storage stride storage_offset share_memory_ is_shared",
+        _VALUES: "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __contains__ equal unique"
+        " topk median quantile kthvalue mode",
+        _RESIZE: "resize_ resize_as_ set_",
+    }.items()
+}
+_HINT_OF = {name: hint for hint, names in _HINTS.items() for name in names}
+
 
 def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     """Raise ShardingError naming the operation, the specs of its sharded arguments and the nearest way."""
-    from shardwise.sharded_tensor.tensor import ShardedTensor
-
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '?')}"
-    sharded = [value for value in [*args, *kwargs.values()] if isinstance(value, ShardedTensor)]
-    specs = ", ".join(f"{tuple(s.metadata().size)} by {s.sharding_spec()!r}" for s in sharded)
+    sharded = list(_sharded([*args, *kwargs.values()]))
     raise ShardingError(
-        f"{here()}: {name} is not supported on a ShardedTensor ({specs}). Use full_tensor() for the whole"
-        " tensor, local_shards() or map() for each part, reshard() for another cut, or register it with"
-        " shardwise.sharded_tensor.custom_sharded_op_impl"
+        f"{here()}: {name} is not supported on a ShardedTensor ({_specs(sharded)}). {_hint(name)}"
     )
+
+
+def refuse_case(name: str, *sharded: Any, why: str, instead: str) -> NoReturn:
+    """Raise ShardingError for one case of an operation, which is supported in others.
+
+    Args:
+        name: of the operation.
+        sharded: its sharded operands.
+        why: what about this case is not possible.
+        instead: the nearest way.
+    """
+    raise ShardingError(
+        f"{here()}: {name} is not possible on this ShardedTensor ({_specs(sharded)}): {why}; {instead}"
+    )
+
+
+def _hint(name: str) -> str:
+    if name in _HINT_OF:
+        return _HINT_OF[name].format(name=name)
+    if name.endswith("_") and not name.endswith("__") and _is_handled(name[:-1]):
+        return f"Use {name[:-1]}(), which returns the result"
+    return _GENERAL
+
+
+def _is_handled(name: str) -> bool:
+    from shardwise.sharded_tensor.registry import HANDLERS
+
+    return any(getattr(func, "__name__", None) == name for func in HANDLERS)
+
+
+def _specs(sharded: Any) -> str:
+    return ", ".join(f"{tuple(s.metadata().size)} by {s.sharding_spec()!r}" for s in sharded)
+
+
+def _sharded(values: Any) -> Iterator[Any]:
+    """Those among the values, also within lists and tuples."""
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _sharded(value)

@@ -1,26 +1,113 @@
-"""Shards of other processes by reference, over torch RPC."""
+"""Shards of other processes by reference, over torch RPC; and placements by the name of an RPC worker.
+
+The worker of a process must have its global rank as id, as `init_rpc(name, rank=dist.get_rank(), ...)` gives
+it. Each process knows its registered tensors by number, weakly: a reference keeps the shard alive that it
+refers to, and nothing else does once the tensor is gone.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from shardwise.comm.exchange import gather_text
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+from shardwise.sharded_tensor.check import all_right
+from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, ShardMetadata
 
 if TYPE_CHECKING:
+    from torch.distributed.rpc import RRef
+
+    from shardwise.sharded_tensor.shard import Shard
     from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_registered: weakref.WeakValueDictionary[int, ShardedTensor] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
-    """The same shards, placements by a worker's name replaced by those of its rank. Local."""
-    return metadata
+    """The same shards, placements by a worker's name replaced by those of its rank. Local.
+
+    Raises:
+        ShardingError: there is no such worker, or RPC is not initialised.
+    """
+    places = [shard.placement for shard in metadata.shards_metadata]
+    if all(place is None or place.worker_name() is None for place in places):
+        return metadata
+    shards = [
+        ShardMetadata(shard.shard_offsets, shard.shard_sizes, _by_rank(shard.placement))
+        for shard in metadata.shards_metadata
+    ]
+    return replace(metadata, shards_metadata=shards)
 
 
 def register_shards(sharded: ShardedTensor) -> None:
-    """Make every rank's shards reachable from the others. Collective over the group."""
-    raise ShardingError(f"{here()}: not built yet")
+    """Make every rank's shards reachable from the others. Collective over the group.
+
+    Raises:
+        ShardingError: on every rank, where RPC is not initialised on some, or a worker's id is not its rank.
+    """
+    group = sharded.process_group
+    all_right(_not_ready(), group=group)
+    number = next(_numbers)
+    _registered[number] = sharded
+    told = [int(text) for text in gather_text(str(number), group=group)]
+    found: dict[int, list[RRef[Shard]]] = {}
+    problem = ""
+    try:
+        holders = {shard.rank for shard in sharded.metadata().shards_metadata}
+        asked = {
+            rank: rpc.rpc_async(rank, _references, args=(other,))
+            for rank, other in zip(dist.get_process_group_ranks(group), told, strict=True)
+            if rank != dist.get_rank() and rank in holders
+        }
+        found = {rank: answer.wait() for rank, answer in asked.items()}
+    except Exception as error:
+        problem = f"{here()}: RPC failed: {error}"
+    all_right(problem, group=group)  # also: no rank may drop its tensor before all have their references
+    sharded._remote = found
 
 
 def remote_shards(sharded: ShardedTensor) -> dict[int, list[Any]]:
     """`ShardedTensor.remote_shards`."""
-    raise ShardingError(f"{here()}: not built yet")
+    if sharded._remote is None:
+        raise ShardingError(
+            f"{here()}: remote_shards() needs {sharded._name()} to be made with init_rrefs=True, after"
+            " torch.distributed.rpc.init_rpc"
+        )
+    return {rank: list(shards) for rank, shards in sharded._remote.items()}
+
+
+def _references(number: int) -> list[Any]:
+    """References to the shards of a tensor registered here; other ranks call it over RPC."""
+    return [rpc.RRef(shard) for shard in _registered[number].local_shards()]
+
+
+def _by_rank(place: RemoteDevice | None) -> RemoteDevice | None:
+    name = None if place is None else place.worker_name()
+    if place is None or name is None:
+        return place
+    try:
+        worker = rpc.get_worker_info(name)
+    except (AttributeError, RuntimeError) as error:
+        raise ShardingError(
+            f'placement {place} names a worker that torch RPC does not know; use "rank:R/device", or call'
+            f" torch.distributed.rpc.init_rpc first: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return RemoteDevice(f"rank:{worker.id}/{place.device()}")
+
+
+def _not_ready() -> str:
+    """Why this rank cannot refer to shards over RPC; empty where it can."""
+    try:
+        own = rpc.get_worker_info().id
+    except (AttributeError, RuntimeError):  # not built into torch, not initialised
+        return f"{here()}: references to shards need torch RPC; call torch.distributed.rpc.init_rpc first"
+    if own != dist.get_rank():
+        return f"{here()}: torch RPC has this process as worker {own}; give init_rpc the process's rank"
+    return ""

@@ -72,9 +72,7 @@ class ChunkShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, dim: int, placements: Sequence[Any]) -> None:
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ShardingError(f"ChunkShardingSpec needs a dim as an int, found {dim!r}")
-        self.dim = dim
+        self.dim = _int_dim(dim, spec="ChunkShardingSpec")
         self.placements = _placements(placements, spec="ChunkShardingSpec")
 
     def build_metadata(
@@ -122,7 +120,7 @@ class RaggedShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, dim: int, sizes: Sequence[int], placements: Sequence[Any]) -> None:
-        self.dim = dim
+        self.dim = _int_dim(dim, spec="RaggedShardingSpec")
         self.sizes = list(sizes)
         self.placements = _placements(placements, spec="RaggedShardingSpec")
         if len(self.sizes) != len(self.placements) or any(size < 0 for size in self.sizes):
@@ -213,6 +211,12 @@ def _placements(found: Sequence[Any], *, spec: str) -> list[RemoteDevice]:
     if isinstance(found, str) or not len(found):
         raise ShardingError(f"{spec} needs a list of at least one placement, found {found!r}")
     return [RemoteDevice.of(placement) for placement in found]
+
+
+def _int_dim(dim: Any, *, spec: str) -> int:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ShardingError(f"{spec} needs a dim as an int, found {dim!r}")
+    return dim
 
 
 def _dim_of(dim: int, size: torch.Size, *, spec: str) -> int:

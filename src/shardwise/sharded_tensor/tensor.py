@@ -14,6 +14,7 @@ Autograd sees the local shards: gradients are theirs, and `.grad` shows them as 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -81,7 +82,7 @@ class ShardedTensor(Tensor):
             anchor = torch.empty(
                 0,
                 dtype=properties.dtype,
-                device=_device(shards, metadata),
+                device=move.device_of([shard.tensor for shard in shards], metadata),
                 requires_grad=properties.requires_grad,
             )
         made: ShardedTensor = _compat.make_wrapper(
@@ -175,7 +176,8 @@ class ShardedTensor(Tensor):
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values cut by another spec over the same group, as a new tensor; differentiable.
 
-        Every element that its new holder lacks is sent once, straight from its old one. Collective.
+        Every element that its new holder lacks is sent once, straight from its old one. Where nothing moves
+        because both specs give the same shards, the result shares their memory. Collective.
 
         Raises:
             ShardingError: the spec cannot cut this shape, or names ranks outside the group.
@@ -288,17 +290,20 @@ class ShardedTensor(Tensor):
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
         if id(self) in memo:
             return cast(ShardedTensor, memo[id(self)])
-        if any(not tensor.is_leaf for tensor in self.tensors):
+        if not self.is_leaf:
             raise ShardingError(
                 f"{here()}: only leaves of the autograd graph can be copied deeply, {self._name()} is the"
                 " result of an operation; use detach() before"
             )
         wanted = self.requires_grad
-        copied = self.detach().map(torch.clone)
+        copied = cast(ShardedTensor, self.detach()).map(torch.clone)
         copied.requires_grad_(wanted)
-        if getattr(self, "_is_param", False):
-            copied._is_param = True
         memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name not in copied.__dict__:  # `_is_param`, and what users set
+                copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -346,13 +351,3 @@ class ShardedTensor(Tensor):
         from shardwise.sharded_tensor.construct import init_from_local_shards_and_global_metadata
 
         return init_from_local_shards_and_global_metadata(*args, **kwargs)
-
-
-def _device(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> torch.device:
-    """Of this rank's shards; without any, the kind of device the others are on."""
-    if shards:
-        return shards[0].tensor.device
-    for shard in metadata.shards_metadata:
-        if shard.placement is not None:
-            return torch.device(shard.placement.device().type)
-    return torch.device("cpu")

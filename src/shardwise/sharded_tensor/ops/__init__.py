@@ -9,7 +9,19 @@ from shardwise.sharded_tensor.ops import (
     linear,
     normalize,
     reduce,
+    select,
     shape,
 )
 
-__all__ = ["attributes", "compare", "elementwise", "embedding", "init", "linear", "normalize", "reduce", "shape"]
+__all__ = [
+    "attributes",
+    "compare",
+    "elementwise",
+    "embedding",
+    "init",
+    "linear",
+    "normalize",
+    "reduce",
+    "select",
+    "shape",
+]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import move
+from shardwise.sharded_tensor.metadata import check_pinnable
 from shardwise.sharded_tensor.registry import PLAIN, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -25,7 +28,16 @@ _ATTRIBUTES = [
     "is_quantized",
     "is_cuda",
 ]
-_ATTRIBUTES += ["is_cpu", "is_meta", "is_nested", "is_mkldnn", "is_sparse_csr", "is_xpu", "is_mps", "is_quantized"]
+_ATTRIBUTES += [
+    "is_cpu",
+    "is_meta",
+    "is_nested",
+    "is_mkldnn",
+    "is_sparse_csr",
+    "is_xpu",
+    "is_mps",
+    "is_quantized",
+]
 _METHODS = [
     "size",
     "dim",
@@ -101,6 +113,11 @@ def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             f"{here()}: the gradient of {sharded._name()} is None or a ShardedTensor cut alike, found"
             f" {type(grad).__name__} of shape {tuple(grad.shape)}; use shard_tensor or reshard"
         )
+    if grad.dtype != sharded.dtype:
+        raise ShardingError(
+            f"{here()}: the gradient of {sharded._name()} has the dtype {sharded.dtype}, found {grad.dtype};"
+            " convert it with to()"
+        )
     for tensor, piece in zip(sharded.tensors, grad.tensors, strict=True):
         tensor.grad = piece
     sharded.anchor.grad = grad.anchor.detach()
@@ -122,42 +139,71 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
             f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
         )
-    if value.metadata().cut_as(sharded.metadata()):
-        for tensor, new in zip(sharded.tensors, value.tensors, strict=True):
-            tensor.data = new
-    else:
-        sharded._shards = value._shards
     wanted = sharded.requires_grad
-    sharded._metadata, sharded._spec = value.metadata(), value._spec
-    if sharded.requires_grad != wanted:
-        sharded.requires_grad_(wanted)
+    if value.metadata().cut_as(sharded.metadata()):
+        for shard, new in zip(sharded._shards, value._shards, strict=True):
+            shard.tensor.data, shard.metadata = new.tensor, new.metadata
+    else:
+        sharded._shards = cast(ShardedTensor, value.detach())._shards
+    sharded.anchor.data = value.anchor
+    with _compat.plain_attributes():
+        sharded.data = value  # the wrapper's own dtype and device
+    sharded._metadata, sharded._spec = value.metadata().with_properties(requires_grad=wanted), value._spec
+    sharded.requires_grad_(wanted)
+
+
+@handles(_compat.has_compatible_shallow_copy_type)
+def _keeps_identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Can every shard of the first take the second's memory by `.data`? `nn.Module.to` asks."""
+    old, new = args
+    if not (isinstance(old, ShardedTensor) and isinstance(new, ShardedTensor)):
+        return False
+    pairs = zip([*old.tensors, old.anchor], [*new.tensors, new.anchor], strict=False)
+    return len(old.tensors) == len(new.tensors) and all(func(*pair) for pair in pairs)
 
 
 @handles(_T.detach_)
 def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     sharded: ShardedTensor = args[0]
-    for tensor in [*sharded.tensors, sharded.anchor]:
-        tensor.detach_()
+    # Not in place on each: results may be views, on some ranks only, which torch does not detach so.
+    sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
+    sharded._anchor = sharded.anchor.detach()
     sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
     return sharded
+
+
+@handles(_T.__format__)
+def _format(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return object.__format__(*args)
 
 
 @handles(_T.clone, torch.clone)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     sharded: ShardedTensor = args[0]
-    tensors = [tensor.clone(**kwargs) for tensor in sharded.tensors]
-    return sharded.with_tensors(tensors, anchor=None if tensors else sharded.anchor.clone())
+    wanted = kwargs.get("memory_format", torch.preserve_format)
+    metadata = sharded.metadata()
+    if wanted is not torch.preserve_format:
+        metadata = metadata.with_properties(memory_format=wanted)
+    tensors = [tensor.clone(memory_format=wanted) for tensor in sharded.tensors]
+    anchor = None if tensors else sharded.anchor.clone()
+    made = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    made._spec = sharded._spec
+    return made
 
 
 @handles(_T.contiguous)
 def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     sharded: ShardedTensor = args[0]
     wanted = kwargs.get("memory_format", args[1] if len(args) > 1 else torch.contiguous_format)
-    if all(tensor.is_contiguous(memory_format=wanted) for tensor in sharded.tensors):
+    if wanted is sharded.metadata().tensor_properties.memory_format and all(
+        tensor.is_contiguous(memory_format=wanted) for tensor in sharded.tensors
+    ):
         return sharded
     tensors = [tensor.contiguous(memory_format=wanted) for tensor in sharded.tensors]
     metadata = sharded.metadata().with_properties(memory_format=wanted)
-    return sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
+    made = sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
+    made._spec = sharded._spec
+    return made
 
 
 @handles(_T.is_contiguous)
@@ -168,15 +214,32 @@ def _is_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @handles(_T.is_pinned)
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     sharded: ShardedTensor = args[0]
-    return sharded.metadata().tensor_properties.pin_memory
+    pinned = sharded.metadata().tensor_properties.pin_memory
+    return pinned and all(tensor.is_pinned() for tensor in sharded.tensors)
 
 
 @handles(_T.pin_memory)
 def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     sharded: ShardedTensor = args[0]
+    check_pinnable()
     tensors = [tensor.pin_memory() for tensor in sharded.tensors]
     metadata = sharded.metadata().with_properties(pin_memory=True)
     return sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
+
+
+@handles(_T.share_memory_)
+def _share_memory_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    for tensor in args[0].tensors:
+        tensor.share_memory_()
+    return cast(ShardedTensor, args[0])
+
+
+@handles(_T.module_load)
+def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
+    """What takes the place of a parameter where modules load by swapping tensors."""
+    into, value = args[:2]
+    assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
+    return cast(Tensor, value if assign else into.copy_(value)).detach()
 
 
 @handles(_T.retain_grad)
@@ -233,7 +296,12 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     into, source = args[:2]
     if not isinstance(into, ShardedTensor):
         return cast(Tensor, func(into, source.full_tensor()))
-    pieces = like(into, source, move_if_needed=True)
-    for tensor, piece in zip(into.tensors, pieces, strict=False):
+    cut = into.metadata()
+    if isinstance(source, ShardedTensor) and source.shape == into.shape and not source.metadata().cut_as(cut):
+        source = move.move_to(source, lambda: cut, spec=into._spec, what="copy_")
+    pieces = like(into, source)
+    for tensor, piece in zip(into.tensors or [into.anchor], pieces, strict=True):
         tensor.copy_(piece)
+    if into.requires_grad != into.metadata().tensor_properties.requires_grad:
+        into._metadata = into.metadata().with_properties(requires_grad=into.requires_grad)
     return into

@@ -1,1 +1,192 @@
-"""Being written."""
+"""Functions that treat every element alike: on the local shards, without communication.
+
+Operands are numbers, plain tensors (replicated), and sharded tensors that have on each rank what its shards
+need: cut alike, or of fewer dims (`operands`). Shapes broadcast as in torch; the result is cut as the
+largest sharded operand. What is cut otherwise is refused, never moved.
+
+In place, values go into the local tensors of the sharded left operand, which is returned; and so into an
+`out=` of the result's shape. What is plain cannot be written from what is sharded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.ops.operands import broadcast, parts
+from shardwise.sharded_tensor.refuse import refuse
+from shardwise.sharded_tensor.registry import Handler, handles
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+# Each as a function of torch, a method of Tensor, an activation or a special function, and in place with a
+# trailing underscore, wherever there is one.
+_NAMES = """
+    abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh
+    bitwise_not ceil conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0
+    isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma
+    nan_to_num neg negative polygamma positive rad2deg reciprocal round rsqrt sgn sigmoid sign signbit sin
+    sinc sinh sqrt square tan tanh trunc
+    bessel_j0 bessel_j1 entr erfcx expit gammaln i0e i1 i1e log_ndtr ndtr ndtri psi xlog1py zeta
+
+    add arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div
+    divide eq float_power floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot isclose
+    lcm ldexp le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum
+    mul multiply ne nextafter not_equal pow remainder rsub sub subtract true_divide xlogy
+
+    addcdiv addcmul clamp clamp_max clamp_min clip fill lerp masked_fill where zero
+
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu
+    softplus softshrink softsign tanhshrink threshold
+"""
+_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor lshift rshift"
+_OTHER_OPERATORS = "abs eq ge gt invert le lt ne neg pos"
+
+
+def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of every element of the arguments, of which one is sharded, as its result is. Local."""
+    if kwargs.get("out") is not None:
+        return _into(kwargs["out"], func, args, kwargs)
+    leader, metadata = broadcast([*args, *kwargs.values()])
+    results = _each(func, args, kwargs, leader, metadata)
+    if any(result is NotImplemented for result in results):
+        return NotImplemented
+    whole = None if metadata is leader.metadata() else metadata
+    if leader.tensors:
+        return leader.with_tensors(results, metadata=whole)
+    return leader.with_tensors([], metadata=whole, anchor=results[0].reshape(-1)[:0])
+
+
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """`func`, which writes every element of its first argument, a sharded tensor: itself. Local."""
+    target = args[0] if args else kwargs.get("input")
+    if not isinstance(target, ShardedTensor):
+        raise ShardingError(
+            f"{here()}: {func.__name__} would write a sharded tensor into a plain {type(target).__name__};"
+            " use the function that is not in place, or full_tensor() of the sharded one"
+        )
+    _, metadata = broadcast([*args, *kwargs.values()])
+    size = target.metadata().size
+    if metadata.size != size:
+        raise RuntimeError(
+            f"output with shape {list(size)} doesn't match the broadcast shape {list(metadata.size)}"
+        )
+    results = _each(func, args, kwargs, target, target.metadata())
+    if not target.tensors:
+        target._anchor = results[0].reshape(-1)[:0] if results[0].ndim == 0 else results[0]
+    if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
+        target._metadata = target.metadata().with_properties(requires_grad=True)
+    return target
+
+
+def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """`func` with `out=`. Unlike torch's, it must have the shape of the result."""
+    others = [*args, *(value for name, value in kwargs.items() if name != "out")]
+    shapes = [value.shape for value in others if isinstance(value, Tensor)]
+    if not isinstance(out, ShardedTensor) or torch.broadcast_shapes(*shapes) != out.metadata().size:
+        refuse(func, args, kwargs)
+    broadcast([*others, out])
+    _each(func, args, kwargs, out, out.metadata())
+    return out
+
+
+def _each(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leader: ShardedTensor, metadata: Any
+) -> list[Any]:
+    """`func` of the parts in each local shard; on a rank without shards, of what stands for them."""
+    columns = [parts(value, leader=leader, metadata=metadata) for value in args]
+    named = {name: parts(value, leader=leader, metadata=metadata) for name, value in kwargs.items()}
+    return [
+        func(*[column[i] for column in columns], **{name: column[i] for name, column in named.items()})
+        for i in range(max(1, len(leader.tensors)))
+    ]
+
+
+def _activation(place: int) -> Handler:
+    """Of functions whose argument `inplace` is at `place`."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        chosen = args[place] if len(args) > place else kwargs.get("inplace")
+        return in_place(func, args, kwargs) if chosen else elementwise(func, args, kwargs)
+
+    return handler
+
+
+def _handler(func: Any) -> Handler:
+    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
+    return _activation(names.index("inplace")) if "inplace" in names else elementwise
+
+
+def _register() -> None:
+    tensor: Any = Tensor
+    for name in _NAMES.split():
+        for holder in (torch, tensor, F, torch.special):
+            func, func_ = getattr(holder, name, None), getattr(holder, f"{name}_", None)
+            if func is not None:
+                handles(func)(_handler(func))
+            if func_ is not None:
+                handles(func_)(in_place)
+    for name in _OPERATORS.split():
+        for form in (f"__{name}__", f"__r{name}__"):
+            if hasattr(tensor, form):
+                handles(getattr(tensor, form))(elementwise)
+        if hasattr(tensor, f"__i{name}__"):
+            handles(getattr(tensor, f"__i{name}__"))(in_place)
+    for name in _OTHER_OPERATORS.split():
+        handles(getattr(tensor, f"__{name}__"))(elementwise)
+
+
+_register()
+
+
+@handles(torch.where, Tensor.where)
+def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Not with a condition alone, which gives as many indices as hold."""
+    if len(args) + len(kwargs) < 3:
+        refuse(func, args, kwargs)
+    return elementwise(func, args, kwargs)
+
+
+@handles(torch.prelu, Tensor.prelu, F.prelu)
+def _prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Its weight is one number, or one for each of dim 1."""
+    given = [*args, *kwargs.values()]
+    if len(given) != 2 or isinstance(given[1], ShardedTensor):
+        refuse(func, args, kwargs)
+    inputs, weight = given
+    ndim, channels = len(inputs.shape), inputs.shape[1] if len(inputs.shape) > 1 else 1
+    if weight.numel() not in (1, channels):
+        raise RuntimeError(
+            f"prelu of {channels} channels needs 1 or {channels} weights, found {weight.numel()}"
+        )
+    if weight.numel() > 1:
+        weight = weight.reshape(-1, *(1,) * (ndim - 2))
+    else:
+        weight = weight.reshape(())
+    return elementwise(lambda x, w: torch.where(x > 0, x, w * x), (inputs, weight), {})
+
+
+@handles(
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A function of every element, then the mean or sum of all. Collective, unless nothing is reduced."""
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    arguments = given.arguments
+    reduction, wanted = arguments["reduction"], ("none", "mean", "sum")
+    if any(arguments.get(name) is not None for name in ("size_average", "reduce")) or reduction not in wanted:
+        refuse(func, args, kwargs)
+    losses = elementwise(func, (), {**arguments, "reduction": "none"})
+    if reduction == "none":
+        return cast(Tensor, losses)
+    return cast(Tensor, losses.mean() if reduction == "mean" else losses.sum())

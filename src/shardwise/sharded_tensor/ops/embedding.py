@@ -1,1 +1,276 @@
-"""Being written."""
+"""Lookups in a sharded table: `embedding` and `embedding_bag`, and so `nn.Embedding` and `nn.EmbeddingBag`.
+
+    ids                   table                        result                        communication
+    plain                 cut along columns only       sharded, cut along the last   none
+    plain                 any other boxes              plain                         one all-reduce of it
+    sharded along dim 0   any boxes                    sharded like the ids          ids to all, rows to
+                                                                                     the ids' holders
+    sharded along dim 0   plain                        sharded like the ids          ids to all
+
+A table of which one rank holds all counts among the other boxes. Gradients go back the same way;
+`sparse=True` gives local shards sparse ones. Ids sharded along dim 0 have (bags, ids in each) for bags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box
+from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.ops.operands import like
+from shardwise.sharded_tensor.ops.table import (
+    Lookup,
+    by_frequency,
+    like_ids,
+    renormalize,
+    stand_in,
+    to_all,
+    to_holders,
+)
+from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+# ------------------------------------------------------------ the two functions
+
+
+@handles(F.embedding)
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _embed(*args, **kwargs)
+
+
+@handles(F.embedding_bag)
+def _embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _embed_bags(*args, **kwargs)
+
+
+def _embed(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    # On the meta device torch checks the arguments, in its own words, and allocates nothing.
+    F.embedding(_meta(input), _meta(weight), padding_idx)
+    _check(input, weight, "embedding")
+    if padding_idx is not None:
+        padding_idx %= max(1, weight.shape[0])
+    options: dict[str, Any] = {"padding_idx": padding_idx, "sparse": sparse}
+    ids = _whole(input)
+    _check_ids(ids, weight)
+    weight = _prepared(weight, ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    if not isinstance(weight, ShardedTensor):
+        return _in_plain_table(F.embedding, cast(ShardedTensor, input), weight, options)
+    if not isinstance(input, ShardedTensor) and _by_columns(weight):
+        return _on_columns(weight, ids.shape, lambda table: F.embedding(ids, table, **options))
+    flat = ids.reshape(-1)
+    look = Lookup(
+        flat,
+        torch.arange(len(flat), device=flat.device),
+        len(flat),
+        "row",
+        padding_idx,
+        sparse=sparse,
+    )
+    if isinstance(input, ShardedTensor):
+        return to_holders(weight, look, input)
+    return to_all(weight, look).reshape(*ids.shape, weight.shape[1])
+
+
+def _embed_bags(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    given: Any = {
+        "offsets": offsets,
+        "scale_grad_by_freq": scale_grad_by_freq,
+        "mode": mode,
+        "sparse": sparse,
+        "per_sample_weights": per_sample_weights,
+        "include_last_offset": include_last_offset,
+        "padding_idx": padding_idx,
+    }
+    shown: dict[str, Any] = {
+        key: _meta(value) if isinstance(value, Tensor) else value for key, value in given.items()
+    }
+    bags = F.embedding_bag(_meta(input), _meta(weight), **shown).shape[0]
+    _check(input, weight, "embedding_bag", offsets)
+    if padding_idx is not None:
+        given["padding_idx"] = padding_idx = padding_idx % max(1, weight.shape[0])
+    ids = _whole(input)
+    _check_ids(ids, weight)
+    bag = _bag_of_each(ids, offsets, bags, include_last_offset)
+    weight = _prepared(weight, ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    given["scale_grad_by_freq"] = False
+    if not isinstance(weight, ShardedTensor):
+        return _in_plain_table(F.embedding_bag, cast(ShardedTensor, input), weight, given)
+    factors = per_sample_weights
+    if factors is not None:
+        factors = replicated(_whole(factors), weight.process_group)
+        given["per_sample_weights"] = factors
+    if not isinstance(input, ShardedTensor) and _by_columns(weight):
+        extra = [] if factors is None else [factors]
+        return _on_columns(weight, (bags,), lambda table: F.embedding_bag(ids, table, **given), extra)
+    look = Lookup(
+        ids.reshape(-1)[: len(bag)],
+        bag,
+        bags,
+        mode,
+        padding_idx,
+        weights=None if factors is None else factors.reshape(-1)[: len(bag)],
+        sparse=sparse,
+    )
+    if isinstance(input, ShardedTensor):
+        return to_holders(weight, look, input)
+    return to_all(weight, look)
+
+
+# ------------------------------------------------------------ arguments
+
+
+def _prepared(
+    weight: Tensor,
+    ids: Tensor,
+    max_norm: float | None,
+    norm_type: float,
+    *,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+) -> Tensor:
+    """The table after `max_norm` and with `scale_grad_by_freq`, both by the `ids` of all ranks."""
+    if scale_grad_by_freq and sparse:
+        raise ShardingError(
+            f"{here()}: scale_grad_by_freq needs dense gradients, found sparse=True; pass sparse=False"
+        )
+    if max_norm is not None:
+        renormalize(weight, ids, max_norm=max_norm, norm_type=norm_type)
+    return by_frequency(weight, ids) if scale_grad_by_freq else weight
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None = None) -> None:
+    """Can these be looked up? By metadata alone, so that all ranks find the same."""
+    if isinstance(offsets, ShardedTensor) or (offsets is not None and isinstance(ids, ShardedTensor)):
+        raise ShardingError(
+            f"{here()}: {name} takes offsets, with ids of one dim, as plain tensors, equal on every rank;"
+            " pass full_tensor() of both, or ids of shape (bags, ids in each) sharded along dim 0"
+        )
+    if not isinstance(ids, ShardedTensor):
+        if not isinstance(weight, ShardedTensor):
+            raise ShardingError(
+                f"{here()}: {name} of plain ids in a plain table takes plain per_sample_weights; pass their"
+                " full_tensor()"
+            )
+        return
+    rest = tuple(ids.shape[1:])
+    cuts = [shard.box for shard in ids.metadata().shards_metadata]
+    if not ids.ndim or any(box.sizes[1:] != rest and not box.is_empty for box in cuts):
+        raise ShardingError(
+            f"{here()}: {name} takes ids sharded along dim 0, found shape {tuple(ids.shape)} by"
+            f" {ids.sharding_spec()!r}; call .reshard(ChunkShardingSpec(0, ...)) on them, or pass their"
+            " full_tensor()"
+        )
+    if isinstance(weight, ShardedTensor):
+        ranks, others = (dist.get_process_group_ranks(t.process_group) for t in (weight, ids))
+        if ranks != others:
+            raise ShardingError(
+                f"{here()}: {name} needs table and ids on one process group, found ranks {ranks} and"
+                f" {others}; make both with the same process_group"
+            )
+
+
+def _check_ids(ids: Tensor, weight: Tensor) -> None:
+    rows = weight.shape[0]
+    if ids.numel() and not ids.is_meta and bool(((ids < 0) | (ids >= rows)).any()):
+        raise ShardingError(
+            f"{here()}: ids of an embedding lie in [0, {rows}), found {int(ids.min())} to {int(ids.max())};"
+            " give the table more rows or drop those ids"
+        )
+
+
+def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_offset: bool) -> Tensor:
+    """[ids] the bag that each is in, ascending; without those after an included last offset."""
+    numbers = torch.arange(bags, device=ids.device)
+    if offsets is None:
+        return numbers.repeat_interleave(ids.shape[1])
+    ends = offsets if include_last_offset else torch.cat([offsets, offsets.new_tensor([ids.numel()])])
+    sizes = ends.diff()
+    if len(ends) and (int(ends[0]) != 0 or int(ends[-1]) > ids.numel() or bool((sizes < 0).any())):
+        raise ShardingError(
+            f"{here()}: offsets of embedding_bag begin with 0, ascend, and end within the {ids.numel()} ids,"
+            f" found {offsets.tolist()}"
+        )
+    return numbers.repeat_interleave(sizes.to(numbers.device))
+
+
+# ------------------------------------------------------------ a table cut along columns
+
+
+def _by_columns(weight: ShardedTensor) -> bool:
+    """Has every shard all rows, and no shard all columns?"""
+    filled = [s.box for s in weight.metadata().shards_metadata if not s.box.is_empty]
+    return len(filled) > 1 and all(box.sizes[0] == weight.shape[0] for box in filled)
+
+
+def _on_columns(
+    weight: ShardedTensor, lead: Sequence[int], lookup: Any, extra: Sequence[Tensor] = ()
+) -> ShardedTensor:
+    """Each shard's columns of the result, of shape `lead` and those. `extra` takes part in gradients."""
+
+    def of_result(box: Box) -> Box:
+        columns = 0 if box.is_empty else box.sizes[1]
+        return Box((*(0 for _ in lead), box.offsets[1]), (*lead, columns))
+
+    metadata = weight.metadata().map((*lead, weight.shape[1]), of_result)
+    tensors = [
+        table.reshape(-1)[:0].new_zeros((*lead, 0)) + table.sum() if box.is_empty else lookup(table)
+        for table, box in zip(weight.tensors, weight.boxes, strict=True)
+    ]
+    return weight.with_tensors(tensors, metadata=metadata, anchor=stand_in(weight, extra))
+
+
+def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dict[str, Any]) -> ShardedTensor:
+    """Each rank looks up its own ids in a table that all ranks have."""
+    if options["sparse"]:
+        raise ShardingError(
+            f"{here()}: {lookup.__name__} of sharded ids in a plain table has a gradient summed over ranks,"
+            " which is dense; pass sparse=False, or shard the table"
+        )
+    table = replicated(table, ids.process_group)
+    pieces: list[Any] = [None] * len(ids.tensors)
+    nothing = [table]
+    if options.get("per_sample_weights") is not None:
+        pieces = like(ids, options["per_sample_weights"])
+        nothing += pieces
+    results = []
+    for mine, piece in zip(ids.tensors, pieces, strict=False):
+        given = options if piece is None else {**options, "per_sample_weights": piece}
+        results.append(lookup(mine, table, **given))
+    anchor = torch.cat([tensor.reshape(-1)[:0].to(table.dtype) for tensor in nothing])
+    rest = ids.shape[1:] if lookup is F.embedding else ()
+    return like_ids(ids, results, anchor, rest=(*rest, table.shape[1]))

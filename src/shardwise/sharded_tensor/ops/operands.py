@@ -1,15 +1,26 @@
-"""The other operands of an operation, as the parts that fit each local shard."""
+"""The other operands of an operation, as the parts that fit each local shard.
+
+Which operands fit is judged by the metadata of all ranks, so that every rank refuses the same ones. An
+operand of fewer dims, or of size 1 in some, broadcasts as in torch:
+
+    a plain tensor      replicated: the part that meets the shard's box
+    a sharded tensor    the shard that is the projection of the box, on the same rank
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
@@ -18,30 +29,17 @@ def like(sharded: ShardedTensor, operand: Any, *, move_if_needed: bool = False) 
 
     Args:
         operand: a number: itself. A plain tensor, replicated and broadcasting to the whole shape: the part
-            in the shard's box. A sharded tensor cut alike: its shard.
-        move_if_needed: reshard a tensor cut otherwise (collective) in place of refusing it.
+            in the shard's box. A sharded tensor cut alike, or so that it has the projection of every box on
+            the same rank: its shard.
+        move_if_needed: reshard a tensor of the same shape cut otherwise (collective) in place of refusing it.
 
     Raises:
         ShardingError: a sharded tensor of another shape or cut.
     """
-    if isinstance(operand, ShardedTensor):
-        if operand.metadata().size == sharded.metadata().size and move_if_needed:
-            operand = move.move_to(operand, sharded.metadata, spec=sharded._spec, what="the copy")
-        if not operand.metadata().cut_as(sharded.metadata()):
-            raise ShardingError(
-                f"{here()}: tensors cut otherwise cannot be combined: {tuple(sharded.metadata().size)} by"
-                f" {sharded.sharding_spec()!r} and {tuple(operand.metadata().size)} by"
-                f" {operand.sharding_spec()!r}; call .reshard() on one with the other's sharding_spec()"
-            )
-        return operand.tensors or [operand.anchor]
-    if not isinstance(operand, Tensor) or operand.ndim == 0:
-        if isinstance(operand, Tensor):
-            operand = replicated(operand, sharded.process_group)
-        return [operand] * max(1, len(sharded.tensors))
-    whole = replicated(operand, sharded.process_group)
-    if not sharded.tensors:
-        return [whole.reshape(-1)[:0]]
-    return [within(whole, box) for box in sharded.boxes]
+    metadata = sharded.metadata()
+    if isinstance(operand, ShardedTensor) and operand.metadata().size == metadata.size and move_if_needed:
+        operand = move.move_to(operand, lambda: metadata, spec=sharded._spec, what="the operand")
+    return parts(operand, leader=sharded, metadata=metadata)
 
 
 def within(whole: Tensor, box: Box) -> Tensor:
@@ -51,3 +49,157 @@ def within(whole: Tensor, box: Box) -> Tensor:
         if whole.shape[dim] != 1:
             whole = whole.narrow(dim, box.offsets[first + dim], box.sizes[first + dim])
     return whole
+
+
+def anchor_of(sharded: ShardedTensor) -> Tensor:
+    """An empty 1-D tensor that depends on all that this rank has of `sharded`, with shards or without."""
+    if not sharded.tensors:
+        return sharded.anchor
+    empty = [_nothing_of(tensor) for tensor in sharded.tensors]
+    return empty[0] if len(empty) == 1 else torch.cat(empty)
+
+
+def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMetadata]:
+    """The sharded operand that gives an elementwise result its cut, and the result's metadata. Local.
+
+    It is the first of the largest. Where plain operands make the result larger still, its shards are
+    stretched along the dims it lacks or has one element in.
+
+    Raises:
+        RuntimeError: shapes that do not broadcast (torch's own).
+        ShardingError: sharded operands on different groups of ranks.
+    """
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    leader = sharded[0]
+    for other in sharded[1:]:
+        if other.process_group is not leader.process_group:
+            _check_group(leader, other)
+        mine, others = leader.metadata().size, other.metadata().size
+        if others != mine and (others.numel(), len(others)) > (mine.numel(), len(mine)):
+            leader = other
+    metadata = leader.metadata()
+    shapes = [
+        tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape for tensor in tensors
+    ]
+    if all(shape in (metadata.size, ()) for shape in shapes):
+        return leader, metadata
+    size = torch.broadcast_shapes(*shapes)
+    if size == metadata.size:
+        return leader, metadata
+    new = len(size) - len(metadata.size)
+    grown = [dim < new or metadata.size[dim - new] != length for dim, length in enumerate(size)]
+
+    def stretched(box: Box) -> Box:
+        offsets, sizes = (0,) * new + box.offsets, (1,) * new + box.sizes
+        return Box(
+            tuple(0 if grow else offset for offset, grow in zip(offsets, grown, strict=True)),
+            tuple(
+                length if grow and had else had for length, had, grow in zip(size, sizes, grown, strict=True)
+            ),
+        )
+
+    return leader, metadata.map(size, stretched)
+
+
+def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Any]:
+    """What `operand` is in each local shard of `metadata`, a result that `broadcast` cut by `leader`.
+
+    On a rank without shards, one item that takes the place of a part: empty, and of the same dtype, number of
+    dims (none or some) and autograd graph.
+
+    Raises:
+        ShardingError: on every rank, a sharded operand that has not each part on the rank that needs it.
+    """
+    count = max(1, len(leader.tensors))
+    if not isinstance(operand, Tensor):
+        return [operand] * count
+    if isinstance(operand, ShardedTensor):
+        if operand.metadata().cut_as(leader.metadata()):
+            return operand.tensors or [_stand_in(operand)]
+        found = _projections(operand, leader=leader, metadata=metadata)
+        return found or [_stand_in(operand)]
+    whole = replicated(operand, leader.process_group)
+    if whole.ndim == 0:
+        return [whole] * count
+    if not leader.tensors:
+        return [_nothing_of(whole)]
+    return [within(whole, box) for box in _boxes(leader, metadata)]
+
+
+def _projections(
+    operand: ShardedTensor, *, leader: ShardedTensor, metadata: ShardedTensorMetadata
+) -> list[Tensor]:
+    """For each local box of `metadata`, the shard of `operand` that is all it meets."""
+    places: dict[tuple[int, Box], int] = {}
+    held: dict[int, int] = {}
+    for shard in operand.metadata().shards_metadata:
+        held[shard.rank] = held.get(shard.rank, -1) + 1
+        places.setdefault((shard.rank, shard.box), held[shard.rank])
+    me, found = dist.get_rank(), []
+    for shard in metadata.shards_metadata:
+        projection = _projected(shard.box, size=operand.metadata().size, onto=metadata.size)
+        place = places.get((shard.rank, projection)) if projection is not None else None
+        if place is None and not shard.box.is_empty:
+            raise _unfit(leader, operand)
+        if shard.rank != me:
+            continue
+        if place is not None:
+            found.append(operand.tensors[place])
+            continue
+        sizes = shard.box.sizes[len(shard.box.sizes) - operand.ndim :]
+        nothing = operand.anchor.new_zeros(sizes if 0 in sizes else ())
+        if operand.requires_grad:
+            nothing = nothing + anchor_of(operand).sum()
+        found.append(nothing if 0 in sizes else nothing.reshape((1,) * operand.ndim))
+    return found
+
+
+def _projected(box: Box, *, size: torch.Size, onto: torch.Size) -> Box | None:
+    """What a box of a tensor of size `onto` meets in one that broadcasts to it; None if it does not."""
+    first = len(onto) - len(size)
+    if first < 0:
+        return None
+    offsets, sizes = list(box.offsets[first:]), list(box.sizes[first:])
+    for dim, (mine, whole) in enumerate(zip(size, onto[first:], strict=True)):
+        if mine != whole:
+            if mine != 1:
+                return None
+            offsets[dim], sizes[dim] = 0, 1
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _stand_in(sharded: ShardedTensor) -> Tensor:
+    """For a rank without shards of the result: empty, or without dims where all shards are."""
+    anchor = anchor_of(sharded)
+    if sharded.ndim:
+        return anchor
+    # Of another kind than a 1-D tensor: torch chooses the dtype of a result by tensors with dims first.
+    return torch.cat([anchor, anchor.new_zeros(1)]).reshape(())
+
+
+def _nothing_of(tensor: Tensor) -> Tensor:
+    return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
+
+
+def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:
+    if metadata is leader.metadata():
+        return leader.boxes
+    return [shard.box for shard in metadata.held_by(dist.get_rank())]
+
+
+def _check_group(one: ShardedTensor, other: ShardedTensor) -> None:
+    mine, others = (dist.get_process_group_ranks(tensor.process_group) for tensor in (one, other))
+    if mine != others:
+        raise ShardingError(
+            f"{here()}: tensors of different process groups cannot be combined: {one._name()} on ranks"
+            f" {mine}, {other._name()} on ranks {others}; make both with one process_group"
+        )
+
+
+def _unfit(one: ShardedTensor, other: ShardedTensor) -> ShardingError:
+    return ShardingError(
+        f"{here()}: tensors cut otherwise cannot be combined: {tuple(one.metadata().size)} by"
+        f" {one.sharding_spec()!r} and {tuple(other.metadata().size)} by {other.sharding_spec()!r}; call"
+        " .reshard() on one with the other's sharding_spec()"
+    )

@@ -1,1 +1,285 @@
-"""Being written."""
+"""Other shapes of the same elements: permuted dims, reshapes, expansions. No communication.
+
+Every shard becomes a shard of the result on the same rank: what the operation makes of its own tensor, a view
+of its memory where torch gives one. So in-place operations on the result write the original, as in torch.
+
+A reshape needs every shard's box to stay a box (`ops.boxes`): dims may merge where the shards have all but
+the first of them whole, or one element of it. Where a box does not stay one, every rank raises ShardingError,
+which names a cut that works. Arguments that torch refuses raise what torch raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.layout import Box
+from shardwise.sharded_tensor.metadata import ShardMetadata
+from shardwise.sharded_tensor.ops.boxes import expand_box, reshape_boxes
+from shardwise.sharded_tensor.refuse import refuse_case
+from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.spec import ChunkShardingSpec
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_T: Any = Tensor
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+# ---------------------------------------------------------------- for every operation here and in `select`
+
+
+def taken(args: _Args, kwargs: _Kwargs) -> tuple[Any, _Args, _Kwargs]:
+    """The first operand, and the other arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    rest = dict(kwargs)
+    return rest.pop("input"), (), rest
+
+
+def probe(tensor: Tensor) -> Tensor:
+    """A tensor without memory of the same shape and dtype, to ask torch what an operation makes of it."""
+    if isinstance(tensor, ShardedTensor):
+        metadata = tensor.metadata()
+        return torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device="meta")
+    return torch.empty_like(tensor, device="meta")
+
+
+def derived(
+    sharded: ShardedTensor,
+    *,
+    size: Sequence[int],
+    boxes: Sequence[Box | None],
+    make: Callable[[Tensor, int, Box], Tensor],
+) -> ShardedTensor:
+    """A tensor of `size` made shard by shard. Local; every rank passes the same size and boxes.
+
+    Args:
+        boxes: for every shard of all ranks, its box in the result; None leaves the shard out.
+        make: from the tensor of a local shard, the shard's number and its new box, the new tensor.
+    """
+    rank, local = dist.get_rank(), iter(sharded.tensors)
+    shards: list[ShardMetadata] = []
+    tensors: list[Tensor] = []
+    left_out: list[Tensor] = []
+    for number, (shard, box) in enumerate(zip(sharded.metadata().shards_metadata, boxes, strict=True)):
+        tensor = next(local) if shard.rank == rank else None
+        if box is not None:
+            shards.append(ShardMetadata(box.offsets, box.sizes, shard.placement))
+        if tensor is not None and box is not None:
+            tensors.append(make(tensor, number, box))
+        elif tensor is not None:
+            left_out.append(tensor)
+    return assembled(
+        sharded, shards, tensors, size=size, beside=left_out or ([] if tensors else [sharded.anchor])
+    )
+
+
+def assembled(
+    like: ShardedTensor,
+    shards: list[ShardMetadata],
+    tensors: list[Tensor],
+    *,
+    size: Sequence[int],
+    beside: Sequence[Tensor],
+) -> ShardedTensor:
+    """A tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
+
+    Args:
+        beside: what else on this rank the result stands for in the autograd graph (shards left out,
+            anchors of operands without shards here). Other ranks' results may depend on collectives before
+            it, whose backward needs this rank.
+    """
+    metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
+    if len(size) != len(like.metadata().size):
+        metadata = metadata.with_properties(memory_format=torch.contiguous_format)
+    ends = [_end(tensor) for tensor in beside]
+    if not tensors:
+        return like.with_tensors([], metadata=metadata, anchor=torch.cat(ends) if len(ends) > 1 else ends[0])
+    known = any(tensor.requires_grad for tensor in tensors)
+    needed = [
+        end
+        for end, tensor in zip(ends, beside, strict=True)
+        if end.requires_grad and not (tensor.is_leaf and known)
+    ]
+    if needed:
+        tensors = [cast(Tensor, _tied(tensors[0], *needed)), *tensors[1:]]
+    return like.with_tensors(tensors, metadata=metadata)
+
+
+def _end(tensor: Tensor) -> Tensor:
+    """Nothing of a tensor but its place in the autograd graph, 1-D."""
+    return tensor.narrow(0, 0, 0).reshape(-1) if tensor.ndim else tensor.reshape(1)[:0]
+
+
+class _Tied(torch.autograd.Function):
+    """A tensor whose backward also runs those of some empty ones."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *ends: Tensor) -> Tensor:
+        ctx.ends = [end.new_empty(0) for end in ends]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *ctx.ends
+
+
+_tied = _compat.apply_of(_Tied)
+
+
+# ---------------------------------------------------------------- dims in another order
+
+
+@handles(
+    torch.transpose,
+    torch.swapaxes,
+    torch.swapdims,
+    torch.t,
+    torch.permute,
+    torch.movedim,
+    torch.moveaxis,
+    _T.transpose,
+    _T.swapaxes,
+    _T.swapdims,
+    _T.t,
+    _T.permute,
+    _T.movedim,
+    _T.moveaxis,
+    _T.T.__get__,
+    _T.mT.__get__,
+)
+def _permute(func: Any, args: _Args, kwargs: _Kwargs) -> ShardedTensor:
+    sharded, rest, kwargs = taken(args, kwargs)
+    size = sharded.metadata().size
+    # Torch itself says where each dim goes: to where its size does, if no two have the same.
+    moved = func(torch.empty([*range(2, 2 + len(size))], device="meta"), *rest, **kwargs)
+    return permuted(sharded, [number - 2 for number in moved.shape])
+
+
+def permuted(sharded: ShardedTensor, order: Sequence[int]) -> ShardedTensor:
+    """The dims in another order, as a view. Local."""
+    metadata = sharded.metadata()
+    places = metadata.map(
+        [metadata.size[d] for d in order],
+        lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
+    ).with_properties(memory_format=torch.contiguous_format)
+    tensors = [tensor.permute(tuple(order)) for tensor in sharded.tensors]
+    return sharded.with_tensors(tensors, metadata=places, anchor=None if tensors else _end(sharded.anchor))
+
+
+# ---------------------------------------------------------------- the same elements in other dims
+
+
+@handles(
+    torch.reshape,
+    torch.flatten,
+    torch.unflatten,
+    torch.ravel,
+    torch.squeeze,
+    torch.unsqueeze,
+    _T.reshape,
+    _T.flatten,
+    _T.unflatten,
+    _T.ravel,
+    _T.squeeze,
+    _T.unsqueeze,
+)
+def _reshape(func: Any, args: _Args, kwargs: _Kwargs) -> ShardedTensor:
+    sharded, rest, kwargs = taken(args, kwargs)
+    size = func(probe(sharded), *rest, **kwargs).shape
+    return reshaped(sharded, size, name=func.__name__)
+
+
+@handles(_T.view)
+def _view(func: Any, args: _Args, kwargs: _Kwargs) -> ShardedTensor:
+    sharded, rest, kwargs = taken(args, kwargs)
+    if any(isinstance(value, torch.dtype) for value in [*rest, *kwargs.values()]):
+        refuse_case(
+            "view(dtype)",
+            sharded,
+            why="the bytes of a shard in another dtype are no part of the whole tensor's",
+            instead="to(dtype) converts values; local_shards() has the tensors",
+        )
+    return reshaped(sharded, func(probe(sharded), *rest, **kwargs).shape, name="view", view=True)
+
+
+@handles(_T.view_as, _T.reshape_as)
+def _as_another(func: Any, args: _Args, kwargs: _Kwargs) -> Tensor:
+    tensor, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
+    if not isinstance(tensor, ShardedTensor):
+        return cast(Tensor, func(tensor, probe(other)))
+    size = func(probe(tensor), probe(other)).shape
+    return reshaped(tensor, size, name=func.__name__, view=func is _T.view_as)
+
+
+def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bool = False) -> ShardedTensor:
+    """The same elements in dims of `size`. Local.
+
+    Args:
+        name: of the operation, for messages.
+        view: raise where the memory of a local shard does not allow a view, in place of copying it.
+    """
+    metadata = sharded.metadata()
+    sources = [shard.box for shard in metadata.shards_metadata]
+    boxes = reshape_boxes(sources, old=metadata.size, new=size)
+    for source, box in zip(sources, boxes, strict=True):
+        if box is None and not source.is_empty:
+            _refuse_reshape(name, sharded, size, source)
+
+    def make(tensor: Tensor, number: int, box: Box) -> Tensor:
+        if not view:
+            return tensor.reshape(box.sizes)
+        try:
+            return tensor.view(box.sizes)
+        except RuntimeError:
+            refuse_case(
+                name,
+                sharded,
+                why=f"a shard of size {tuple(tensor.shape)} and stride {tensor.stride()} has no view of size"
+                f" {box.sizes}",
+                instead="use reshape(), which copies where it must",
+            )
+
+    return derived(sharded, size=size, boxes=boxes, make=make)
+
+
+def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], broken: Box) -> None:
+    old = sharded.metadata().size
+    instead = "use full_tensor(), or a cut by rows whose numbers fit both shapes"
+    placements = [shard.placement for shard in sharded.metadata().shards_metadata]
+    for dim in range(len(old)):
+        spec = ChunkShardingSpec(dim, placements)
+        cut = spec.build_metadata(old, sharded.metadata().tensor_properties)
+        boxes = [shard.box for shard in cut.shards_metadata]
+        fit = reshape_boxes(boxes, old=old, new=size)
+        if all(box is not None or source.is_empty for source, box in zip(boxes, fit, strict=True)):
+            instead = f"reshard to ChunkShardingSpec(dim={dim}, placements={placements}) before"
+            break
+    refuse_case(
+        f"{name} to {tuple(size)}",
+        sharded,
+        why=f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box",
+        instead=instead,
+    )
+
+
+# ---------------------------------------------------------------- the same elements several times
+
+
+@handles(torch.broadcast_to, _T.expand, _T.broadcast_to, _T.expand_as)
+def _expand(func: Any, args: _Args, kwargs: _Kwargs) -> Tensor:
+    tensor, rest, kwargs = taken(args, kwargs)
+    rest = tuple(probe(value) if isinstance(value, Tensor) else value for value in rest)
+    kwargs = {key: probe(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+    if not isinstance(tensor, ShardedTensor):
+        return cast(Tensor, func(tensor, *rest, **kwargs))
+    old, size = tensor.metadata().size, func(probe(tensor), *rest, **kwargs).shape
+    boxes = [expand_box(shard.box, old=old, new=size) for shard in tensor.metadata().shards_metadata]
+    return derived(tensor, size=size, boxes=boxes, make=lambda local, number, box: local.expand(box.sizes))

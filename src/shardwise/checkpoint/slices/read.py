@@ -1,0 +1,170 @@
+"""Boxes of a tensor out of safetensors files: which file has it, and what of it each rank needs."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint.slices.format import DTYPES, together
+from shardwise.comm.fingerprint import fingerprint
+from shardwise.errors import CheckpointError
+from shardwise.layout import Box
+from shardwise.sharded_tensor.context import group_or_default
+from shardwise.sharded_tensor.metadata import TensorProperties
+from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.remote import with_ranks
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.spec import ShardingSpec
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that any copy knows
+_Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@torch.no_grad()
+def load_slices(
+    path_or_paths: _Paths,
+    name: str,
+    sharding_spec: ShardingSpec,
+    *,
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> ShardedTensor:
+    """The tensor `name` of safetensors files, cut by `sharding_spec`; each rank reads only its own boxes.
+
+    Collective over the group: descriptions of what was read, no tensors.
+
+    Args:
+        path_or_paths: a file, files, an index (`*.safetensors.index.json`), or a folder with one or files.
+        name: as the files have it.
+        sharding_spec: where each shard goes.
+        dtype: to convert to after reading; by default that of the file.
+        process_group: the ranks that take part; by default all.
+
+    Raises:
+        CheckpointError: on every rank, naming the ranks: no such file or tensor (with names that are near), a
+            damaged file, a spec that cannot cut the tensor, or files that differ between ranks.
+    """
+    group = group_or_default(process_group)
+    what = f"loading {name}"
+    made: list[ShardedTensor] = []
+
+    def read() -> list[Any]:
+        made.append(_read(_paths(path_or_paths), name, sharding_spec, dtype=dtype, group=group))
+        metadata = made[0].metadata()
+        return [list(metadata.size), str(metadata.tensor_properties.dtype), fingerprint(describe(metadata))]
+
+    told = together(what, read, group)
+    for rank, found in enumerate(told):
+        if found != told[0]:
+            raise CheckpointError(
+                f"{what} failed: found {told[0][1]} {tuple(told[0][0])} in group rank 0's cut, but {found[1]}"
+                f" {tuple(found[0])} on group rank {rank}, maybe in another cut; give all ranks the"
+                " same files, spec and dtype"
+            )
+    return made[0]
+
+
+def _read(
+    paths: Sequence[Path],
+    name: str,
+    spec: ShardingSpec,
+    *,
+    dtype: torch.dtype | None,
+    group: dist.ProcessGroup,
+) -> ShardedTensor:
+    with _open(_file_of(paths, name)) as file:
+        stored = file.get_slice(name)
+        shape, stored_dtype = list(stored.get_shape()), DTYPES.get(stored.get_dtype())
+        if stored_dtype is None:
+            raise CheckpointError(
+                f"{name}: dtype {stored.get_dtype()} is none that torch has; convert the file"
+            )
+        if stored_dtype == torch.float4_e2m1fn_x2:  # which safetensors slices by the file's count
+            shape[-1] //= 2
+            stored = file.get_tensor(name)
+        properties = TensorProperties(dtype=dtype or stored_dtype)
+        metadata = with_ranks(spec.build_metadata(torch.Size(shape), properties))
+        metadata.check(dist.get_process_group_ranks(group))
+        shards = []
+        for place in metadata.held_by(dist.get_rank()):
+            assert place.placement is not None
+            found = _copied(stored, place.box, stored_dtype)
+            shards.append(Shard(found.to(place.placement.device(), properties.dtype), place))
+    return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec)
+
+
+def _copied(stored: Any, box: Box, dtype: torch.dtype) -> Tensor:
+    """The elements in `box`, in memory of their own; `stored` is a view of the mapped file."""
+    if box.is_empty:
+        return torch.empty(box.sizes, dtype=dtype)
+    found: Tensor = stored[tuple(map(slice, box.offsets, box.ends)) or ...]
+    bits = found.view(_BITS[dtype.itemsize])
+    return bits.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _open(file: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise CheckpointError("reading safetensors files needs `pip install safetensors`") from error
+    opened: Any = safe_open
+    return opened(file, framework="pt")
+
+
+def _paths(path_or_paths: _Paths) -> list[Path]:
+    if isinstance(path_or_paths, (str, os.PathLike)):
+        return [Path(path_or_paths)]
+    return [Path(path) for path in path_or_paths]
+
+
+def _file_of(paths: Sequence[Path], name: str) -> Path:
+    """The file that has the tensor `name`."""
+    known: list[str] = []
+    for path in paths:
+        for names, file in _contents(path):
+            if name in names:
+                return file
+            known += names
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"near names: {', '.join(near)}" if near else f"it has {len(known)} others, such as {known[:3]}"
+    raise CheckpointError(f"{name!r} is not in {', '.join(map(str, paths))}; {hint}")
+
+
+def _contents(path: Path) -> Iterator[tuple[list[str], Path]]:
+    """Names of tensors and the file that has them."""
+    if path.is_dir():
+        indexes = sorted(path.glob("*.safetensors.index.json"))
+        files = indexes[:1] or sorted(path.glob("*.safetensors"))
+        if len(indexes) > 1:
+            raise CheckpointError(
+                f"{path}: expected one index, found {[f.name for f in indexes]}; name one of them"
+            )
+        if not files:
+            raise CheckpointError(f"{path}: expected *.safetensors files or their index, found none")
+        for file in files:
+            yield from _contents(file)
+    elif path.suffix == ".json":
+        try:
+            places: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: expected an index with a weight_map ({error!r})") from error
+        for name, file_name in places.items():
+            if Path(file_name).is_absolute() or ".." in Path(file_name).parts:
+                raise CheckpointError(
+                    f"{path}: {name} lies in {file_name}, outside the index's folder; not read"
+                )
+            yield [name], path.parent / file_name
+    elif not path.is_file():
+        raise CheckpointError(f"{path}: no such file or folder")
+    else:
+        with _open(path) as file:
+            yield list(file.keys()), path

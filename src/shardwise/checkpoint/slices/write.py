@@ -1,0 +1,275 @@
+"""A safetensors file of whole tensors, of which each rank writes its boxes.
+
+tell      every rank says what it has; all find the same faults in what all say
+plan      from that alone, so equally on every rank: the header, and where each tensor lies
+write     one rank makes the file, all write their boxes, one renames it
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint.commit import sync
+from shardwise.checkpoint.slices.format import DTYPES, NAMES, together
+from shardwise.comm.fingerprint import fingerprint
+from shardwise.errors import CheckpointError
+from shardwise.layout import Box
+from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.dtensor import from_dtensor
+from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_MOST_HEADER = 100_000_000  # bytes that readers of the format accept
+
+
+def save_slices(
+    tensors: Mapping[str, ShardedTensor | Tensor],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write one safetensors file of whole tensors, each rank its own shards; returns the path.
+
+    Collective over the default process group: every rank calls it with the same path and metadata, and with
+    every tensor of which it holds a shard. Without a process group one process saves alone. Replaces an older
+    file in one step; if any rank fails it stays as it was, and nothing else is left.
+
+    Args:
+        tensors: by name. A DTensor is saved as its shards; a plain tensor counts as replicated, and one
+            rank's copy is saved.
+        path: of the file, seen by all ranks; its folder exists.
+        metadata: texts for the file's header; some readers want `{"format": "pt"}`.
+
+    Raises:
+        CheckpointError: on every rank, with the problems of all: a dtype that the format does not know, ranks
+            that disagree, a full disk.
+    """
+    path = Path(path)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    what = f"saving {path}"
+    own: dict[str, ShardedTensor | Tensor] = {}
+
+    def tell() -> dict[str, Any]:
+        own.update({name: _known(name, tensor) for name, tensor in tensors.items()})
+        texts = json.dumps([str(path), _checked(metadata)], sort_keys=True)
+        return {"call": texts, "tensors": {name: _told(tensor) for name, tensor in own.items()}}
+
+    told = together(what, tell, group)
+    rank = 0 if group is None else group.rank()
+
+    plan: list[_Plan] = []
+
+    def begin() -> str | None:
+        _check_told(own, told, rank)
+        plan.append(_planned(told, metadata))
+        return _create(path, plan[0]) if rank == 0 else None
+
+    staging = Path(together(what, begin, group)[0])
+    try:
+        together(what, lambda: _write(staging, own, plan[0].places, rank), group)
+        together(what, lambda: _publish(staging, path) if rank == 0 else None, group)
+    except CheckpointError:
+        if rank == 0:
+            staging.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
+    """The tensor in a form that can be written."""
+    if not isinstance(name, str) or name == "__metadata__":
+        raise CheckpointError(
+            f"a tensor is named by a str other than '__metadata__', found {name!r}; rename it"
+        )
+    if isinstance(tensor, DTensor):
+        tensor = from_dtensor(tensor, process_group=dist.group.WORLD)
+    if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedRows) or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{name}: expected a ShardedTensor, DTensor or plain dense tensor, found {type(tensor).__name__};"
+            " convert it (rows by sharded_tensor.from_rows)"
+        )
+    if tensor.dtype not in NAMES or (tensor.dtype == torch.float4_e2m1fn_x2 and not tensor.ndim):
+        raise CheckpointError(
+            f"{name}: safetensors files have no {tensor.dtype} of {tensor.ndim} dims; convert it to one of"
+            f" {', '.join(NAMES.values())}"
+        )
+    return tensor
+
+
+def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    found = dict(metadata or {})
+    wrong = [key for key, value in found.items() if not (isinstance(key, str) and isinstance(value, str))]
+    if wrong:
+        raise CheckpointError(f"metadata is of texts by text, found others at {wrong}; use str(...) or JSON")
+    return found
+
+
+def _told(tensor: ShardedTensor | Tensor) -> list[Any]:
+    """What ranks compare: dtype, shape, and how it is cut."""
+    cut = fingerprint(describe(tensor.metadata())) if isinstance(tensor, ShardedTensor) else None
+    return [NAMES[tensor.dtype], list(tensor.shape), cut]
+
+
+def _check_told(own: Mapping[str, ShardedTensor | Tensor], told: Sequence[dict[str, Any]], rank: int) -> None:
+    """Did every rank mean what this one does?"""
+    problems = []
+    for other, tale in enumerate(told):
+        if tale["call"] != told[rank]["call"]:
+            problems.append(
+                f"path and metadata are {told[rank]['call']} here, but {tale['call']} on rank {other}"
+            )
+        for name, found in tale["tensors"].items():
+            expected = told[rank]["tensors"].get(name, found)
+            if found != expected:
+                problems.append(f"{name}: {_show(expected)} here, but {_show(found)} on rank {other}")
+    for name, tensor in own.items():
+        holders = (
+            [shard.rank for shard in tensor.metadata().shards_metadata]
+            if isinstance(tensor, ShardedTensor)
+            else []
+        )
+        missing = sorted({holder for holder in holders if name not in told[holder]["tensors"]})
+        if missing:
+            problems.append(
+                f"{name}: ranks {missing} hold shards of it, but do not save it; pass it there too"
+            )
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def _show(told: Sequence[Any]) -> str:
+    return f"{told[0]} {tuple(told[1])} {'not sharded' if told[2] is None else f'in cut {told[2]:x}'}"
+
+
+@dataclass(frozen=True)
+class _Place:
+    begin: int  # in bytes from the file's beginning
+    shape: tuple[int, ...]
+    writer: int  # of a tensor that is not sharded
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A file, equal on every rank."""
+
+    header: bytes
+    size: int  # in bytes
+    places: dict[str, _Place]
+
+
+def _planned(told: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None) -> _Plan:
+    known: dict[str, list[Any]] = {}
+    savers: dict[str, list[int]] = {}
+    for rank, tale in enumerate(told):
+        for name, entry in tale["tensors"].items():
+            known[name] = entry
+            savers.setdefault(name, []).append(rank)
+    names = sorted(known, key=lambda name: (-DTYPES[known[name][0]].itemsize, name))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins, begin = {}, 0
+    for name in names:
+        dtype, shape, _ = known[name]
+        end = begin + math.prod(shape) * DTYPES[dtype].itemsize
+        counted = [*shape[:-1], 2 * shape[-1]] if dtype == "F4" else shape
+        entries[name] = {"dtype": dtype, "shape": counted, "data_offsets": [begin, end]}
+        begins[name], begin = begin, end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MOST_HEADER:
+        raise CheckpointError(
+            f"a header of {len(text)} bytes; readers accept {_MOST_HEADER}. Save several files"
+        )
+    header = len(text).to_bytes(8, "little") + text
+    places = {
+        name: _Place(len(header) + begins[name], tuple(known[name][1]), savers[name][i % len(savers[name])])
+        for i, name in enumerate(names)
+    }
+    return _Plan(header, len(header) + begin, places)
+
+
+def _create(path: Path, plan: _Plan) -> str:
+    """A file beside `path` with its header and all its room, so that a full disk is found at once."""
+    staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
+    descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _write_at(descriptor, memoryview(plan.header), 0)
+        try:
+            os.posix_fallocate(descriptor, 0, plan.size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(descriptor, plan.size)
+        os.fsync(descriptor)
+    except Exception:
+        staging.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return str(staging)
+
+
+@torch.no_grad()
+def _write(
+    staging: Path,
+    own: Mapping[str, ShardedTensor | Tensor],
+    places: Mapping[str, _Place],
+    rank: int,
+) -> None:
+    """This rank's boxes, on disk when it returns."""
+    descriptor = os.open(staging, os.O_WRONLY)
+    try:
+        for name, tensor in own.items():
+            place = places[name]
+            if isinstance(tensor, ShardedTensor):
+                for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
+                    _write_box(descriptor, place, box, shard)
+            elif place.writer == rank:
+                _write_box(descriptor, place, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None:
+    """The elements of `box`, as few runs as lie together in the file."""
+    if box.is_empty:
+        return
+    itemsize = tensor.element_size()
+    flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
+    numbers: Any = flat.view(torch.uint8).numpy()
+    content = memoryview(numbers)
+    strides = [math.prod(place.shape[dim + 1 :]) * itemsize for dim in range(len(place.shape))]
+    whole_from = len(place.shape)  # dims from here on lie in the box whole
+    while whole_from and box.sizes[whole_from - 1] == place.shape[whole_from - 1]:
+        whole_from -= 1
+    outer = max(0, whole_from - 1)
+    run = math.prod(box.sizes[outer:]) * itemsize
+    first = place.begin + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
+    for number, index in enumerate(itertools.product(*map(range, box.sizes[:outer]))):
+        at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        _write_at(descriptor, content[number * run : (number + 1) * run], at)
+
+
+def _write_at(descriptor: int, content: memoryview, at: int) -> None:
+    while content:
+        written = os.pwrite(descriptor, content, at)
+        content, at = content[written:], at + written
+
+
+def _publish(staging: Path, path: Path) -> None:
+    os.replace(staging, path)
+    sync(path.parent)

@@ -1,0 +1,359 @@
+"""An ordinary optimizer over the local shards of sharded tensors, and plain tensors beside them.
+
+An optimizer that treats every element alone does not care which shard it lies in. So it gets this rank's
+shards as its parameters; on a rank without any, the empty tensor that stands for them in the autograd graph,
+for its counts of steps to go on. To users and checkpoints all state is that of whole parameters, by name:
+
+    inside    AdamW over [shard, shard, bias, ...]        state of each shard
+    outside   {"weight": {"exp_avg": ShardedTensor cut as the weight, "step": tensor(3.)}, "bias": ...}
+
+Gradients of plain (replicated) parameters are taken as they are, equal on every rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp.optimizer_watch import ELEMENTWISE, is_elementwise
+from shardwise.sharded_tensor import ShardedTensor
+
+_WHY_NOT = {
+    "Adafactor": "it keeps sums over the rows and columns of each parameter",
+    "AdamW8bit": "it quantizes its state in blocks of many elements",
+    "LBFGS": "it takes inner products of all parameters",
+    "Muon": "it multiplies whole matrices",
+    "SparseAdam": "it needs sparse gradients",
+}
+# State that is one number for a whole parameter, also where the parameter is one number.
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+
+
+class ShardedOptimizer(Optimizer):
+    """`optimizer_class` over sharded and plain parameters, as a `torch.optim.Optimizer`.
+
+    `param_groups` hold the options, which schedulers may change, the parameters' "names" and local tensors.
+    A `torch.amp.GradScaler` would look for infinities on this rank alone; train in bfloat16.
+
+    Args:
+        named_params: parameters by name: `named_params_with_sharded_tensor(module)`, or
+            `dict(module.named_parameters())`; the same names on every rank, in one order.
+        optimizer_class: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD of
+            `torch.optim`, or any class that treats every element alone and says so by an attribute
+            `elementwise = True`.
+        args: of the optimizer, after its parameters.
+        param_groups: dicts of "names" and options for those parameters; all others have the options in
+            `kwargs`, and come first.
+        kwargs: of the optimizer.
+
+    Raises:
+        ShardingError: an optimizer that needs whole parameters; unknown, repeated or non-leaf ones.
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, Tensor],
+        optimizer_class: type[Optimizer],
+        *args: Any,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_kind(optimizer_class)
+        self._named = dict(named_params)
+        _check_params(self._named)
+        self._tensors = {name: _local(param) for name, param in self._named.items()}
+        groups = [self._with_tensors(group) for group in _grouped(list(self._named), param_groups or [])]
+        self._inner: Optimizer | None = None
+        inner = cast(Any, optimizer_class)(groups, *args, **kwargs)
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    @property
+    def named_params(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return dict(self._named)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the local shards and plain parameters. Local, unless `closure` is not.
+
+        Where one of this rank's shards of a parameter has a gradient and another has none, that is zero. All
+        ranks have gradients of the same parameters, as after a backward that all of them took part in.
+
+        Args:
+            closure: evaluates the model and returns the loss, which `step` then returns.
+
+        Raises:
+            ShardingError: a parameter holds other shards than when this optimizer was made.
+        """
+        assert self._inner is not None
+        if closure is None:
+            self._complete_gradients()
+            return self._inner.step()
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._complete_gradients()
+            return loss
+
+        return cast(Any, self._inner).step(evaluated)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop, or set to zero, all gradients. Local."""
+        if set_to_none:
+            for param in self._named.values():
+                param.grad = None
+        elif self._inner is not None:
+            self._inner.zero_grad(set_to_none=False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize more parameters: `{"params": {name: tensor, ...}, option: value, ...}`. Local.
+
+        Raises:
+            ShardingError: "params" is no mapping from names, or has a name or tensor already known.
+        """
+        if self._inner is None:  # the base class passes on the groups of the optimizer inside
+            super().add_param_group(param_group)
+            return
+        more = param_group.get("params")
+        if not isinstance(more, Mapping):
+            raise ShardingError(
+                f'{here()}: a group of a ShardedOptimizer has "params" by name, {{name: tensor}}, found'
+                f" {type(more).__name__}"
+            )
+        known = [name for name in more if name in self._named]
+        if known:
+            raise ShardingError(f"{here()}: {known[:5]} are optimized already; add parameters once")
+        _check_params({**self._named, **more})
+        self._named.update(more)
+        self._tensors.update({name: _local(param) for name, param in more.items()})
+        options = {key: value for key, value in param_group.items() if key != "params"}
+        self._inner.add_param_group(self._with_tensors({**options, "names": list(more)}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by parameter name. Local.
+
+        `{"state": {name: {"exp_avg": tensor, "step": number, ...}}, "param_groups": [{"params": [name, ...],
+        "lr": ..., ...}]}`. State with an element for each of a sharded parameter's is a `ShardedTensor` cut
+        alike, which shares memory with the optimizer: `torch.distributed.checkpoint` saves it, and loads it
+        into another cut or number of ranks. There is none before the first step; see `allocate_state`.
+        """
+        found = {}
+        for name, param in self._named.items():
+            states = [self.state[tensor] for tensor in self._tensors[name] if self.state.get(tensor)]
+            if states:
+                found[name] = _whole_state(name, param, self._tensors[name], states)
+        groups = [{**_options_of(group), "params": list(group["names"])} for group in self.param_groups]
+        return {"state": found, "param_groups": groups}
+
+    def allocate_state(self) -> None:
+        """Give parameters without state some, for `state_dict` to name what a checkpoint is to fill. Local.
+
+        The values are those after one step with gradients of zero; parameters do not change.
+        """
+        inner = self._inner
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if not self.state.get(tensor):
+                    stand_in = nn.Parameter(torch.zeros_like(tensor))
+                    stand_in.grad = torch.zeros_like(stand_in)
+                    made: Any = object.__new__(type(inner))
+                    made.__dict__.update(vars(inner))  # its options, whatever its constructor takes
+                    made.state = defaultdict(dict)
+                    made.param_groups = [{**_options_of(group), "params": [stand_in]}]
+                    made.step()
+                    if made.state[stand_in]:
+                        self.state[tensor] = made.state[stand_in]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state by parameter name, as `state_dict()` gives it, in memory of its own.
+
+        Local for sharded tensors cut as the parameter and for whole tensors, equal on every rank, which are
+        cut; collective for sharded ones that are cut otherwise.
+
+        Raises:
+            ShardingError: names, groups or shapes that are not those of this optimizer.
+        """
+        options = self._options(state_dict)
+        state: dict[str, Any] = state_dict["state"]
+        for name, values in state.items():
+            _check_shapes(name, self._named[name], values)
+        for group, loaded in zip(self.param_groups, options, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+            for name in group["names"]:
+                tensors = self._tensors[name]
+                parts = _local_state(self._named[name], tensors, state.get(name, {}))
+                for tensor, values in zip(tensors, parts, strict=True):
+                    if values:
+                        self.state[tensor] = _placed(values, tensor, group)
+                    else:
+                        self.state.pop(tensor, None)
+
+    def _with_tensors(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [tensor for name in group["names"] for tensor in self._tensors[name]]}
+
+    @torch.no_grad()
+    def _complete_gradients(self) -> None:
+        for name, tensors in self._tensors.items():
+            now = _local(self._named[name])
+            if len(now) != len(tensors) or any(a is not b for a, b in zip(now, tensors, strict=True)):
+                raise ShardingError(
+                    f"{here()}: {name} holds other shards than when its optimizer was made; cut parameters"
+                    " first and make the optimizer then"
+                )
+            if len(tensors) > 1 and any(tensor.grad is not None for tensor in tensors):
+                for tensor in tensors:
+                    if tensor.grad is None:
+                        tensor.grad = torch.zeros_like(tensor)
+
+    def _options(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        """The loaded options of each of this optimizer's groups."""
+        where = {name: i for i, group in enumerate(state_dict["param_groups"]) for name in group["params"]}
+        missing = [name for name in self._named if name not in where]
+        unknown = [name for name in [*where, *state_dict["state"]] if name not in self._named]
+        if missing or unknown:
+            raise ShardingError(
+                f"{here()}: the optimizer state lacks {missing[:5] or 'nothing'}, and has"
+                f" {unknown[:5] or 'nothing'} more than this optimizer; make it over the same parameters, by"
+                " the same names, as the one that was saved"
+            )
+        found = []
+        for group in self.param_groups:
+            sources = {where[name]: None for name in group["names"]}
+            if len(sources) > 1:
+                raise ShardingError(
+                    f"{here()}: {group['names'][:5]} are one group here but several in the loaded state; give"
+                    " the same param_groups as the optimizer that was saved"
+                )
+            found.extend([state_dict["param_groups"][i] for i in sources] or [{}])
+        return found
+
+
+# Arguments
+
+
+def _check_kind(kind: type[Optimizer]) -> None:
+    if is_elementwise(kind) or getattr(kind, "elementwise", False):
+        return
+    why = next((_WHY_NOT[base.__name__] for base in kind.__mro__ if base.__name__ in _WHY_NOT), None)
+    why = why or (
+        f"only {', '.join(ELEMENTWISE)} of torch.optim are known to; if it does too, say so by a class"
+        " attribute elementwise = True"
+    )
+    raise ShardingError(
+        f"{here()}: {kind.__name__} cannot step on shards, where every element must be treated alone: {why}"
+    )
+
+
+def _check_params(named: Mapping[str, Tensor]) -> None:
+    first: dict[int, str] = {}
+    for name, param in named.items():
+        other = first.setdefault(id(param), name)
+        if other != name:
+            raise ShardingError(f"{here()}: {other} and {name} are one parameter; give it once")
+        if not param.is_leaf:
+            raise ShardingError(
+                f"{here()}: {name} is the result of an operation, which collects no gradient; optimize the"
+                " leaves it was made of"
+            )
+
+
+def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One group for the names that have none, then `groups`."""
+    taken: dict[str, None] = {}
+    for group in groups:
+        for name in group["names"]:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
+                raise ShardingError(f"{here()}: no parameter is named {name!r}; near names are {near}")
+            if name in taken:
+                raise ShardingError(f"{here()}: {name} is in two param_groups; name it once")
+            taken[name] = None
+    rest = [name for name in names if name not in taken]
+    if rest or not groups:
+        yield {"names": rest}
+    for group in groups:
+        yield {**group, "names": list(group["names"])}
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "names")}
+
+
+def _local(param: Tensor) -> list[Tensor]:
+    """What the optimizer steps on in place of `param`."""
+    return (param.tensors or [param.anchor]) if isinstance(param, ShardedTensor) else [param]
+
+
+# State of shards and of whole parameters
+
+
+def _is_elements(key: str, value: Any, tensor: Tensor) -> bool:
+    """Has a state an element for each of `tensor`?"""
+    return isinstance(value, Tensor) and value.shape == tensor.shape and key not in _NUMBERS
+
+
+def _whole_state(
+    name: str, param: Tensor, tensors: Sequence[Tensor], states: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """One parameter's state from those of its shards on this rank."""
+    if not isinstance(param, ShardedTensor):
+        return dict(states[0])
+    found: dict[str, Any] = {}
+    for key, value in states[0].items():
+        if _is_elements(key, value, tensors[0]):
+            parts = [state[key] for state in states]
+            found[key] = param.with_tensors(parts if param.tensors else [], anchor=parts[0].new_empty(0))
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise ShardingError(
+                f"{here()}: the optimizer's {key!r} of {name} has shape {tuple(value.shape)} for a shard of"
+                f" shape {tuple(tensors[0].shape)}; only state by element, and numbers, can be described"
+            )
+        else:
+            found[key] = value
+    return found
+
+
+def _check_shapes(name: str, param: Tensor, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != param.shape:
+            raise ShardingError(
+                f"{here()}: {key!r} of {name} has shape {tuple(value.shape)}, expected that of the parameter,"
+                f" {tuple(param.shape)}"
+            )
+
+
+def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each of this rank's shards of a parameter, its state."""
+    parts: list[dict[str, Any]] = [{} for _ in tensors]
+    for key, value in values.items():
+        cut: Sequence[Any] = [_copied(value) for _ in tensors]
+        if _is_elements(key, value, param):
+            cut = [torch.empty_like(tensor, dtype=value.dtype, requires_grad=False) for tensor in tensors]
+            if isinstance(param, ShardedTensor):
+                into = param.with_tensors(cut if param.tensors else [], anchor=cut[0].new_empty(0))
+                into.copy_(value)
+            else:
+                cut[0].copy_(value)
+        for part, own in zip(parts, cut, strict=True):
+            part[key] = own
+    return parts
+
+
+def _placed(values: dict[str, Any], tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts lie on the device where the step reads them there."""
+    if group.get("fused") or group.get("capturable"):
+        return {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in values.items()}
+    return values
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value

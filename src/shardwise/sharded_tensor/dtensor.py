@@ -1,0 +1,336 @@
+"""DTensors to sharded tensors and back, whatever the mesh and its placements.
+
+What a rank of a DTensor holds are indices of each dim, found by splitting the dim's range over the mesh axes
+that cut it, one after the other. After a strided split they may be several runs:
+
+    dim of 8 over a mesh of 2 x 2                   (0, 0)   (0, 1)   (1, 0)   (1, 1)
+    [Shard(0), Shard(0)]                            0 1      2 3      4 5      6 7
+    [Replicate(), Shard(0)]                         0-3      4-7      0-3      4-7
+    [strided Shard(0) of 2, Replicate()]            0 1 4 5  0 1 4 5  2 3 6 7  2 3 6 7
+
+Each combination of runs, one of every dim, is a box. Of replicas, the one at coordinate 0 of the axes that
+replicate is what the sharded tensor holds; the others hold no shard. A rank whose chunk is empty holds one
+empty shard.
+
+Ranks must ascend along every axis that cuts. Where they do not, torch itself is of two minds: its collectives
+take the parts by rank in the axis' group, which ascends, the rest of it by coordinate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Shard as Cut
+
+from shardwise import _compat
+from shardwise.comm.exchange import agree, exchange
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box, transfer
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_Runs = list[tuple[int, int]]  # first index and length in one dim of the whole tensor, ascending, none empty
+
+
+@torch.no_grad()
+def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
+    """The same tensor as a sharded one, without gradient. Local: nothing is sent.
+
+    Shards share the memory of the DTensor's local tensor where they lie in it contiguously: always, unless
+    a strided placement cuts a dim other than the first or the local tensor has other strides. Those
+    are copies.
+
+    Args:
+        dtensor: of any mesh, and any placements but `Partial`. On the ranks of the group outside its mesh,
+            the DTensor without elements that torch makes there.
+        process_group: the ranks of the sharded tensor, among them those of the mesh. By default the group
+            of a mesh of one axis, or the default group where its ranks are those of the mesh.
+
+    Raises:
+        ShardingError: a placement that is neither replicated nor sharded, no group for the mesh, or ranks
+            that do not ascend along an axis that cuts.
+    """
+    spec: Any = _compat.spec_of(dtensor)
+    mesh, local = dtensor.device_mesh, _compat.local_tensor(dtensor)
+    arriving = getattr(local, "wait", None)  # of a redistribution that is still under way
+    local = (local if arriving is None else arriving()).detach()
+    group = _group_of(mesh, process_group)
+    holdings = _holdings(
+        mesh, dtensor.placements, tuple(dtensor.shape), order=getattr(spec, "shard_order", None)
+    )
+    placed = [
+        (box, rank) for rank, holding in holdings.items() if holding.first_replica for box, _ in holding.boxes
+    ]
+    placed.sort(key=lambda entry: entry[0].offsets)
+    metadata = ShardedTensorMetadata(
+        [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{local.device.type}") for box, rank in placed],
+        dtensor.shape,
+        TensorProperties(dtype=local.dtype),
+    )
+    mine = holdings.get(dist.get_rank())
+    held = [] if mine is None or not mine.first_replica else mine.boxes
+    shards = [
+        Shard(local[slices].contiguous(), place)
+        for (_, slices), place in zip(held, metadata.held_by(dist.get_rank()), strict=True)
+    ]
+    return ShardedTensor.wrap(shards, metadata, process_group=group)
+
+
+@torch.no_grad()
+def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The same values as a DTensor on `mesh`, in memory of its own and without gradient.
+
+    Each rank gets the elements it lacks once, straight from a rank that has them. Collective over the
+    tensor's group; ranks outside the mesh get a DTensor without elements, as torch makes them there.
+
+    Args:
+        sharded: any sharded tensor.
+        mesh: of ranks of the tensor's group, on any number of axes.
+        placements: `Shard` or `Replicate` for each axis of the mesh.
+
+    Raises:
+        ShardingError: ranks outside the group, placements that do not fit the mesh or the tensor, or ranks
+            that do not ascend along an axis that cuts.
+        RankMismatchError: on every rank, where ranks ask for different meshes or placements.
+    """
+    metadata, group = sharded.metadata(), sharded.process_group
+    shape = tuple(metadata.size)
+    ranks = dist.get_process_group_ranks(group)
+    _check_members(mesh, ranks)
+    placements = _normalized(placements, mesh, ndim=len(shape))
+    asked = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
+    agree(f"{describe(metadata)}\nto\n{asked}", group=group, what="the DTensor to make")
+    holdings = _holdings(mesh, placements, shape)
+    wanted = [[box for box, _ in holdings[rank].boxes] if rank in holdings else [] for rank in ranks]
+    rank = group.rank()
+    mine = holdings.get(ranks[rank])
+    local = sharded.anchor.detach().new_empty(0 if mine is None else mine.sizes)
+    exchange(
+        transfer(metadata.boxes_by(ranks), wanted, rank=rank),
+        source=[(shard.box, shard.tensor.detach()) for shard in sharded.local_shards()],
+        target=[] if mine is None else [(box, local[slices]) for box, slices in mine.boxes],
+        group=group,
+    )
+    spec = _compat.dtensor_spec(mesh, placements, shape=metadata.size, dtype=local.dtype)
+    return _compat.dtensor(
+        local if local.device.type == mesh.device_type else local.to(mesh.device_type), spec
+    )
+
+
+# What each rank of a mesh holds
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """One rank's part of a DTensor of `shape`."""
+
+    runs: tuple[_Runs, ...]  # of every dim, one after the other in its local tensor
+    shape: tuple[int, ...]
+    first_replica: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        return tuple(map(_length, self.runs))
+
+    @property
+    def boxes(self) -> list[tuple[Box, tuple[slice, ...]]]:
+        """Every box, and where it lies in the local tensor; at least one, maybe empty."""
+        if not all(self.runs):
+            return [(self._empty(), (slice(None),) * len(self.shape))]
+        dims = []
+        for runs in self.runs:
+            begins = itertools.accumulate((length for _, length in runs), initial=0)
+            dims.append(
+                [(*run, slice(begin, begin + run[1])) for run, begin in zip(runs, begins, strict=False)]
+            )
+        return [
+            (
+                Box(tuple(start for start, _, _ in chosen), tuple(n for _, n, _ in chosen)),
+                tuple(s for *_, s in chosen),
+            )
+            for chosen in itertools.product(*dims)
+        ]
+
+    def _empty(self) -> Box:
+        """A box of the local tensor's sizes within the whole tensor."""
+        starts = [
+            size if not runs else runs[0][0] if len(runs) == 1 else 0
+            for runs, size in zip(self.runs, self.shape, strict=True)
+        ]
+        return Box(tuple(starts), self.sizes)
+
+
+def _holdings(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...], *, order: Any = None
+) -> dict[int, _Holding]:
+    """By global rank, in the mesh's order. `order` names the axes cutting each dim in the order they cut."""
+    _check_placements(placements)
+    axes: list[list[int]] = [[] for _ in shape]
+    for axis, placement in enumerate(placements):
+        if _cuts(placement):
+            axes[_dim(placement)].append(axis)
+    for entry in order or ():
+        axes[entry.tensor_dim] = list(entry.mesh_dims)
+    counts = tuple(mesh.shape)
+    tables = [_table(size, [(placements[a], counts[a]) for a in axes[d]]) for d, size in enumerate(shape)]
+    for axis in itertools.chain(*axes):
+        _check_order(mesh, axis)
+    replicating = [axis for axis, placement in enumerate(placements) if not _cuts(placement)]
+    found = {}
+    for rank, at in zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, counts)), strict=True):
+        runs = tuple(table[tuple(at[a] for a in axes[d])] for d, table in enumerate(tables))
+        found[rank] = _Holding(runs, shape, first_replica=not any(at[a] for a in replicating))
+    return found
+
+
+def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, ...], _Runs]:
+    """What of a dim lies at each coordinate of the axes that cut it."""
+    table: dict[tuple[int, ...], _Runs] = {(): [(0, size)] if size else []}
+    for placement, count in cuts:
+        table = {
+            (*at, index): part
+            for at, runs in table.items()
+            for index, part in enumerate(_split(runs, placement, count))
+        }
+    return table
+
+
+def _check_order(mesh: DeviceMesh, axis: int) -> None:
+    if mesh.ndim == 1 and dist.get_rank() in mesh.mesh.tolist():
+        ascend = mesh.mesh.tolist() == dist.get_process_group_ranks(mesh.get_group())
+    else:
+        ascend = bool((mesh.mesh.diff(dim=axis) > 0).all())
+    if not ascend:
+        raise ShardingError(
+            f"{here()}: the ranks of mesh {mesh.mesh.tolist()} do not ascend along axis {axis}, which cuts"
+            " the tensor. Torch's collectives and its placements then disagree about who holds what; use a"
+            " mesh on which they ascend"
+        )
+
+
+def _length(runs: _Runs) -> int:
+    return sum(length for _, length in runs)
+
+
+def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
+    """`runs` over the `count` coordinates of an axis."""
+    if not isinstance(placement, _compat.StridedShard):
+        return _chunks(runs, count)
+    strides = [_chunks(stride, count) for stride in _chunks(runs, int(placement.split_factor))]
+    return [_joined(run for stride in strides for run in stride[index]) for index in range(count)]
+
+
+def _chunks(runs: _Runs, count: int) -> list[_Runs]:
+    """Equal chunks of the indices in `runs`; the last ones short or empty."""
+    total = _length(runs)
+    chunk = -(-total // count)
+    return [_between(runs, i * chunk, (i + 1) * chunk) for i in range(count)]
+
+
+def _between(runs: _Runs, begin: int, end: int) -> _Runs:
+    """Those of the indices in `runs`, counted one after the other, from `begin` to before `end`."""
+    found, before = [], 0
+    for start, length in runs:
+        low, high = max(begin - before, 0), min(end - before, length)
+        if low < high:
+            found.append((start + low, high - low))
+        before += length
+    return found
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
+    """Runs that continue one another as one."""
+    found: _Runs = []
+    for start, length in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return found
+
+
+# Placements, meshes and groups
+
+
+def _cuts(placement: Placement) -> bool:
+    return isinstance(placement, (Cut, _compat.StridedShard))
+
+
+def _dim(placement: Any) -> int:
+    dim: int = placement.dim
+    return dim
+
+
+def _check_placements(placements: Sequence[Placement]) -> None:
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            raise ShardingError(
+                f"{here()}: mesh axis {axis} has placement {placement}: its ranks hold terms of a sum, not"
+                " parts of a tensor; call redistribute() with Replicate() or Shard() there first"
+            )
+        if not isinstance(placement, Replicate) and not _cuts(placement):
+            raise ShardingError(
+                f"{here()}: expected Shard or Replicate on every mesh axis, found {placement!r} on axis"
+                f" {axis}; call redistribute() first"
+            )
+
+
+def _normalized(placements: Sequence[Placement], mesh: DeviceMesh, *, ndim: int) -> tuple[Placement, ...]:
+    """The placements with dims counted from the first."""
+    _check_placements(placements)
+    if len(placements) != mesh.ndim:
+        raise ShardingError(
+            f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
+            f" {tuple(placements)}"
+        )
+    made: list[Placement] = []
+    for placement in placements:
+        if not _cuts(placement):
+            made.append(Replicate())
+            continue
+        dim = _dim(placement)
+        if not -ndim <= dim < ndim:
+            raise ShardingError(
+                f"{here()}: {placement!r} cuts dim {dim} of a tensor of {ndim} dims; choose one that it has"
+            )
+        if isinstance(placement, _compat.StridedShard):
+            made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
+        else:
+            made.append(Cut(dim % ndim))
+    return tuple(made)
+
+
+def _check_members(mesh: DeviceMesh, ranks: Sequence[int]) -> None:
+    members = set(ranks)
+    outside = [rank for rank in mesh.mesh.flatten().tolist() if rank not in members]
+    if outside:
+        raise ShardingError(
+            f"{here()}: ranks {outside} of the mesh {mesh.mesh.tolist()} are not among the ranks"
+            f" {list(ranks)} of the process group; use a mesh of its ranks, or a group that has them all"
+        )
+
+
+def _group_of(mesh: DeviceMesh, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    if process_group is not None:
+        _check_members(mesh, dist.get_process_group_ranks(process_group))
+        return process_group
+    if mesh.ndim == 1 and dist.get_rank() in ranks:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is not None and sorted(ranks) == sorted(dist.get_process_group_ranks(world)):
+        return world
+    raise ShardingError(
+        f"{here()}: no process group is known for the mesh {mesh.mesh.tolist()}; pass process_group=, a"
+        " group with these ranks"
+    )

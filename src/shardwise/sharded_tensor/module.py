@@ -1,0 +1,353 @@
+"""Modules whose parameters, attributes and outputs are sharded tensors.
+
+    shard_parameter         one parameter, under all the names it has in the module
+    shard_module            all that a `ShardingPlan` names
+    reshard_output          a forward hook: the output cut by a spec
+    collect_local_shard     a forward hook: the output's part on this rank, a plain tensor
+    state_dict_hook, pre_load_state_dict_hook
+                            sharded tensors that are neither parameters nor buffers, in state dicts
+
+What a call asks for is checked on every rank before anything moves, and refused on all of them alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm.exchange import part
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box
+from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.check import agreed
+from shardwise.sharded_tensor.construct import empty, shard_tensor
+from shardwise.sharded_tensor.context import group_or_default
+from shardwise.sharded_tensor.metadata import TensorProperties
+from shardwise.sharded_tensor.move import boxes_of
+from shardwise.sharded_tensor.plan import Sharder, ShardingPlan
+from shardwise.sharded_tensor.remote import with_ranks
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.spec import ShardingSpec
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+def shard_parameter(
+    module: nn.Module,
+    param_name: str,
+    sharding_spec: ShardingSpec,
+    src_rank: int | None = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Replace the parameter `param_name` by an `nn.Parameter` that is a `ShardedTensor`. Collective.
+
+    It keeps `requires_grad`. A parameter that `module` has under several names is replaced under all of
+    them; names outside `module` keep the whole tensor, so pass a module that contains them all. Optimizers
+    and hooks that know the old parameter do not know the new one: shard first.
+
+    Args:
+        param_name: of a parameter of `module` or of its submodules, as in `named_parameters()`. One on the
+            meta device becomes uninitialised shards on the placements' devices, without communication.
+        sharding_spec: where each shard goes.
+        src_rank: rank within the group whose values count; None where all ranks have equal values.
+        process_group: the ranks that take part; by default all.
+
+    Raises:
+        ShardingError: on every rank, where there is no such parameter (near names are listed), it is
+            sharded already or has a gradient, or the spec cannot cut it.
+        RankMismatchError: on every rank, where ranks ask for different things.
+    """
+    group = group_or_default(process_group)
+    agreed(
+        lambda: _check_parameter(module, param_name, sharding_spec, group),
+        text=lambda checked: f"shard_parameter {param_name}",
+        group=group,
+        what="the parameter to shard",
+    )
+    _shard_parameter(module, param_name, sharding_spec, src_rank=src_rank, group=group)
+
+
+def shard_module(
+    module: nn.Module,
+    plan: ShardingPlan,
+    src_rank: int | None = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Carry out `plan` on `module`, in place. Collective over the group.
+
+    Parameters are sharded as by `shard_parameter`, then sharders run, then `reshard_output` and then
+    `collect_local_shard` are applied, each in the order of the plan.
+
+    Args:
+        src_rank: rank within the group whose values count; None where all ranks have equal values.
+        process_group: the ranks that take part; by default all.
+
+    Raises:
+        ShardingError: on every rank and before any change, where a name is not one of `module`'s (near
+            names are listed), names one parameter twice, or lies within a module that has a sharder.
+        RankMismatchError: on every rank, where ranks have different plans.
+    """
+    group = group_or_default(process_group)
+    outputs, local = plan.output_plan or {}, plan.return_local_tensor or []
+    agreed(
+        lambda: _check_plan(module, plan, group),
+        text=lambda checked: f"{list(plan.plan)} {list(outputs)} {local}",
+        group=group,
+        what="the sharding plan",
+    )
+    for name, spec in plan.plan.items():
+        if isinstance(spec, ShardingSpec):
+            _shard_parameter(module, name, spec, src_rank=src_rank, group=group)
+    for name, sharder in plan.plan.items():
+        if isinstance(sharder, Sharder):
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, sharder.shard(module.get_submodule(name)))
+    for name, spec in outputs.items():
+        reshard_output(module.get_submodule(name), spec, process_group=group)
+    for name in local:
+        collect_local_shard(module.get_submodule(name))
+
+
+def reshard_output(
+    module: nn.Module, resharding_spec: ShardingSpec, process_group: dist.ProcessGroup | None = None
+) -> nn.Module:
+    """Let `module` return its output cut by `resharding_spec`; returns `module`. Local.
+
+    In forward, a `ShardedTensor` is resharded over its own group. A plain tensor is taken for the whole
+    one, equal on every rank, of which every rank keeps its shards without communication; the gradient of
+    the whole is all-reduced over `process_group` (by default all ranks) in backward.
+    """
+
+    def hook(module: nn.Module, args: Any, output: Any) -> ShardedTensor:
+        if isinstance(output, ShardedTensor):
+            return output.reshard(resharding_spec)
+        if isinstance(output, Tensor):
+            return _cut(output, resharding_spec, group_or_default(process_group))
+        raise _no_tensor(module, output, "reshard_output")
+
+    module.register_forward_hook(hook)
+    return module
+
+
+def collect_local_shard(module: nn.Module) -> nn.Module:
+    """Let `module` return the local tensor of its sharded output; returns `module`. Local.
+
+    A rank that holds no shard returns an empty tensor: of size 0 in the dims that are cut, or else in the
+    first. It requires grad as the others do, and every rank must call backward through what it returns.
+
+    In forward raises ShardingError on every rank where the output is not a `ShardedTensor`, or any rank
+    holds several shards of it.
+    """
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Tensor:
+        if not isinstance(output, ShardedTensor):
+            raise _no_tensor(module, output, "collect_local_shard")
+        held = boxes_of(output.metadata(), output.process_group)
+        several = next((rank for rank, boxes in enumerate(held) if len(boxes) > 1), None)
+        if several is not None:
+            raise ShardingError(
+                f"{here()}: collect_local_shard needs at most one shard on each rank, found"
+                f" {len(held[several])} on group rank {several} of {type(module).__name__}'s output by"
+                f" {output.sharding_spec()!r}; put reshard_output before it"
+            )
+        return output.local_tensor() if output.tensors else _nothing(output)
+
+    module.register_forward_hook(hook)
+    return module
+
+
+def state_dict_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Put the sharded tensors that are plain attributes of `module` and its submodules into a state dict.
+
+    For `module.register_state_dict_post_hook(state_dict_hook)`. Local.
+    """
+    for name, owner, attribute in _attributes(module):
+        destination[prefix + name] = getattr(owner, attribute).detach()
+
+
+_loading: tuple[list[str], set[str]] = (
+    [],
+    set(),
+)  # the latest load by its missing_keys; the keys it has seen to
+
+
+def pre_load_state_dict_hook(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Load the sharded tensors that `state_dict_hook` has put into a state dict.
+
+    For `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`. Values are copied, from a
+    tensor cut in any way (collective over its group where it is cut otherwise) or a whole one; with
+    `assign=True` the attribute becomes the tensor in `state_dict`.
+    """
+    global _loading
+    if _loading[0] is not missing_keys:
+        _loading = missing_keys, set()
+    for name, owner, attribute in _attributes(module):
+        key, current = prefix + name, getattr(owner, attribute)
+        if key not in state_dict:  # a parent's hook may have taken it
+            if strict and key not in _loading[1]:
+                missing_keys.append(key)
+            _loading[1].add(key)
+            continue
+        value = state_dict.pop(key)
+        _loading[1].add(key)
+        if not isinstance(value, Tensor) or value.shape != current.shape:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            error_msgs.append(f"{key}: expected a tensor of shape {tuple(current.shape)}, found {found}")
+        elif local_metadata.get("assign_to_params_buffers", False):
+            if value.requires_grad != current.requires_grad:
+                value = value.detach().requires_grad_(current.requires_grad)
+            setattr(owner, attribute, value)
+        else:
+            with torch.no_grad():
+                current.copy_(value)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name, owner and attribute of every sharded tensor that is neither a parameter nor a buffer."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for attribute, value in vars(owner).items():
+            if isinstance(value, ShardedTensor):
+                yield f"{path}.{attribute}" if path else attribute, owner, attribute
+
+
+# Parameters
+
+
+def _shard_parameter(
+    module: nn.Module, name: str, spec: ShardingSpec, *, src_rank: int | None, group: dist.ProcessGroup
+) -> None:
+    whole = module.get_parameter(name)
+    if whole.is_meta:
+        made = empty(spec, whole.shape, dtype=whole.dtype, process_group=group)
+    else:
+        made = shard_tensor(whole, spec, src_rank=src_rank, process_group=group)
+    sharded = nn.Parameter(made, requires_grad=whole.requires_grad)
+    for owner in module.modules():
+        for own, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is whole:
+                setattr(owner, own, sharded)
+
+
+def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.ProcessGroup) -> None:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if not isinstance(spec, ShardingSpec):
+        raise ShardingError(f"parameter {name} needs a ShardingSpec, found {spec!r}")
+    if name not in parameters:
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        if name in buffers:
+            raise ShardingError(f"{name} is a buffer of {type(module).__name__}; only parameters are sharded")
+        raise _unknown(module, "parameter", name, list(parameters))
+    parameter = parameters[name]
+    if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
+        found = type(parameter.data if type(parameter) is nn.Parameter else parameter).__name__
+        raise ShardingError(
+            f"parameter {name} is a {found} of layout {parameter.layout}, expected a plain strided one; a"
+            " ShardedTensor is cut otherwise by reshard()"
+        )
+    if parameter.grad is not None:
+        raise ShardingError(f"parameter {name} has a gradient, which would be lost; set it to None before")
+    properties = TensorProperties.create_from_tensor(parameter)
+    with_ranks(spec.build_metadata(parameter.shape, properties)).check(dist.get_process_group_ranks(group))
+
+
+def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> None:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    sharders = [name for name, spec in plan.plan.items() if isinstance(spec, Sharder)]
+    parameters: dict[int, str] = {}
+    for name, spec in plan.plan.items():
+        above = next((path for path in sharders if path != name and name.startswith(f"{path}.")), None)
+        if above is not None:
+            raise ShardingError(f"{name} lies within {above}, which has a Sharder; name only one of them")
+        if isinstance(spec, Sharder):
+            if not name or name not in modules:
+                raise _unknown(module, "submodule", name, list(modules)[1:])
+            continue
+        _check_parameter(module, name, spec, group)
+        first = parameters.setdefault(id(module.get_parameter(name)), name)
+        if first != name:
+            raise ShardingError(f"{first} and {name} are one parameter; name only one of them in the plan")
+    for name, spec in (plan.output_plan or {}).items():
+        if not isinstance(spec, ShardingSpec):
+            raise ShardingError(f"the output of {name!r} needs a ShardingSpec, found {spec!r}")
+    for name in [*(plan.output_plan or {}), *(plan.return_local_tensor or [])]:
+        if name not in modules:
+            raise _unknown(module, "module", name, list(modules))
+
+
+def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> ShardingError:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known[:3])
+    hint = f"; near names are {', '.join(map(repr, near))}" if near else "; it has none"
+    return ShardingError(f"{type(module).__name__} has no {kind} {name!r}{hint}")
+
+
+# Outputs
+
+
+def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup) -> ShardedTensor:
+    """This rank's shards of a replicated tensor, in memory of their own; differentiable, local forward."""
+    metadata = with_ranks(spec.build_metadata(whole.shape, TensorProperties.create_from_tensor(whole)))
+    metadata.check(dist.get_process_group_ranks(group))
+    differentiable = whole.requires_grad and torch.is_grad_enabled()
+    metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
+    everything = Box((0,) * whole.ndim, tuple(whole.shape))
+    source = replicated(whole, group)
+    shards = []
+    for place in metadata.held_by(dist.get_rank()):
+        assert place.placement is not None
+        piece = part(everything, source, place.box).clone(memory_format=torch.contiguous_format)
+        shards.append(Shard(piece.to(place.placement.device()), place))
+    anchor = source.reshape(-1)[:0]
+    return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec, anchor=anchor)
+
+
+def _nothing(sharded: ShardedTensor) -> Tensor:
+    """An empty tensor with as many dims, in place of the shard that this rank does not hold."""
+    size = list(sharded.metadata().size)
+    shards = sharded.metadata().shards_metadata
+    cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
+    for d in cut or range(min(1, len(size))):
+        size[d] = 0
+    return sharded.anchor.reshape(size) if size else sharded.anchor
+
+
+def _no_tensor(module: nn.Module, output: Any, what: str) -> ShardingError:
+    return ShardingError(
+        f"{here()}: {what} needs a module that returns a tensor, found {type(output).__name__} from"
+        f" {type(module).__name__}; apply it to the submodule that makes the tensor"
+    )
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> dict[str, Tensor]:
+    """Every parameter and every sharded tensor that is a plain attribute, by name; each once. Local.
+
+    What `shardwise.optim.ShardedOptimizer` takes.
+
+    Args:
+        prefix: of every name, with a dot between, as for `named_parameters`.
+        recurse: also those of submodules?
+    """
+    found: dict[str, Tensor] = dict(module.named_parameters(prefix=prefix, recurse=recurse))
+    seen = {id(tensor) for tensor in found.values()}
+    for name, owner, attribute in _attributes(module):
+        tensor = getattr(owner, attribute)
+        if id(tensor) not in seen and (recurse or owner is module):
+            seen.add(id(tensor))
+            found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found

@@ -1,0 +1,161 @@
+"""Where the boxes of a tensor lie after a reshape, an index or an expansion: arithmetic on shapes alone.
+
+A reshape falls into groups of dims that hold each other's elements: (4, 6, 5) to (2, 2, 30) is 4 to (2, 2)
+and (6, 5) to 30. A box stays a box if it does in every group. Strides within a group agree nowhere but at
+its ends, so there a box must be one range of the flattened group, and that range a box of the new dims:
+
+    (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are no range
+    24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are no box
+
+Dims of size 1 are in no group. An index with steps keeps boxes: in each dim, what is left of a range of
+elements is a range of the result's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwise.layout import Box
+
+Pick = int | range | None  # of a dim: one element, or several; None is a new dim of size 1
+_Groups = list[tuple[list[int], list[int]]]
+_Extent = tuple[int, int]  # offset and size
+
+
+def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int]) -> list[Box | None]:
+    """Each box of a tensor of shape `old` in its reshape to `new`, which has as many elements.
+
+    None where the elements of a box make no box of `new`; of an empty box, where `new` is a scalar.
+    """
+    groups = _groups(old, new)
+    return [_reshape_box(box, old, new, groups) for box in boxes]
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> _Groups:
+    """The dims, without those of size 1, in the smallest groups of equal products."""
+    left = [dim for dim, size in enumerate(old) if size != 1]
+    right = [dim for dim, size in enumerate(new) if size != 1]
+    if 0 in old:
+        return _groups_of_none(left, right, old, new)
+    found: _Groups = []
+    while left:
+        ours, theirs = [left.pop(0)], [right.pop(0)]
+        while (product := math.prod(old[d] for d in ours)) != (other := math.prod(new[d] for d in theirs)):
+            if product < other:
+                ours.append(left.pop(0))
+            else:
+                theirs.append(right.pop(0))
+        found.append((ours, theirs))
+    return found
+
+
+def _groups_of_none(left: list[int], right: list[int], old: Sequence[int], new: Sequence[int]) -> _Groups:
+    """For a tensor without elements, equal dims from both ends on; the others are one group."""
+    first: _Groups = []
+    last: _Groups = []
+    while left and right and old[left[0]] == new[right[0]]:
+        first.append(([left.pop(0)], [right.pop(0)]))
+    while left and right and old[left[-1]] == new[right[-1]]:
+        last.insert(0, ([left.pop()], [right.pop()]))
+    return [*first, (left, right), *last]
+
+
+def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: _Groups) -> Box | None:
+    extents: list[_Extent] = [(0, size) for size in new]
+    for ours, theirs in groups:
+        if len(ours) == len(theirs) == 1 and old[ours[0]] == new[theirs[0]]:
+            extents[theirs[0]] = (box.offsets[ours[0]], box.sizes[ours[0]])
+            continue
+        span = _span([(box.offsets[d], box.sizes[d]) for d in ours], [old[d] for d in ours])
+        image = None if span is None else _split(*span, [new[d] for d in theirs])
+        if image is None and not box.is_empty:
+            return None
+        for dim, extent in zip(theirs, image or [], strict=False):
+            extents[dim] = extent
+    if box.is_empty and all(size for _, size in extents):
+        if not new:
+            return None
+        dim = next((d for d, size in enumerate(new) if size == 1), 0)  # it was empty in a dim of size 1
+        extents[dim] = (new[dim], 0)
+    return Box(tuple(offset for offset, _ in extents), tuple(size for _, size in extents))
+
+
+def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
+    """First element and number of elements in the flattened dims; None where they are no range."""
+    start, count, whole = 0, 1, True
+    for (offset, length), size in zip(extents, sizes, strict=True):
+        start = start * size + offset
+        if count > 1 and length != size:
+            whole = False
+        count *= length
+    return (start, count) if whole or not count else None
+
+
+def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None:
+    """The range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
+    extents: list[_Extent] = []
+    stride = math.prod(sizes)
+    if not count:
+        return (
+            [(min(start * sizes[0] // stride, sizes[0]), 0), *((0, s) for s in sizes[1:])] if stride else None
+        )
+    for dim, size in enumerate(sizes):
+        stride //= size
+        if count <= stride and start // stride == (start + count - 1) // stride:
+            extents.append((start // stride, 1))
+            start %= stride
+        elif start % stride or count % stride:
+            return None
+        else:
+            return [*extents, (start // stride, count // stride), *((0, s) for s in sizes[dim + 1 :])]
+    return extents
+
+
+def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | None, ...]] | None:
+    """What `picks`, by dim, leave of a box: its place in the result, and an index into its tensor.
+
+    None where they leave nothing of it, unless they leave nothing of the whole tensor either or the box
+    was empty before.
+    """
+    offsets: list[int] = []
+    sizes: list[int] = []
+    index: list[int | slice | None] = []
+    extents = iter(zip(box.offsets, box.sizes, strict=True))
+    for pick in picks:
+        if pick is None:
+            offsets.append(0)
+            sizes.append(1)
+            index.append(None)
+            continue
+        offset, size = next(extents)
+        if isinstance(pick, int):
+            if not offset <= pick < offset + size:
+                return None
+            index.append(pick - offset)
+            continue
+        first, end = _steps(pick, offset), _steps(pick, offset + size)
+        if first == end and size and pick:
+            return None
+        offsets.append(first)
+        sizes.append(end - first)
+        index.append(
+            slice(pick[first] - offset, pick[end - 1] - offset + 1, pick.step) if first < end else slice(0)
+        )
+    return Box(tuple(offsets), tuple(sizes)), tuple(index)
+
+
+def _steps(pick: range, before: int) -> int:
+    """How many of the elements picked lie before one."""
+    return min(max(-(-(before - pick.start) // pick.step), 0), len(pick))
+
+
+def expand_box(box: Box, *, old: Sequence[int], new: Sequence[int]) -> Box:
+    """A box of a tensor of shape `old` which is broadcast to `new`."""
+    added = len(new) - len(old)
+    offsets, sizes = [0] * added, list(new[:added])
+    for offset, length, before, after in zip(box.offsets, box.sizes, old, new[added:], strict=True):
+        grows = before == 1 and after != 1
+        offsets.append(offset * after if grows else offset)
+        sizes.append(length * after if grows else length)
+    return Box(tuple(offsets), tuple(sizes))

@@ -1,0 +1,122 @@
+"""Row ranges (`ShardedRows`, parameters of the contiguous layout) to sharded tensors and back.
+
+A piece knows its own box, and the boxes of the one group over which its rows are cut. What lies elsewhere,
+over several groups, on tensor-parallel axes or in replicas, ranks tell each other; of ranks that hold one box
+the first holds the shard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.exchange import exchange, gather_text
+from shardwise.comm.fingerprint import fingerprint
+from shardwise.errors import RankMismatchError, ShardingError, here
+from shardwise.layout import Box, transfer
+from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.context import group_or_default
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+@torch.no_grad()
+def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
+    """The same tensor as a sharded one, which shares the memory of the rows; without gradient.
+
+    Local where rows are cut over one group, without tensor parallelism, and no other group is asked for;
+    otherwise collective: ranks tell their boxes.
+
+    Args:
+        rows: a `ShardedParameter`, its gradient or an optimizer's state. A rank without rows holds an empty
+            shard.
+        process_group: the ranks of the sharded tensor, which together hold all of it. By default the one
+            group over which rows are cut, or the default group.
+
+    Raises:
+        ShardingError: a tensor-parallel placement that is neither replicated nor sharded; ranks that do not
+            hold all of the tensor, or parts of it twice.
+    """
+    piece = rows.piece
+    _ = piece.axes  # refuses other placements
+    if process_group is None and piece.group is not None and not piece.placements:
+        group, boxes = piece.group, list(piece.boxes)
+    else:
+        group = group_or_default(process_group)
+        boxes = _boxes_told(rows, "", group=group)
+    kept: list[tuple[int, Box]] = []
+    seen: set[Box] = set()
+    for rank, box in zip(dist.get_process_group_ranks(group), boxes, strict=True):
+        if box not in seen:
+            kept.append((rank, box))
+        if not box.is_empty:
+            seen.add(box)
+    metadata = ShardedTensorMetadata(
+        [
+            ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{rows.local.device.type}")
+            for rank, box in kept
+        ],
+        torch.Size(piece.shape),
+        TensorProperties(dtype=rows.dtype),
+    )
+    metadata.check(dist.get_process_group_ranks(group))
+    shards = [Shard(rows.local.detach(), place) for place in metadata.held_by(dist.get_rank())]
+    return ShardedTensor.wrap(shards, metadata, process_group=group)
+
+
+@torch.no_grad()
+def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
+    """Copy the values of a sharded tensor into `rows`, wherever they lie; each rank gets what it lacks once.
+
+    Collective over the group of `sharded`.
+
+    Args:
+        sharded: of any cut, device and dtype; values are converted.
+        rows: this rank's part of a tensor of the same shape; every rank of the group passes its own.
+
+    Raises:
+        ShardingError: on every rank, where a rank passes rows of a tensor of another shape.
+        RankMismatchError: on every rank, where ranks pass differently cut tensors.
+    """
+    metadata, group = sharded.metadata(), sharded.process_group
+    wanted = _boxes_told(rows, describe(metadata), group=group, shape=metadata.size)
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    held = metadata.boxes_by(ranks)
+    local, anchor = rows.local.detach(), sharded.anchor
+    alike = local.dtype == anchor.dtype and local.device == anchor.device
+    landing = local if alike else torch.empty(local.shape, dtype=anchor.dtype, device=anchor.device)
+    exchange(
+        transfer(held, [[box] for box in wanted], rank=rank),
+        source=[(shard.box, shard.tensor.detach()) for shard in sharded.local_shards()],
+        target=[(wanted[rank], landing)],
+        group=group,
+    )
+    if not alike:
+        local.copy_(landing)
+
+
+def _boxes_told(
+    rows: ShardedRows, words: str, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
+) -> list[Box]:
+    """Every rank's box. Raises on every rank where `words` differ or rows are not of one tensor."""
+    tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
+    mine = [tensor, rows.box.offsets, rows.box.sizes, fingerprint(words)]
+    told = [json.loads(text) for text in gather_text(json.dumps(mine), group=group)]
+    expected = told[0][0] if shape is None else f"{tuple(shape)}"
+    for rank, (found, _, _, own_words) in zip(dist.get_process_group_ranks(group), told, strict=True):
+        if found != expected:
+            raise ShardingError(
+                f"{here()}: expected rows of a tensor of shape {expected} on every rank, found {found} on"
+                f" rank {rank}; pass the rows of the same tensor"
+            )
+        if own_words != told[0][3]:
+            raise RankMismatchError(
+                f"{here()}: rank {rank} copies a sharded tensor that is cut otherwise than that of the first"
+                " rank; make the same call with the same tensor on every rank"
+            )
+    return [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes, _ in told]

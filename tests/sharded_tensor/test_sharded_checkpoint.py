@@ -1,0 +1,277 @@
+"""Checkpoints hold whole tensors: sharded tensors, DTensors and plain tensors read each other's."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardwise.checkpoint
+import shardwise.sharded_tensor.dcp
+from ranks import RankPool, on_ranks
+from shardwise.checkpoint.commit import digest
+from shardwise.layout import Box
+from shardwise.sharded_tensor import (
+    EnumerableShardingSpec,
+    ShardedTensor,
+    ShardingSpec,
+    ShardMetadata,
+)
+
+WHOLE = {
+    "weight": torch.arange(35.0).view(7, 5),
+    "bias": torch.arange(3.0).bfloat16(),
+    "cube": torch.arange(24).view(2, 3, 4),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "one": torch.ones(1, 2, dtype=torch.bool),
+    "none": torch.empty(0, 3),
+}
+
+
+def halves(draw: random.Random, box: Box, depth: int) -> list[Box]:
+    """`box` cut in two along a drawn dim, `depth` times; parts may be empty."""
+    if depth == 0 or not box.sizes:
+        return [box]
+    dim = draw.randrange(len(box.sizes))
+    size = draw.randint(0, box.sizes[dim])
+    low = Box(box.offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+    offsets = (*box.offsets[:dim], box.offsets[dim] + size, *box.offsets[dim + 1 :])
+    high = Box(offsets, (*box.sizes[:dim], box.sizes[dim] - size, *box.sizes[dim + 1 :]))
+    return halves(draw, low, depth - 1) + halves(draw, high, depth - 1)
+
+
+def drawn_spec(shape: tuple[int, ...], seed: int) -> ShardingSpec:
+    """Boxes anywhere, some empty, several on a rank; the last of several ranks has none."""
+    draw = random.Random(seed)
+    ranks = max(1, dist.get_world_size() - 1)
+    boxes = halves(draw, Box((0,) * len(shape), shape), depth=3)
+    return EnumerableShardingSpec(
+        [ShardMetadata(box.offsets, box.sizes, f"rank:{draw.randrange(ranks)}") for box in boxes]
+    )
+
+
+def sharded(whole: Tensor, seed: int) -> ShardedTensor:
+    return drawn_spec(tuple(whole.shape), seed).shard(whole, src_rank=None)
+
+
+def state(form: str, *, empty: bool, seed: int = 0) -> dict[str, Any]:
+    wholes = {name: torch.zeros_like(whole) if empty else whole.clone() for name, whole in WHOLE.items()}
+    if form == "plain":
+        return wholes
+    if form == "dtensor":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return {
+            name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) if whole.ndim else whole
+            for name, whole in wholes.items()
+        }
+    return {name: sharded(whole, seed + i) for i, (name, whole) in enumerate(wholes.items())}
+
+
+def check(found: dict[str, Any]) -> None:
+    for name, value in found.items():
+        whole = value.full_tensor() if isinstance(value, (DTensor, ShardedTensor)) else value
+        assert torch.equal(whole, WHOLE[name]), name
+        assert whole.dtype == WHOLE[name].dtype
+
+
+def save(form: str, path: Path) -> None:
+    dcp.save(state(form, empty=False), checkpoint_id=path)
+
+
+def load(paths: list[Path], forms: list[str]) -> None:
+    for path in paths:
+        for seed, form in enumerate(forms):
+            target = state(form, empty=True, seed=10 * seed)
+            dcp.load(target, checkpoint_id=path)
+            check(target)
+
+
+def test_what_any_form_saved_loads_on_any_number_of_ranks_in_any_form(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for form in ("sharded", "dtensor", "plain"):
+        ranks(save, form, tmp_path / form, world_size=4)
+    for world_size in (1, 2, 3):
+        ranks(load, [tmp_path / "sharded"], ["sharded", "dtensor", "plain"], world_size=world_size)
+    ranks(load, [tmp_path / "dtensor", tmp_path / "plain"], ["sharded", "sharded"], world_size=3)
+
+
+def save_ours(path: Path) -> None:
+    state_of_all = {"tensors": state("sharded", empty=False), "model": model(0).state_dict()}
+    shardwise.checkpoint.save(path, state_of_all, step=3)
+
+
+def load_ours(path: Path) -> None:
+    for form in ("sharded", "plain"):
+        other = model(40, value=-1.0)
+        target = {"tensors": state(form, empty=True, seed=5), "model": other.state_dict()}
+        assert shardwise.checkpoint.load(path, target) == 3
+        check(target["tensors"])
+        found, expected = whole_state(other), whole_state(model(0))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_shardwise_checkpoints_hold_sharded_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(save_ours, tmp_path, world_size=4)
+    for world_size in (1, 3):
+        ranks(load_ours, tmp_path, world_size=world_size)
+
+
+# torch's state-dict functions
+
+
+def model(seed: int, *, value: float | None = None) -> nn.Sequential:
+    """A sharded weight with a rank that holds none of it, a sharded bias and buffer, plain parameters."""
+    torch.manual_seed(6)
+    made = nn.Sequential(nn.Linear(5, 7), nn.Linear(2, 3))
+    with torch.no_grad():
+        for param in made.parameters():
+            if value is not None:
+                param.fill_(value)
+    for index, name in enumerate(("weight", "bias")):
+        setattr(made[0], name, nn.Parameter(sharded(getattr(made[0], name).detach(), seed + index)))
+    made.register_buffer("table", sharded(torch.arange(6.0) if value is None else torch.zeros(6), seed + 7))
+    return made
+
+
+def whole_state(made: nn.Module) -> dict[str, Tensor]:
+    return {n: v.full_tensor() if isinstance(v, ShardedTensor) else v for n, v in made.state_dict().items()}
+
+
+@on_ranks(1, 3)
+def test_model_state_dicts_of_torch(tmp_path: Path) -> None:
+    made, rank = model(0), dist.get_rank()
+    expected = whole_state(made)
+    assert set(expected) == {"0.weight", "0.bias", "1.weight", "1.bias", "table"}
+
+    parts = get_model_state_dict(made)
+    assert isinstance(parts["0.weight"], ShardedTensor)
+    assert not parts["0.weight"].requires_grad
+    full = get_model_state_dict(made, options=StateDictOptions(full_state_dict=True))
+    assert all(type(value) is Tensor and torch.equal(value, expected[n]) for n, value in full.items())
+    on_first = get_model_state_dict(made, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert set(on_first) == (set(expected) if rank == 0 else set())
+
+    for given, options in (
+        (parts, StateDictOptions()),
+        (full, StateDictOptions(full_state_dict=True)),
+        (on_first, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)),
+    ):
+        other = model(0, value=-1.0)
+        before = other[0].weight.tensors
+        result = set_model_state_dict(other, given, options=options)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        found = whole_state(other)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert isinstance(other[0].weight, nn.Parameter)
+        assert isinstance(other[0].weight, ShardedTensor)
+        assert all(new is old for new, old in zip(other[0].weight.tensors, before, strict=True))
+
+
+@on_ranks(3)
+def test_a_model_loads_a_full_state_dict_into_another_cut_by_a_checkpoint(tmp_path: Path) -> None:
+    folders: list[Any] = [str(tmp_path)] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    made = model(0)
+    dcp.save({"model": get_model_state_dict(made)}, checkpoint_id=folders[0])
+    other = model(40, value=-1.0)
+    into = {"model": get_model_state_dict(other)}
+    dcp.load(into, checkpoint_id=folders[0])
+    set_model_state_dict(other, into["model"])
+    found, expected = whole_state(other), whole_state(made)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Nothing in a checkpoint is code
+
+
+class Payload:
+    """Pickled, it names a call that makes a folder when it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+def load_damaged(path: Path, ours: bool) -> str:
+    target: dict[str, Any] = {"weight": sharded(torch.zeros(4, 3), 3)}
+    try:
+        if ours:
+            shardwise.checkpoint.load(path, target)
+        else:
+            dcp.load(target, checkpoint_id=path)
+    except (Exception, CheckpointException) as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def save_one(path: Path, ours: bool) -> None:
+    target: dict[str, Any] = {"weight": sharded(torch.ones(4, 3), 2)}
+    if ours:
+        shardwise.checkpoint.save(path, target, step=0)
+    else:
+        dcp.save(target, checkpoint_id=path)
+
+
+def poison(folder: Path, trace: Path) -> None:
+    """Every shard's bytes become a pickle of `Payload`, and the index says so."""
+    index = folder / ".metadata"
+    known = pickle.loads(index.read_bytes())
+    content = io.BytesIO()
+    torch.save(Payload(trace), content)
+    for key, place in known.storage_data.items():
+        (folder / place.relative_path).write_bytes(content.getvalue())
+        known.storage_data[key] = dataclasses.replace(place, offset=0, length=len(content.getvalue()))
+    index.write_bytes(pickle.dumps(known))
+
+
+def test_a_shard_that_is_code_is_refused_and_does_not_run(ranks: RankPool, tmp_path: Path) -> None:
+    trace, folder = tmp_path / "trace", tmp_path / "torch"
+    ranks(save_one, folder, False, world_size=2)
+    poison(folder, trace)
+    for found in ranks(load_damaged, folder, False, world_size=2):
+        assert "Weights only load failed" in found
+    assert not trace.exists()
+    content = next(folder.glob("*.distcp"))
+    torch.load(content, weights_only=False)  # what a careless reader would have done
+    assert trace.exists()
+
+
+def test_an_index_that_is_code_is_refused_and_does_not_run(ranks: RankPool, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    ranks(save_one, tmp_path / "ours", True, world_size=2)
+    (folder,) = (tmp_path / "ours").glob("step-*")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / ".metadata").write_bytes(pickle.dumps(Payload(trace)))
+    manifest["files"][".metadata"] = digest(folder / ".metadata")
+    del manifest["sha256"]
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for found in ranks(load_damaged, tmp_path / "ours", True, world_size=2):
+        assert found.startswith("CheckpointError")
+        assert "which an index has no use for; not read" in found
+    assert not trace.exists()
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert trace.exists()

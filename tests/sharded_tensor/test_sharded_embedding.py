@@ -1,0 +1,268 @@
+"""Lookups in a sharded table give what the whole table gives: values and gradients.
+
+Lookups of single rows are equal to the bit. Sums of a bag are added in another order, so float64 is
+compared within 1e-12.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cuts_of_layers import boxes, cpu, whole_of
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from shardwise.comm.count import CommCounter
+from shardwise.errors import ShardingError
+from shardwise.sharded_tensor import (
+    ChunkShardingSpec,
+    GridShardingSpec,
+    RaggedShardingSpec,
+    ShardedTensor,
+    ShardingSpec,
+    shard_tensor,
+)
+
+
+def specs_of_tables(rng: random.Random) -> dict[str, ShardingSpec]:
+    world = dist.get_world_size()
+    every = list(range(world))
+    return {
+        "rows": ChunkShardingSpec(0, cpu(*every)),
+        "columns": ChunkShardingSpec(1, cpu(*reversed(every))),
+        "whole": ChunkShardingSpec(0, cpu(world - 1)),
+        "rows twice": ChunkShardingSpec(0, cpu(*([world - 1] * 2 + every[1:]))),
+        "columns on few": ChunkShardingSpec(1, cpu(*every[:-1], *every[:-1])),
+        "grid": GridShardingSpec([2, 2], cpu(*(i % world for i in (0, 1, 1, 2)))),
+        "boxes": boxes((11, 6), rng, cuts=6),
+        "boxes on few": boxes((11, 6), rng, ranks=every[:-1], cuts=4),
+    }
+
+
+def check(
+    apply: Any, table: Tensor, spec: ShardingSpec, *, also: Tensor | None = None, **shards: Tensor
+) -> Tensor:
+    """`apply(table, also, ...)` on the table sharded by `spec` against the whole one; gradients of both too.
+
+    `shards` are sharded ids and the like, which the whole run takes as full tensors.
+    """
+    reference = table.clone().requires_grad_()
+    plain = None if also is None else also.clone().requires_grad_()
+    expected = apply(reference, plain, **{name: whole_of(value) for name, value in shards.items()})
+    torch.manual_seed(1)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+
+    sharded = shard_tensor(table, spec).requires_grad_()
+    factors = None if also is None else also.clone().requires_grad_()
+    found = apply(sharded, factors, **shards)
+    torch.testing.assert_close(whole_of(found), expected, rtol=1e-12, atol=1e-12)
+    (whole_of(found) * weights).sum().backward()
+    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
+        part = reference.grad.to_dense()[tuple(map(slice, box.offsets, box.ends))]  # type: ignore[union-attr]
+        assert tensor.grad is not None
+        torch.testing.assert_close(tensor.grad.to_dense(), part, rtol=1e-12, atol=1e-12)
+        assert reference.grad is not None
+        if tensor.numel():
+            assert tensor.grad.is_sparse == reference.grad.is_sparse
+    torch.testing.assert_close(whole_of(sharded), reference.detach(), rtol=1e-12, atol=1e-12)
+    if factors is not None:
+        torch.testing.assert_close(factors.grad, plain.grad, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
+    return found
+
+
+def table_of(ties: bool = False) -> Tensor:
+    torch.manual_seed(3)
+    table = torch.randn(11, 6, dtype=torch.float64)
+    return table.mul(2).round() if ties else table
+
+
+@on_ranks(3)
+def test_embedding_equals_that_of_the_whole_table() -> None:
+    rng = random.Random(5)
+    table = table_of()
+    options = [
+        {},
+        {"padding_idx": -2},
+        {"padding_idx": 3, "sparse": True},
+        {"scale_grad_by_freq": True},
+        {"max_norm": 1.5},
+        {"max_norm": 1.2, "norm_type": float("inf")},
+    ]
+    lookups = [torch.randint(0, 11, (4, 3)), torch.tensor([9, 3, 9, 9, 3], dtype=torch.int32)]
+    lookups += [torch.tensor(4), torch.empty(2, 0, dtype=torch.int64)]
+    for name, spec in specs_of_tables(rng).items():
+        for number, option in enumerate(options):
+            for ids in lookups if name in ("columns", "boxes on few") and not number else lookups[:1]:
+                found = check(
+                    lambda table, _, ids=ids, option=option: F.embedding(ids, table, **option), table, spec
+                )
+                if "boxes" in name:
+                    continue
+                assert isinstance(found, ShardedTensor) == ("columns" in name)
+
+
+BAGS: list[dict[str, Any]] = [
+    {"mode": "sum"},
+    {"mode": "mean"},
+    {"mode": "max"},
+    {"mode": "mean", "padding_idx": 3},
+    {"mode": "max", "padding_idx": 3},
+    {"mode": "sum", "padding_idx": -8, "sparse": True, "max_norm": 1.0},
+]
+
+
+@on_ranks(3)
+def test_embedding_bag_equals_that_of_the_whole_table() -> None:
+    rng = random.Random(6)
+    ids = torch.tensor([3, 3, 1, 0, 10, 4, 4, 3, 7, 2, 1, 9])
+    offsets = torch.tensor([0, 2, 2, 7, 12])
+    factors = torch.randn(12, dtype=torch.float64)
+    for spec in specs_of_tables(rng).values():
+        for option in BAGS:
+            table = table_of(ties=option["mode"] == "max")
+            check(lambda t, _, option=option: F.embedding_bag(ids, t, offsets, **option), table, spec)
+        check(lambda t, _: F.embedding_bag(ids.view(4, 3), t, mode="max"), table_of(ties=True), spec)
+        check(
+            lambda t, f: F.embedding_bag(
+                ids, t, offsets, mode="sum", per_sample_weights=f, include_last_offset=True, padding_idx=1
+            ),
+            table_of(),
+            spec,
+            also=factors,
+        )
+        check(
+            lambda t, f: F.embedding_bag(ids.view(4, 3), t, mode="sum", per_sample_weights=f),
+            table_of(),
+            spec,
+            also=factors.view(4, 3),
+        )
+
+
+@on_ranks(3)
+def test_a_batch_of_ids_sharded_along_dim_0_gives_a_result_sharded_alike() -> None:
+    rng = random.Random(7)
+    whole = torch.randint(0, 11, (5, 4))
+    whole[2] = whole[1]
+    factors = torch.randn(5, 4, dtype=torch.float64)
+    cuts: list[ShardingSpec] = [
+        ChunkShardingSpec(0, cpu(1, 2, 0)),
+        RaggedShardingSpec(0, [2, 0, 3], cpu(2, 0, 2)),
+    ]
+    specs = specs_of_tables(rng)
+    tables: list[ShardingSpec | None] = [None, *(specs[name] for name in list(specs)[3:])]
+    for number, (spec, cut) in enumerate(itertools.product(tables, cuts)):
+        ids = shard_tensor(whole, cut)
+        _check_batch(number, ids, factors, spec)
+
+
+def _check_batch(number: int, ids: ShardedTensor, factors: Tensor, spec: ShardingSpec | None) -> None:
+    def bag(table: Tensor, factors: Tensor | None, *, ids: Tensor, **option: Any) -> Tensor:
+        return F.embedding_bag(ids, table, per_sample_weights=factors, **option)
+
+    def rows(table: Tensor, factors: Tensor | None, *, ids: Tensor, **option: Any) -> Tensor:
+        return F.embedding(ids, table, **option)
+
+    test: Any = check if spec is not None else _check_plain
+    sparse = {"sparse": True} if spec is not None else {}
+    for option in [{}, {"padding_idx": 4, **sparse}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}][
+        number % 2 :: 2
+    ]:
+        found = test(
+            lambda t, f, ids, option=option: rows(t, f, ids=ids, **option), table_of(), spec, ids=ids
+        )
+        assert isinstance(found, ShardedTensor)
+        assert found.shape == (5, 4, 6)
+        assert [b.offsets[0] for b in found.boxes] == [b.offsets[0] for b in ids.boxes]
+    for option in BAGS[number % 2 :: 2]:
+        option = {key: value for key, value in option.items() if spec is not None or key != "sparse"}
+        table = table_of(ties=option["mode"] == "max")
+        test(functools.partial(bag, **option), table, spec, ids=ids)
+    test(functools.partial(bag, mode="sum"), table_of(), spec, also=factors, ids=ids)
+
+
+def _check_plain(
+    apply: Any, table: Tensor, spec: None, *, also: Tensor | None = None, ids: ShardedTensor
+) -> Tensor:
+    reference, mine = table.clone().requires_grad_(), table.clone().requires_grad_()
+    factors = [None if also is None else also.clone().requires_grad_() for _ in range(2)]
+    expected, found = apply(reference, factors[0], ids=ids.full_tensor()), apply(mine, factors[1], ids=ids)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (found.full_tensor() * weights).sum().backward()
+    tensors = [(found.full_tensor(), expected), (mine, reference), (mine.grad, reference.grad)]
+    tensors += [(factors[1].grad, factors[0].grad)] if also is not None else []  # type: ignore[union-attr]
+    for actual, wanted in tensors:
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    return found  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_scale_grad_by_freq_divides_the_gradient_of_a_row_of_a_bag_by_how_often_all_ids_name_it() -> None:
+    # Not compared with torch, which divides by the counts of other rows here when ids repeat.
+    ids = torch.tensor([[0, 0, 1, 2, 2, 2]])
+    for table in (table_of(), *(shard_tensor(table_of(), ChunkShardingSpec(d, cpu(0, 1))) for d in (0, 1))):
+        table.requires_grad_()
+        given = ids if isinstance(table, ShardedTensor) else shard_tensor(ids, ChunkShardingSpec(0, cpu(1)))
+        whole_of(F.embedding_bag(given, table, mode="sum", scale_grad_by_freq=True)).sum().backward()
+        grad = whole_of(table.grad)  # type: ignore[arg-type]
+        assert grad.eq(torch.tensor([1.0] * 3 + [0.0] * 8).unsqueeze(1)).all()
+
+
+@on_ranks(2)
+def test_modules_with_sharded_tables_work_as_they_are() -> None:
+    ids = torch.tensor([[1, 5, 5], [0, 2, 10]])
+    for spec in (ChunkShardingSpec(0, cpu(0, 1)), ChunkShardingSpec(1, cpu(0, 1))):
+        for make in (nn.Embedding, nn.EmbeddingBag):
+            torch.manual_seed(2)
+            module, reference = make(11, 4, padding_idx=2), make(11, 4, padding_idx=2)
+            reference.load_state_dict(module.state_dict())
+            module.weight = nn.Parameter(shard_tensor(module.weight.detach(), spec))
+            found, expected = whole_of(module(ids)), reference(ids)
+            torch.testing.assert_close(found, expected)
+            expected.square().sum().backward()
+            found.square().sum().backward()
+            shard = module.weight.local_shards()[0]
+            part = tuple(map(slice, shard.box.offsets, shard.box.ends))
+            torch.testing.assert_close(shard.tensor.grad, reference.weight.grad[part])
+
+
+@on_ranks(2)
+def test_a_table_cut_along_columns_needs_no_communication_and_one_cut_along_rows_one_all_reduce() -> None:
+    ids = torch.tensor([1, 5, 5])
+    for dim, calls in ((0, 1), (1, 0)):
+        table = shard_tensor(table_of(), ChunkShardingSpec(dim, cpu(0, 1))).requires_grad_()
+        with CommCounter() as counter:
+            found = F.embedding(ids, table)
+            local = found.tensors[0] if isinstance(found, ShardedTensor) else found
+            local.sum().backward()
+        assert len(counter.calls) == counter.count("all_reduce") == calls
+
+
+@on_ranks(2)
+def test_what_cannot_be_looked_up_is_refused_by_name() -> None:
+    table = shard_tensor(table_of(), ChunkShardingSpec(0, cpu(0, 1)))
+    ids = torch.tensor([[1, 5], [5, 3]])
+    with pytest.raises(ShardingError, match=r"lie in \[0, 11\), found 0 to 11"):
+        F.embedding(torch.tensor([0, 11]), table)
+    with pytest.raises(ShardingError, match=r"offsets of embedding_bag begin with 0.*\[1, 2\]"):
+        F.embedding_bag(ids.view(-1), table, torch.tensor([1, 2]))
+    with pytest.raises(ShardingError, match=r"embedding takes ids sharded along dim 0.*reshard"):
+        F.embedding(shard_tensor(ids, ChunkShardingSpec(1, cpu(0, 1))), table)
+    with pytest.raises(ShardingError, match=r"takes offsets.* as plain tensors"):
+        F.embedding_bag(
+            shard_tensor(ids.view(-1), ChunkShardingSpec(0, cpu(0, 1))), table, torch.tensor([0, 2])
+        )
+    with pytest.raises(ShardingError, match="sparse=False"):
+        F.embedding(shard_tensor(ids, ChunkShardingSpec(0, cpu(0, 1))), table_of(), sparse=True)
+    with pytest.raises(ShardingError, match="needs dense gradients"):
+        F.embedding(ids, table, sparse=True, scale_grad_by_freq=True)
+    with pytest.raises(ValueError, match="max mode does not support sparse"):
+        F.embedding_bag(ids, table, mode="max", sparse=True)

@@ -1,0 +1,314 @@
+"""Reductions of sharded tensors give what they give of the whole, and the same gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from shardwise.errors import ShardingError
+from shardwise.layout import Box
+from shardwise.sharded_tensor import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    RaggedShardingSpec,
+    ShardedTensor,
+    ShardingSpec,
+    ShardMetadata,
+    shard_tensor,
+)
+
+SHAPE = (5, 6)
+
+
+def everywhere() -> list[str]:
+    return [f"rank:{rank}" for rank in range(dist.get_world_size())]
+
+
+def specs() -> Iterator[ShardingSpec]:
+    """Cuts of a (5, 6): uneven, with empty shards, without any on some ranks, with several on others."""
+    ranks = everywhere()
+    last = ranks[-1]
+    yield ChunkShardingSpec(0, ranks)
+    yield ChunkShardingSpec(1, [*ranks[::-1], *ranks, *ranks])
+    yield ChunkShardingSpec(0, [last])
+    yield RaggedShardingSpec(0, [0, 5, *[0] * (len(ranks) - 1)], [last, *ranks])
+    yield GridShardingSpec([2, 2], [ranks[0], last, last, last])
+    places = [
+        ((0, 0), (5, 1), last),
+        ((0, 1), (2, 5), last),
+        ((2, 1), (3, 5), ranks[0]),
+        ((5, 2), (0, 3), ranks[0]),
+    ]
+    yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
+
+
+def part(whole: Tensor, box: Box) -> Tensor:
+    return whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
+
+
+def same(found: Tensor, whole: Tensor) -> None:
+    """Close values, the same shape and dtype; of a sharded tensor, where its shards are."""
+    assert found.shape == whole.shape
+    assert (found.dtype, found.requires_grad) == (whole.dtype, whole.requires_grad)
+    if isinstance(found, ShardedTensor):
+        metadata = found.metadata()
+        metadata.check(range(dist.get_world_size()))
+        assert metadata.held_by(dist.get_rank()) == [shard.metadata for shard in found.local_shards()]
+        assert metadata.tensor_properties.dtype == whole.dtype
+        assert metadata.tensor_properties.requires_grad == whole.requires_grad
+        for tensor, box in zip(found.tensors, found.boxes, strict=True):
+            torch.testing.assert_close(tensor, part(whole, box), equal_nan=True)
+    else:
+        torch.testing.assert_close(found, whole, equal_nan=True)
+
+
+def agree(function: Callable[[Any], Any], value: Tensor, spec: ShardingSpec) -> Any:
+    """`function` gives the same of `value` sharded as of it whole, and the same gradient. Its result."""
+    whole = value.clone().requires_grad_(value.is_floating_point())
+    mine = shard_tensor(value, spec, src_rank=None).requires_grad_(value.is_floating_point())
+    expected, found = function(whole), function(mine)
+    same(found, expected)
+    if not expected.requires_grad:
+        return found
+    weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype) + 0.3
+    expected.backward(weight)
+    if isinstance(found, ShardedTensor):
+        ends = [(tensor, part(weight, box)) for tensor, box in zip(found.tensors, found.boxes, strict=True)]
+        ends = ends or [(found.anchor, found.anchor.new_empty(0))]
+        torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+    else:
+        found.backward(weight)
+    assert mine.grad is not None
+    grad = torch.zeros_like(value) if whole.grad is None else whole.grad  # none for the 0-norm
+    for tensor, box in zip(mine.grad.tensors, mine.boxes, strict=True):
+        torch.testing.assert_close(tensor, part(grad, box), equal_nan=True)
+    return found
+
+
+DIFFERENTIABLE: list[Callable[[Any], Any]] = [
+    torch.sum,
+    torch.mean,
+    torch.prod,
+    torch.max,
+    torch.Tensor.min,
+    torch.amax,
+    torch.amin,
+    torch.var,
+    torch.std,
+    torch.norm,
+    torch.Tensor.norm,
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.nansum,
+    lambda x: x.norm(1),
+    lambda x: x.norm(math.inf),
+    lambda x: x.norm(0),
+    lambda x: x.norm(3),
+    lambda x: torch.norm(x, -math.inf),
+    lambda x: torch.linalg.vector_norm(x, 0.5),
+    lambda x: x.norm(-1.5),
+    lambda x: torch.norm(x, "fro"),
+    lambda x: x.sum(dtype=torch.float64),
+    lambda x: x.var(unbiased=False),
+    lambda x: x.std(correction=3),
+    lambda x: x.var(False),
+    lambda x: x.mean(dtype=torch.float64),
+    lambda x: torch.linalg.vector_norm(x, dtype=torch.float64),
+    lambda x: x.sum((0, 1), keepdim=True),
+    lambda x: x.mean((0, 1)),
+]
+ALONG: list[Callable[..., Any]] = [
+    lambda x, dim, keep: x.sum(dim, keep),
+    lambda x, dim, keep: torch.mean(x, dim=dim, keepdim=keep),
+    lambda x, dim, keep: x.prod(dim, keep),
+    lambda x, dim, keep: torch.amax(x, dim, keepdim=keep),
+    lambda x, dim, keep: torch.min(x, dim, keep).values,
+    lambda x, dim, keep: torch.max(x, dim, keep)[0],
+    lambda x, dim, keep: torch.max(x, dim, keep).indices,
+    lambda x, dim, keep: x.argmin(dim, keepdim=keep),
+    lambda x, dim, keep: x.var(dim, keepdim=keep),
+    lambda x, dim, keep: torch.std(x, dim, correction=0, keepdim=keep),
+    lambda x, dim, keep: x.norm(2, dim, keep),
+    lambda x, dim, keep: torch.linalg.vector_norm(x, math.inf, dim, keep),
+    lambda x, dim, keep: torch.linalg.norm(x, 1, dim, keep),
+    lambda x, dim, keep: (x > 1).any(dim, keep),
+    lambda x, dim, keep: torch.all(x > 0.3, dim=dim, keepdim=keep),
+    lambda x, dim, keep: x.sum(axis=dim, keepdim=keep),
+]
+
+
+def values() -> Tensor:
+    """Signs of both kinds, ties of extremes and one zero."""
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(4))
+    x[1, 2] = x[4, 5] = x[4, 1] = x.max() + 1
+    x[0, 0] = x[3, 3] = x.min() - 5
+    return x
+
+
+@on_ranks(3)
+def test_reductions_of_all_elements_are_plain_and_the_same_everywhere() -> None:
+    x = values()
+    for index, function in enumerate(DIFFERENTIABLE):
+        for spec in list(specs())[index % 2 :: 2]:
+            assert type(agree(function, x, spec)) is Tensor
+    with_zero = x.index_fill(1, torch.tensor([2]), 0.0)
+    for spec in specs():
+        agree(torch.prod, with_zero.index_fill(0, torch.tensor([0]), 1.0), spec)
+        agree(torch.norm, torch.zeros(SHAPE), spec)
+        agree(lambda t: t.norm(1), with_zero, spec)
+        agree(torch.std, torch.ones(SHAPE), spec)
+        agree(torch.max, x.masked_fill(x > 1, math.nan), spec)
+        agree(torch.sum, x.bfloat16(), spec)
+        agree(torch.mean, x.half(), spec)
+        agree(torch.norm, x.bfloat16() * 1e3, spec)
+
+
+@on_ranks(3)
+def test_reductions_along_a_dim_are_sharded_where_no_shard_cuts_it() -> None:
+    x = values()
+    for index, function in enumerate(ALONG):
+        for number, spec in enumerate(specs()):
+            dim, keep = [(0, True), (1, False), (-1, True), (-2, False)][(index + number) % 4]
+            found = agree(lambda t, f=function, d=dim, k=keep: f(t, d, k), x, spec)
+            cut = list(specs())[number].build_metadata(torch.Size(SHAPE), None)  # type: ignore[arg-type]
+            uncut = all(shard.shard_sizes[dim] == SHAPE[dim] for shard in cut.shards_metadata)
+            assert isinstance(found, ShardedTensor) == uncut
+    block, spec = torch.randn(3, 4, 2), GridShardingSpec([2, 1, 2], [*everywhere(), "rank:0"])
+    for dims in ((0, 1), (1,), (1, 2), (-1, 0), 2):
+        agree(lambda t, d=dims: t.sum(d), block, spec)
+        agree(lambda t, d=dims: torch.linalg.vector_norm(t, 3, d, True), block, spec)
+        agree(lambda t, d=dims: t.amin(d), block, spec)
+    agree(lambda t: t.sum(0), torch.randn(1, 4), ChunkShardingSpec(0, everywhere()))
+    agree(torch.sum, torch.tensor(3.0), EnumerableShardingSpec([ShardMetadata((), (), "rank:1")]))
+    for function in (torch.norm, torch.max, torch.prod, torch.mean):
+        agree(function, torch.tensor(3.0), EnumerableShardingSpec([ShardMetadata((), (), "rank:1")]))
+
+
+@on_ranks(3)
+def test_reductions_and_elementwise_functions_of_one_graph_give_its_gradient() -> None:
+    def normalized(x: Any) -> Any:
+        centered = x - x.mean(1, keepdim=True)
+        return centered / (centered.square().mean(1, keepdim=True) + 1e-5).sqrt() * x.amax()
+
+    def probable(x: Any) -> Any:
+        powers = (x - x.max(0, keepdim=True).values).exp()
+        return (powers / powers.sum(0, keepdim=True)).log().mean() + x.std() * x.norm(3)
+
+    target = torch.rand(SHAPE)
+    losses: list[Callable[[Any], Any]] = [
+        lambda x: F.mse_loss(x, target),
+        lambda x: F.l1_loss(x, target, reduction="sum"),
+        lambda x: F.smooth_l1_loss(x, target, reduction="none", beta=0.5),
+        lambda x: F.huber_loss(x, target, delta=0.3),
+        lambda x: F.binary_cross_entropy(x.sigmoid(), target, weight=target[:1]),
+        lambda x: F.binary_cross_entropy_with_logits(x, target, pos_weight=target[0]),
+        F.normalize,
+        lambda x: F.normalize(x, p=1, dim=0),
+    ]
+    for index, spec in enumerate(specs()):
+        agree(normalized, values(), spec)
+        agree(probable, values(), spec)
+        for loss in losses[index % 2 :: 2]:
+            agree(loss, values(), spec)
+
+
+@on_ranks(2)
+def test_integers_and_bools_reduce_as_in_torch() -> None:
+    x = torch.arange(30).reshape(SHAPE) % 11
+    kinds: list[Callable[[Any], Any]] = [
+        torch.sum,
+        torch.prod,
+        torch.max,
+        torch.amin,
+        torch.any,
+        torch.all,
+        torch.count_nonzero,
+        lambda t: t.sum(dtype=torch.float32),
+        lambda t: t.sum(0),
+        lambda t: t.mean(dtype=torch.float32),
+        lambda t: t.count_nonzero(1),
+        lambda t: t.sum(1, dtype=torch.int32),
+        torch.nansum,
+        lambda t: t.any(1),
+        lambda t: t.amax(0),
+    ]
+    for index, function in enumerate(kinds):
+        for number, spec in enumerate(specs()):
+            for dtype in (torch.int32, torch.uint8, torch.int64, torch.bool)[(index + number) % 2 :: 2]:
+                agree(function, (x if dtype != torch.bool else x > 2).to(dtype), spec)
+    sharded = shard_tensor(x, next(specs()))
+    for wrong in (
+        lambda: sharded.mean(),
+        lambda: sharded.norm(),
+        lambda: sharded.sum(2),
+        lambda: sharded.amax((0, 0)),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            wrong()
+    empty = shard_tensor(torch.empty(0, 3), ChunkShardingSpec(0, everywhere()))
+    assert empty.sum().item() == 0
+    assert empty.mean().isnan()
+    same(empty.sum(0), torch.zeros(3))
+    for wrong in (lambda: empty.max(), lambda: empty.amin(0), lambda: empty.norm(math.inf)):
+        with pytest.raises((RuntimeError, IndexError)):
+            wrong()
+    with pytest.raises(ShardingError, match="norm is not supported"):
+        torch.linalg.norm(shard_tensor(x.float(), next(specs())), 1)
+    with pytest.raises(ShardingError, match="argmax is not supported"):
+        sharded.argmax()
+
+
+@on_ranks(3)
+def test_one_element_is_a_number_on_every_rank() -> None:
+    for where in everywhere():
+        one = shard_tensor(torch.tensor([[2.5]]), ChunkShardingSpec(0, [where]))
+        assert (one.item(), float(one), int(one), bool(one > 2)) == (2.5, 2.5, 2, True)
+    with pytest.raises(RuntimeError, match="30 elements"):
+        bool(shard_tensor(values(), next(specs())))
+
+
+@on_ranks(3)
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
+    for norm_type in (2.0, 1.0, math.inf):
+        torch.manual_seed(0)
+        whole = [nn.Parameter(torch.randn(SHAPE)) for _ in specs()]
+        mine = [nn.Parameter(shard_tensor(p.detach(), spec)) for p, spec in zip(whole, specs(), strict=True)]
+        plain = nn.Parameter(torch.randn(4))
+        also = nn.Parameter(plain.detach().clone())
+        for params, extra in ((whole, plain), (mine, also)):
+            sum(((p * 3).square().sum() for p in params), start=(extra * 2).sum()).backward()
+        expected = nn.utils.clip_grad_norm_([*whole, plain], 1.5, norm_type)
+        found = nn.utils.clip_grad_norm_(
+            [*mine, also], 1.5, norm_type, foreach=False if norm_type == 1 else None
+        )
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(also.grad, plain.grad)
+        for one, other in zip(mine, whole, strict=True):
+            same(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@on_ranks(3)
+def test_on_a_subgroup_the_others_take_no_part_in_reductions() -> None:
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return
+    x = values()
+    for placements in (["rank:0", "rank:2"], ["rank:2"]):
+        sharded = shard_tensor(x, ChunkShardingSpec(1, placements), process_group=group).requires_grad_()
+        total = sharded.norm() + sharded.max() + sharded.sum(0).sum()
+        whole = x.clone().requires_grad_()
+        expected = whole.norm() + whole.max() + whole.sum(0).sum()
+        torch.testing.assert_close(total, expected)
+        total.backward()
+        expected.backward()
+        for tensor, box in zip(sharded.grad.tensors, sharded.boxes, strict=True):  # type: ignore[union-attr]
+            torch.testing.assert_close(tensor, part(whole.grad, box))  # type: ignore[arg-type]

@@ -1,0 +1,331 @@
+"""Reshapes, parts and joins of sharded tensors give what torch gives of the whole, and the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ranks import on_ranks
+from shardwise.errors import ShardingError
+from shardwise.sharded_tensor import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    RaggedShardingSpec,
+    ShardedTensor,
+    ShardingSpec,
+    ShardMetadata,
+    shard_tensor,
+)
+
+SHAPE = (5, 2, 6)
+
+
+def specs() -> Iterator[ShardingSpec]:
+    """Cuts of a (5, 2, 6): uneven, with empty shards, on some ranks only, several on a rank."""
+    ranks = [f"rank:{rank}" for rank in range(dist.get_world_size())]
+    last = ranks[-1]
+    yield ChunkShardingSpec(0, ranks)
+    yield ChunkShardingSpec(2, [*ranks[::-1], *ranks, *ranks])
+    yield ChunkShardingSpec(0, [last])
+    yield RaggedShardingSpec(0, [0, 5, *[0] * (len(ranks) - 1)], [last, *ranks])
+    yield GridShardingSpec([2, 1, 3], [ranks[0], last, last, last, ranks[0], last])
+    places = [((0, 0, 0), (5, 1, 6), last), ((0, 1, 0), (2, 1, 6), last), ((2, 1, 0), (3, 1, 6), ranks[0])]
+    yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
+
+
+OTHER = torch.empty(10, 6)
+CASES: list[Callable[[Any], Any]] = [
+    lambda x: x.transpose(0, 2),
+    lambda x: torch.swapaxes(x, -1, 1),
+    lambda x: x.permute(2, 0, 1),
+    lambda x: torch.permute(x, (1, 2, 0)),
+    lambda x: x.movedim(0, -1),
+    lambda x: x.mT,
+    lambda x: x.select(1, 0).t(),
+    lambda x: x[:, 1].T,
+    lambda x: x.unsqueeze(0),
+    lambda x: torch.unsqueeze(input=x, dim=-1),
+    lambda x: x[:, :1].squeeze(1),
+    lambda x: x[2:3].squeeze(),
+    lambda x: x[2:3, 1:].squeeze((0, 1)),
+    lambda x: x.squeeze(0),
+    lambda x: x[1],
+    lambda x: x[-1, 1, 2],
+    lambda x: x[4, 0, 5].reshape(1, 1),
+    lambda x: x[...],
+    lambda x: x[..., 2],
+    lambda x: x[None, 1:4, None, ..., 1:-1],
+    lambda x: x[1::2, :, ::3],
+    lambda x: x[:, torch.tensor(1), 2:],
+    lambda x: x[3:3],
+    lambda x: x[0, :, 9:],
+    lambda x: x[4:][0],
+    lambda x: x[5:].reshape(0, 12),
+    lambda x: x[:0].unsqueeze(1).transpose(0, 2),
+    lambda x: x.narrow(0, 1, 3),
+    lambda x: torch.narrow(x, 2, -2, 2),
+    lambda x: x.select(-1, -2),
+    lambda x: x.expand(3, -1, -1, -1),
+    lambda x: x[:, :1].expand(-1, 4, -1),
+    lambda x: torch.broadcast_to(x[2:3], (3, 5, 2, 6)),
+    lambda x: x[:, :, :1].expand_as(torch.empty(5, 2, 3)),
+    lambda x: x.repeat(2, 1, 3),
+    lambda x: x.repeat(2, 1, 1, 1),
+    lambda x: x.repeat(1, 0, 1),
+    lambda x: torch.tile(x, (2,)),
+    lambda x: torch.cat([x, x]),
+    lambda x: torch.cat([x, x[:, :1]], dim=1),
+    lambda x: torch.cat((x, x[1:3], x), -3),
+    lambda x: torch.cat([x[1:2], x[4:], x[0:0]], 0),
+    lambda x: torch.cat([x, x[:, :, :2].double()], dim=2),
+    lambda x: torch.stack([x, x], 1),
+    lambda x: torch.stack([x[0], x[3]], -1),
+    lambda x: torch.stack(x.unbind(1), 1),
+    lambda x: torch.cat(x.chunk(3)[::-1]),
+    lambda x: torch.cat(torch.split(x, 2)[1:]),
+    lambda x: torch.cat(x.split([1, 0, 4])),
+    lambda x: torch.cat(x.split_with_sizes([2, 4], 2), 2),
+    lambda x: torch.cat(x.tensor_split(3)),
+    lambda x: torch.cat(torch.tensor_split(x, [1, 4, 9], dim=2)[1:], 2),
+    lambda x: list(x)[3],
+    lambda x: list(x[1:4])[-1],
+]
+# Those that some cuts do not allow.
+RESHAPES: list[Callable[[Any], Any]] = [
+    lambda x: x.view(10, 6),
+    lambda x: x.view(5, 12),
+    lambda x: x.view(-1),
+    lambda x: x.reshape(5, 2, 2, 3),
+    lambda x: x.view(5, 2, 3, -1),
+    lambda x: x.reshape((5, 1, 4, 3)),
+    lambda x: x.flatten(1),
+    lambda x: torch.flatten(x),
+    lambda x: x.unflatten(2, (3, 2)),
+    lambda x: torch.unflatten(x, -1, (2, 1, 3)),
+    lambda x: x.view_as(OTHER),
+    lambda x: x.reshape_as(OTHER),
+    lambda x: x.ravel(),
+    lambda x: x.mT.reshape(5, 12),
+    lambda x: x[2:3].reshape(12),
+    lambda x: x[2, 1].view(3, 2),
+    lambda x: x[:, 1].reshape(-1),
+    lambda x: x.permute(1, 0, 2).flatten(0, 1),
+]
+
+
+def check(result: Any, expected: Tensor) -> Tensor:
+    assert isinstance(result, ShardedTensor)
+    metadata = result.metadata()
+    assert metadata.size == result.shape == expected.shape
+    metadata.check(range(dist.get_world_size()))
+    assert [tuple(t.shape) for t in result.tensors] == [box.sizes for box in result.boxes]
+    assert result.requires_grad == metadata.tensor_properties.requires_grad == expected.requires_grad
+    assert not result.is_leaf or not expected.requires_grad
+    result.sharding_spec()
+    found: Tensor = result.full_tensor()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return found
+
+
+def compare(case: Callable[[Any], Any], spec: ShardingSpec, *, behind: bool = False) -> None:
+    """Values and gradients; `behind` collectives, whose backward would hang without one of the ranks."""
+    value = torch.rand(SHAPE)
+    whole = value.clone().requires_grad_()
+    leaf = shard_tensor(value, spec, src_rank=None).requires_grad_()
+    sharded = leaf.reshard(ChunkShardingSpec(0, ["rank:0"])).reshard(spec) if behind else leaf
+    result = case(sharded)
+    expected = case(whole)
+    found = check(result, expected)
+    weights = torch.rand(expected.shape, dtype=expected.dtype)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    grad = leaf.grad
+    assert grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(grad.full_tensor(), whole.grad, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(1, 3)
+def test_views_parts_and_joins_of_any_cut_are_those_of_the_whole() -> None:
+    cuts = list(specs())
+    for number, case in enumerate(CASES):
+        for step in (0, 2):
+            compare(case, cuts[(number + step) % len(cuts)], behind=step == 0)
+
+
+@on_ranks(2)
+def test_reshapes_are_those_of_the_whole_or_name_a_cut_for_which_they_are() -> None:
+    done = refused = 0
+    for spec in specs():
+        for case in RESHAPES:
+            try:
+                compare(case, spec)
+                done += 1
+            except ShardingError as error:
+                refused += "does not stay one box; reshard to ChunkShardingSpec(dim=" in str(error)
+    assert (done, refused) == (81, 27)
+
+
+@on_ranks(2)
+def test_a_refused_reshape_names_its_shapes_spec_box_and_a_cut_that_works() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    columns = shard_tensor(whole, ChunkShardingSpec(1, ["rank:1", "rank:0"]), src_rank=None)
+    with pytest.raises(ShardingError) as caught:
+        columns.view(2, 12)
+    message = str(caught.value)
+    assert message.startswith(
+        f"rank {dist.get_rank()}: view to (2, 12) is not possible on this ShardedTensor ((4, 6)"
+    )
+    assert "by ChunkShardingSpec(dim=1, placements=[rank:1/cpu, rank:0/cpu])" in message
+    assert "the shard at (0, 0) of size (4, 3) does not stay one box" in message
+    assert message.endswith("reshard to ChunkShardingSpec(dim=0, placements=[rank:1/cpu, rank:0/cpu]) before")
+    rows = columns.reshard(ChunkShardingSpec(0, ["rank:1", "rank:0"]))
+    check(rows.view(2, 12), whole.view(2, 12))
+    with pytest.raises(ShardingError, match=r"use full_tensor\(\), or a cut"):
+        rows.view(3, 8)  # in (3, 8), neither 12 nor 6 elements are a box
+    with pytest.raises(ShardingError, match=r"has no view of size \(6,\); use reshape"):
+        rows[:, :3].view(-1)
+
+
+@on_ranks(2)
+def test_in_place_operations_on_a_part_write_the_whole() -> None:
+    whole = torch.rand(4, 6)
+    for spec in (ChunkShardingSpec(0, ["rank:0", "rank:1"]), ChunkShardingSpec(1, ["rank:1"] * 4)):
+        expected = whole.clone()
+        sharded = shard_tensor(whole, spec, src_rank=None)
+        for tensor in (expected, sharded):
+            tensor[1:3].zero_()
+            tensor.t()[5].fill_(2.0)
+            tensor.unsqueeze(0)[:, :, ::2].fill_(3.0)
+            tensor[3] = 4.0
+            tensor[0, 1:3] = torch.tensor([5.0, 6.0])
+            tensor[:, 4] = torch.arange(4.0)
+        check(sharded, expected)
+        sharded[0] = sharded[3]
+        expected[0] = expected[3]
+        check(sharded, expected)
+        joined = torch.cat([sharded, sharded])
+        joined.zero_()
+        sharded.repeat(1, 1).zero_()
+        check(sharded, expected)  # these are copies
+        with pytest.raises(ShardingError, match=r"assign within torch.no_grad"):
+            sharded.requires_grad_()[0] = 1.0
+
+
+@on_ranks(3)
+def test_every_rank_takes_part_in_backward_whatever_shards_its_results_lost() -> None:
+    """Rank 0 keeps a shard of the second operand only, rank 2 of the first, rank 1 none."""
+    spec = ChunkShardingSpec(0, ["rank:0", "rank:2"])
+    value = torch.rand(4, 3)
+    leaves = [shard_tensor(value, spec, src_rank=None).requires_grad_(grad) for grad in (True, True, False)]
+    one = leaves[0].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
+    two = leaves[1].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
+    for operands in ([one, two], [leaves[2], two], [two, leaves[2]]):
+        for leaf in leaves:
+            leaf.grad = None
+        part = torch.cat(operands)[2:6]
+        assert len(part.local_shards()) == (0 if dist.get_rank() == 1 else 1)
+        assert part.requires_grad
+        moved = part.reshard(ChunkShardingSpec(1, ["rank:1"]))
+        check(moved, torch.cat([value[2:], value[:2]]).requires_grad_() * 1)
+        moved.full_tensor().sum().backward()
+        wanted = torch.tensor([[0.0], [0.0], [1.0], [1.0]]).expand(4, 3)
+        for operand, rows in zip(operands, (wanted, wanted.flip(0)), strict=True):
+            leaf = leaves[0] if operand is one else leaves[1]
+            if operand is not leaves[2]:
+                assert torch.equal(leaf.grad.full_tensor(), rows)
+        one = leaves[0].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
+        two = leaves[1].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
+
+
+@on_ranks(3)
+def test_a_plain_tensor_joins_sharded_ones_along_a_dim_that_is_whole() -> None:
+    value, token = torch.rand(4, 2, 3), torch.rand(4, 1, 3)
+    for spec in (
+        ChunkShardingSpec(0, ["rank:0", "rank:1", "rank:2"]),
+        ChunkShardingSpec(2, ["rank:1", "rank:1"]),
+    ):
+        plain, again = token.clone().requires_grad_(), token.clone().requires_grad_()
+        sharded = shard_tensor(value, spec, src_rank=None)
+        whole = torch.cat([again, value, again], 1)
+        joined = torch.cat([plain, sharded, plain], 1)
+        check(joined, whole)
+        joined.full_tensor().square().sum().backward()
+        whole.square().sum().backward()
+        torch.testing.assert_close(plain.grad, again.grad)
+        stacked = torch.stack([sharded, value])
+        check(stacked, torch.stack([value, value]))
+        with pytest.raises(ShardingError, match="beside a plain tensor, the sharded ones must be cut alike"):
+            torch.cat([sharded, value], 0 if spec.dim == 0 else 2)
+
+
+@on_ranks(3)
+def test_a_subgroup_indexes_iterates_and_joins_its_own_tensors() -> None:
+    group = dist.new_group([2, 0])
+    everyone = shard_tensor(torch.arange(6.0), ChunkShardingSpec(0, ["rank:1"]), src_rank=None)
+    if dist.get_rank() == 1:
+        return
+    whole = torch.arange(12.0).view(4, 3)
+    sharded = shard_tensor(
+        whole, ChunkShardingSpec(0, ["rank:2", "rank:0"]), src_rank=None, process_group=group
+    )
+    assert len(sharded) == 4
+    for row, expected in zip(sharded, whole, strict=True):
+        check(row, expected)
+    check(torch.stack([*sharded]), whole)
+    scalar = sharded[3, 1]
+    assert scalar.shape == ()
+    assert len(scalar.local_shards()) == (1 if dist.get_rank() == 0 else 0)
+    check(scalar, whole[3, 1])
+    with pytest.raises(TypeError, match="0-d"):
+        list(scalar)
+    with pytest.raises(ShardingError, match="different process groups"):
+        torch.cat([sharded.view(-1), everyone])
+
+
+@on_ranks(2)
+def test_what_torch_refuses_raises_the_same_and_what_ranks_would_exchange_names_the_way() -> None:
+    sharded = shard_tensor(torch.rand(4, 6), ChunkShardingSpec(0, ["rank:0", "rank:1"]), src_rank=None)
+    wrong: list[tuple[Callable[[Any], Any], type[Exception]]] = [
+        (lambda x: x[4], IndexError),
+        (lambda x: x[0, 0, 0], IndexError),
+        (lambda x: x.select(0, -5), IndexError),
+        (lambda x: x.narrow(0, 3, 2), RuntimeError),
+        (lambda x: x.view(5, 5), RuntimeError),
+        (lambda x: x.expand(5, 6), RuntimeError),
+        (lambda x: x.transpose(0, 2), IndexError),
+        (lambda x: x.unsqueeze(4), IndexError),
+        (lambda x: x[::-1], ValueError),
+        (lambda x: x.split([1, 1]), RuntimeError),
+        (lambda x: torch.cat([x, x[:2, :2]]), RuntimeError),
+        (lambda x: x.__setitem__(0, torch.ones(5)), RuntimeError),
+        (lambda x: x.__setitem__(0, [1.0]), TypeError),
+    ]
+    for call, kind in wrong:
+        with pytest.raises(kind):
+            call(sharded)
+        with pytest.raises(kind):
+            call(torch.rand(4, 6))
+    spec = r"\(\(4, 6\) by ChunkShardingSpec\(dim=0, placements=\[rank:0/cpu, rank:1/cpu\]\)\)"
+    refused: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda x: x[torch.tensor([0, 1])], spec + r".*found a tensor of shape \(2,\); for rows of a table"),
+        (lambda x: x[[0, 1]], r"found \[0, 1\]; for rows of a table"),
+        (lambda x: x[True], "found True"),
+        (lambda x: x[1.5], r"found 1\.5"),
+        (lambda x: torch.rand(6)[x], "__getitem__ is not supported .*For rows of a table"),
+        (lambda x: x.view(torch.int32), r"view\(dtype\) is not possible .*to\(dtype\) converts"),
+        (lambda x: x.transpose_(0, 1), r"transpose_ is not supported .*Use transpose\(\)"),
+        (lambda x: x.flip(0), r"flip is not supported .*torch.flip\(shard, ...\)\)"),
+        (lambda x: x.resize_(3), "Its size and cut are fixed"),
+        (lambda x: torch.fft.fft(x), spec + r"\. Use full_tensor\(\)"),
+        (lambda x: torch.block_diag(x, x), "Use full_tensor"),
+    ]
+    for call, message in refused:
+        with pytest.raises(ShardingError, match=message):
+            call(sharded)
