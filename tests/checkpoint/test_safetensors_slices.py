@@ -256,6 +256,11 @@ def test_a_save_that_fails_anywhere_raises_everywhere_and_leaves_the_older_file(
             check_failed(f"rank {on_rank}: OSError: [Errno 28] No space left", {"weight": rows.shard(newer)})
     weight: dict[str, Any] = {"weight": rows.shard(newer)}
     check_failed("weight: ranks [1] hold shards of it, but do not save it", weight if rank != 1 else {})
+    group = dist.new_group([1, 2])
+    some: dict[str, Any] = (
+        {"some": ones(ChunkShardingSpec(0, ["rank:1", "rank:2"]), 4, process_group=group)} if rank else {}
+    )
+    check_failed("rank 1: some: ranks [2] hold shards of it", some if rank == 1 else {})
     check_failed("but F32 (7, 3) in cut", {"weight": ones(one if rank == 1 else rows, 7, 3)})
     check_failed(
         "b: F32 (2,) not sharded here, but F32 (3,) not sharded on rank 1", {"b": torch.ones(2 + rank % 2)}
@@ -265,7 +270,9 @@ def test_a_save_that_fails_anywhere_raises_everywhere_and_leaves_the_older_file(
     check_failed("named by a str other than '__metadata__'", {"__metadata__": torch.ones(1)})
     check_failed("metadata is of texts by text, found others at ['a']", {}, metadata={"a": 1})
     check_failed("path and metadata are", {}, metadata={"rank": str(rank)})
-    save_slices({"weight": rows.shard(newer)}, path)
+    cannot_reserve = mock.Mock(side_effect=OSError(95, "Operation not supported"))
+    with mock.patch("os.posix_fallocate", cannot_reserve):
+        save_slices({"weight": rows.shard(newer)}, path)
     assert torch.equal(load_file(path)["weight"], newer)
 
 

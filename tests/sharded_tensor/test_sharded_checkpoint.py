@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed._shard import sharded_tensor as peer
+from torch.distributed._shard import sharding_spec as peer_spec
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -113,6 +116,33 @@ def test_what_any_form_saved_loads_on_any_number_of_ranks_in_any_form(
     for world_size in (1, 2, 3):
         ranks(load, [tmp_path / "sharded"], ["sharded", "dtensor", "plain"], world_size=world_size)
     ranks(load, [tmp_path / "dtensor", tmp_path / "plain"], ["sharded", "sharded"], world_size=3)
+
+
+def test_a_checkpoint_converts_to_one_file_of_plain_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(save, "sharded", tmp_path / "sharded", world_size=3)
+    dcp_to_torch_save(tmp_path / "sharded", tmp_path / "plain.pt")
+    found = torch.load(tmp_path / "plain.pt")
+    assert set(found) == set(WHOLE)
+    check(found)
+
+
+@on_ranks(2)
+def test_torchs_own_sharded_tensors_are_read_and_read_ours(tmp_path: Path) -> None:
+    folders: list[Any] = [str(tmp_path)] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    whole, columns = (
+        torch.arange(12.0).view(3, 4),
+        peer_spec.ChunkShardingSpec(1, ["rank:1/cpu", "rank:0/cpu"]),
+    )
+    theirs, ours = peer.zeros(columns, 3, 4), sharded(whole, 1)
+    dcp.save({"weight": ours}, checkpoint_id=f"{folders[0]}/ours")
+    dcp.load({"weight": theirs}, checkpoint_id=f"{folders[0]}/ours")
+    (shard,) = theirs.local_shards()
+    assert torch.equal(shard.tensor, whole.chunk(2, dim=1)[1 - dist.get_rank()])
+    dcp.save({"weight": theirs}, checkpoint_id=f"{folders[0]}/theirs")
+    again = sharded(torch.zeros(3, 4), 2)
+    dcp.load({"weight": again}, checkpoint_id=f"{folders[0]}/theirs")
+    assert torch.equal(again.full_tensor(), whole)
 
 
 def save_ours(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Lookups in a sharded table give what the whole table gives: values and gradients.
 
-Lookups of single rows are equal to the bit. Sums of a bag are added in another order, so float64 is
-compared within 1e-12.
+Sums of a bag, and gradients of rows named often, are added in another order, so float64 is compared within
+1e-12.
 """
 
 from __future__ import annotations

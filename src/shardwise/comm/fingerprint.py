@@ -64,7 +64,7 @@ def check_fingerprint(description: str, *, groups: Sequence[dist.ProcessGroup], 
 def _describe_clash(
     description: str, rows: list[list[int]], group: dist.ProcessGroup, device: torch.device
 ) -> str:
-    from shardwise.comm.exchange import gather_text  # which imports this module
+    from shardwise.comm.boxes import gather_text  # which imports this module
 
     texts = gather_text(description, group=group, device=device)
     mine = group.rank()

@@ -5,7 +5,7 @@ from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Pla
 from shardwise.layout.group_layout import GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
-from shardwise.layout.transfer import Message, transfer
+from shardwise.layout.messages import Message, transfer
 
 __all__ = [
     "Box",

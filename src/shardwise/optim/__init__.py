@@ -4,5 +4,14 @@ from shardwise.optim.adamw8bit import AdamW8bit
 from shardwise.optim.flat import FlatOptimizer, flat
 from shardwise.optim.muon import Muon
 from shardwise.optim.norm import clip_grad_norm_, get_total_norm
+from shardwise.optim.sharded import ShardedOptimizer
 
-__all__ = ["AdamW8bit", "FlatOptimizer", "Muon", "clip_grad_norm_", "flat", "get_total_norm"]
+__all__ = [
+    "AdamW8bit",
+    "FlatOptimizer",
+    "Muon",
+    "ShardedOptimizer",
+    "clip_grad_norm_",
+    "flat",
+    "get_total_norm",
+]

@@ -108,8 +108,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
 
-    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters, sharded ones of either
-    layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts a parameter.
+    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters, sharded ones of
+    either layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts any.
 
     Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
 

@@ -1,5 +1,6 @@
 """One logical tensor in boxes on any ranks."""
 
+from shardwise.sharded_tensor import dcp as dcp  # registers with torch's state-dict helpers
 from shardwise.sharded_tensor import ops as ops  # registers what operations do
 from shardwise.sharded_tensor.construct import (
     empty,
@@ -14,6 +15,7 @@ from shardwise.sharded_tensor.construct import (
     zeros,
 )
 from shardwise.sharded_tensor.context import load_with_process_group
+from shardwise.sharded_tensor.dtensor import from_dtensor, to_dtensor
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
     ShardedTensorMetadata,
@@ -31,6 +33,7 @@ from shardwise.sharded_tensor.module import (
 )
 from shardwise.sharded_tensor.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.sharded_tensor.registry import custom_sharded_op_impl
+from shardwise.sharded_tensor.rows import from_rows, to_rows
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import (
     ChunkShardingSpec,
@@ -60,6 +63,8 @@ __all__ = [
     "collect_local_shard",
     "custom_sharded_op_impl",
     "empty",
+    "from_dtensor",
+    "from_rows",
     "full",
     "infer_sharding_spec",
     "init_from_local_shards",
@@ -76,5 +81,7 @@ __all__ = [
     "shard_parameter",
     "shard_tensor",
     "state_dict_hook",
+    "to_dtensor",
+    "to_rows",
     "zeros",
 ]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.exchange import exchange, part
+from shardwise.comm.boxes import exchange, part
 from shardwise.layout import Box, Message
 
 Boxes = Sequence[Sequence[Box]]  # by rank of the group

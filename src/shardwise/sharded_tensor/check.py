@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.exchange import agree, gather_text
+from shardwise.comm.boxes import agree, gather_text
 from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.metadata import (
     ShardedTensorMetadata,

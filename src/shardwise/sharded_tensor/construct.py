@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.exchange import part
+from shardwise.comm.boxes import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import random

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from shardwise import _compat
-from shardwise.comm.exchange import agree, exchange
+from shardwise.comm.boxes import agree, exchange
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -121,9 +121,9 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
         group=group,
     )
     spec = _compat.dtensor_spec(mesh, placements, shape=metadata.size, dtype=local.dtype)
-    return _compat.dtensor(
-        local if local.device.type == mesh.device_type else local.to(mesh.device_type), spec
-    )
+    if local.device.type != mesh.device_type:
+        local = local.to(mesh.device_type)
+    return _compat.dtensor(local, spec)
 
 
 # What each rank of a mesh holds
@@ -206,11 +206,7 @@ def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, 
 
 
 def _check_order(mesh: DeviceMesh, axis: int) -> None:
-    if mesh.ndim == 1 and dist.get_rank() in mesh.mesh.tolist():
-        ascend = mesh.mesh.tolist() == dist.get_process_group_ranks(mesh.get_group())
-    else:
-        ascend = bool((mesh.mesh.diff(dim=axis) > 0).all())
-    if not ascend:
+    if not (mesh.mesh.diff(dim=axis) > 0).all():
         raise ShardingError(
             f"{here()}: the ranks of mesh {mesh.mesh.tolist()} do not ascend along axis {axis}, which cuts"
             " the tensor. Torch's collectives and its placements then disagree about who holds what; use a"

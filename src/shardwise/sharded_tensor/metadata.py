@@ -19,7 +19,7 @@ import torch
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, cover
-from shardwise.layout.transfer import subtract
+from shardwise.layout.messages import subtract
 
 
 class RemoteDevice:

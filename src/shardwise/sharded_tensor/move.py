@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.exchange import gather_text
+from shardwise.comm.boxes import gather_text
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.comm.exchange import gather_text
+from shardwise.comm.boxes import gather_text
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.check import all_right
 from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, ShardMetadata

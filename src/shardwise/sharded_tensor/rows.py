@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.exchange import exchange, gather_text
+from shardwise.comm.boxes import exchange, gather_text
 from shardwise.comm.fingerprint import fingerprint
 from shardwise.errors import RankMismatchError, ShardingError, here
 from shardwise.layout import Box, transfer

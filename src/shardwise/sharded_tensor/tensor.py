@@ -233,6 +233,8 @@ class ShardedTensor(Tensor):
         needs_grad = anchor.requires_grad or any(tensor.requires_grad for tensor in tensors)
         if needs_grad != metadata.tensor_properties.requires_grad:
             changes["requires_grad"] = needs_grad
+        if metadata.tensor_properties.pin_memory and not shown.is_pinned():
+            changes["pin_memory"] = False
         if changes:
             metadata = metadata.with_properties(**changes)
         places = self._places(metadata)

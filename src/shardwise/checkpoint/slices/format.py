@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.commit import by_ranks
-from shardwise.comm.exchange import gather_text
+from shardwise.comm.boxes import gather_text
 from shardwise.errors import CheckpointError, ShardwiseError
 
 DTYPES = {

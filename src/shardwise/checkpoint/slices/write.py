@@ -70,15 +70,14 @@ def save_slices(
 
     told = together(what, tell, group)
     rank = 0 if group is None else group.rank()
-
     plan: list[_Plan] = []
 
-    def begin() -> str | None:
+    def check() -> None:
         _check_told(own, told, rank)
         plan.append(_planned(told, metadata))
-        return _create(path, plan[0]) if rank == 0 else None
 
-    staging = Path(together(what, begin, group)[0])
+    together(what, check, group)
+    staging = Path(together(what, lambda: _create(path, plan[0]) if rank == 0 else None, group)[0])
     try:
         together(what, lambda: _write(staging, own, plan[0].places, rank), group)
         together(what, lambda: _publish(staging, path) if rank == 0 else None, group)
@@ -207,12 +206,7 @@ def _create(path: Path, plan: _Plan) -> str:
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_at(descriptor, memoryview(plan.header), 0)
-        try:
-            os.posix_fallocate(descriptor, 0, plan.size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-            os.ftruncate(descriptor, plan.size)
+        _reserve(descriptor, plan.size)
         os.fsync(descriptor)
     except Exception:
         staging.unlink()
@@ -220,6 +214,18 @@ def _create(path: Path, plan: _Plan) -> str:
     finally:
         os.close(descriptor)
     return str(staging)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Room for `size` bytes, taken now where the file system can."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except AttributeError:  # not every system has it
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)
 
 
 @torch.no_grad()

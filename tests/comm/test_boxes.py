@@ -17,10 +17,10 @@ from ranks import on_ranks
 from shardwise import _compat
 from shardwise.comm import exchange as module
 from shardwise.comm.count import CommCounter
-from shardwise.comm.exchange import agree, exchange, gather_text, part
+from shardwise.comm.boxes import agree, exchange, gather_text, part
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.layout import Box
-from shardwise.layout.transfer import Message, transfer
+from shardwise.layout.messages import Message, transfer
 
 DTYPES = (
     torch.float32,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
-from shardwise.layout.transfer import Message, subtract, transfer
+from shardwise.layout.messages import Message, subtract, transfer
 
 relaxed = settings(deadline=None, max_examples=120)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -27,7 +27,7 @@ from shardwise import _compat
 from shardwise.comm.fingerprint import fingerprint
 from shardwise.errors import RankMismatchError, ShardingError, here
 from shardwise.layout.box import Box
-from shardwise.layout.transfer import Message
+from shardwise.layout.messages import Message
 
 # Far from the tags of comm.gloo and of users' sends and receives; gloo's tags are 31 bits wide.
 _TAG = 0x7B000000

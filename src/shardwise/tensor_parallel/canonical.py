@@ -1,0 +1,117 @@
+"""One form of program for the rules to see, whether it was decomposed or not.
+
+    checks of sizes and strides         dropped: this rank's sizes are others
+    keyword arguments                   positional, where the operation has them so
+    addmm(b, x, permute(w)), mm, bmm    linear(x, w, b), where w is a parameter
+    views and expands that change nothing   dropped
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+
+aten: Any = torch.ops.aten
+
+_DROPPED = ("_assert_tensor_metadata",)
+
+
+def canonical(program: ExportedProgram) -> fx.Graph:
+    """A copy of the program's graph in this form; placeholders keep their names."""
+    graph = fx.Graph()
+    known: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        known[node] = graph.node_copy(node, lambda old: known[old])
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _normalize(graph, node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not _has_effects(node):
+            graph.erase_node(node)
+    return graph
+
+
+def _has_effects(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or schema.is_mutable or "assert" in schema.name or "_c10d" in schema.name
+
+
+def _normalize(graph: fx.Graph, node: fx.Node) -> None:
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    if name in _DROPPED:
+        graph.erase_node(node)
+        return
+    _positional(node)
+    x = node.args[0] if node.args else None
+    if name in ("expand", "view", "reshape", "_unsafe_view") and isinstance(x, fx.Node) and _same_shape(node, x):
+        node.replace_all_uses_with(x)
+        graph.erase_node(node)
+        return
+    found = _as_linear(node, name)
+    if found is None:
+        return
+    with graph.inserting_before(node):
+        linear = graph.call_function(aten.linear.default, found)
+    linear.meta = dict(node.meta)
+    node.replace_all_uses_with(linear)
+    graph.erase_node(node)
+
+
+def _positional(node: fx.Node) -> None:
+    """Move keyword arguments to their places as far as the places before are filled."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not node.kwargs:
+        return
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for argument in schema.arguments[len(args) :]:
+        if argument.kwarg_only or argument.name not in kwargs:
+            break
+        args.append(kwargs.pop(argument.name))
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    one, other = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.ndim != other.ndim:
+        return False
+    return all(isinstance(x, int) and x == y for x, y in zip(one.shape, other.shape, strict=True)) or all(
+        str(x) == str(y) for x, y in zip(one.shape, other.shape, strict=True)
+    )
+
+
+def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
+    """The arguments of the linear layer that a product with a transposed parameter is."""
+    if name == "addmm" and not node.kwargs:
+        bias, x, right = node.args[:3]
+        weight = _transposed(right)
+        return None if weight is None or not _is_vector(bias) else (x, weight, bias)
+    if name == "mm":
+        weight = _transposed(node.args[1])
+        return None if weight is None else (node.args[0], weight)
+    if name == "bmm":
+        right: Any = node.args[1]
+        while isinstance(right, fx.Node) and _name(right) in ("view", "expand", "reshape", "unsqueeze"):
+            right = right.args[0]
+        weight = _transposed(right)
+        return None if weight is None or len(weight.meta["val"].shape) != 2 else (node.args[0], weight)
+    return None
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """The parameter of which `node` is the transpose."""
+    if not isinstance(node, fx.Node) or _name(node) not in ("permute", "t", "transpose"):
+        return None
+    source = node.args[0]
+    is_matrix = isinstance(source, fx.Node) and source.op == "placeholder" and source.meta["val"].ndim == 2
+    return source if is_matrix and len(node.meta["val"].shape) == 2 else None  # type: ignore[return-value]
+
+
+def _is_vector(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.meta["val"].ndim == 1
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "").split(".")[0]
