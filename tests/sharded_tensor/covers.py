@@ -23,6 +23,11 @@ from shardwise.sharded_tensor import (
 )
 
 
+def word_bytes(ranks: int | None = None) -> int:
+    """What a rank sends for all to agree: 8 bytes to each other one."""
+    return 8 * ((ranks or dist.get_world_size()) - 1)
+
+
 def random_shape(rng: random.Random, *, longest: int = 6) -> tuple[int, ...]:
     """0 to 4 dims, of which one in eight has no element."""
     return tuple(0 if rng.random() < 0.12 else rng.randint(1, longest) for _ in range(rng.randint(0, 4)))

@@ -33,6 +33,9 @@ from shardwise.layout.messages import Message
 _TAG = 0x7B000000
 _GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
 
+_WORD_TAG = _TAG + 1
+_DIRECT_RANKS = 32  # up to so many ranks tell each other directly over gloo
+
 _SHOWN = 1000  # characters of each side of a mismatch
 _BEFORE = 200  # of which so many lie before the first difference
 
@@ -40,7 +43,14 @@ _Held = Sequence[tuple[Box, Tensor]]
 
 
 @torch.no_grad()
-def exchange(messages: Sequence[Message], *, source: _Held, target: _Held, group: dist.ProcessGroup) -> None:
+def exchange(
+    messages: Sequence[Message],
+    *,
+    source: _Held,
+    target: _Held,
+    group: dist.ProcessGroup,
+    agreement: Agreement | None = None,
+) -> None:
     """Move this rank's part of `messages`: copy what stays here, send and receive the rest.
 
     Must be called by every rank of `group` that is a sender or receiver of a message between two ranks,
@@ -60,6 +70,8 @@ def exchange(messages: Sequence[Message], *, source: _Held, target: _Held, group
             memory with a source, unless at the same place of the logical tensor.
         group: messages name ranks within it. Tensors on a device that `group` serves by gloo but that
             is not the CPU pass through a buffer on the CPU.
+        agreement: under way among all ranks of `group`, about these messages. Nothing passes between ranks
+            that mean different ones; `agreement.settle` then raises.
 
     Raises:
         ShardingError: tensors that do not fit their boxes or each other, messages that leave the boxes, or
@@ -82,6 +94,9 @@ def exchange(messages: Sequence[Message], *, source: _Held, target: _Held, group
             receives.setdefault(message.sender, []).append(
                 _part(target, message.target, message.box, "target")
             )
+    if agreement is not None:
+        sends = {peer: pieces for peer, pieces in sends.items() if agreement.holds_with(peer)}
+        receives = {peer: pieces for peer, pieces in receives.items() if agreement.holds_with(peer)}
     if not sends and not receives:
         _copy(local)
         return
@@ -138,41 +153,93 @@ def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | N
     ]
 
 
+class Agreement:
+    """Ranks tell each other what they are about to do, in 8 bytes each, and begin with who means the same.
+
+    Collective over `group`, to make one and to `settle` it. So that agreeing costs no round of its own, each
+    rank goes on with the others as their words arrive; only the end waits for everyone. Over gloo up to 32
+    ranks send each other their words directly; elsewhere it is one all-gather.
+    """
+
+    def __init__(
+        self, description: str, *, group: dist.ProcessGroup, device: torch.device | None = None
+    ) -> None:
+        """Send this rank's word.
+
+        Args:
+            description: in words, equal on ranks that will communicate alike.
+            group: the ranks to compare.
+            device: as for `gather_text`.
+        """
+        self._description, self._group, self._own = description, group, fingerprint(description)
+        self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
+        self._sends: list[dist.Work] = []
+        if group.size() == 1 or _compat.is_fake(torch.empty(0)):
+            return
+        self._device = device or _device(group)
+        self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
+        rank, ranks = group.rank(), group.size()
+        if ranks <= _DIRECT_RANKS and self._word.is_cpu and _backend(group, self._device) == "gloo":
+            wire = self._word.view(torch.uint8)
+            self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank + 1, ranks)]
+            for peer in (*range(rank + 1, ranks), *range(rank)):
+                word = torch.empty_like(self._word)
+                self._words[peer] = (group.recv([word.view(torch.uint8)], peer, _WORD_TAG), word)
+            self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank - 1, -1, -1)]
+        else:
+            words = _all_gather(self._word, group)
+            self._words = {peer: (None, words[peer]) for peer in range(ranks) if peer != rank}
+
+    def holds_with(self, peer: int) -> bool:
+        """Does rank `peer` of the group mean the same? Waits for its word."""
+        return self._own == self._said(peer)
+
+    def settle(self, what: str) -> None:
+        """Wait for everyone's word.
+
+        Args:
+            what: is described, for the error: "the boxes of w".
+
+        Raises:
+            RankMismatchError: on every rank of the group, if any two descriptions differ.
+        """
+        said = {peer: self._said(peer) for peer in self._words}
+        for work in self._sends:
+            work.wait(_GROUP_TIMEOUT)
+        self._sends.clear()
+        other = next((peer for peer in sorted(said) if said[peer] != self._own), None)
+        if other is None:
+            return
+        texts = gather_text(self._description, group=self._group, device=self._device)
+        mine, names = self._group.rank(), dist.get_process_group_ranks(self._group)
+        at = _first_difference(texts[mine], texts[other])
+        raise RankMismatchError(
+            f"{here()}: ranks disagree about {what}, so their messages would not match.\n"
+            f"Rank {names[mine]}: {_excerpt(texts[mine], at)}\n"
+            f"Rank {names[other]}: {_excerpt(texts[other], at)}\n"
+            "Make the same call with the same arguments on every rank."
+        )
+
+    def _said(self, peer: int) -> int:
+        work, word = self._words[peer]
+        if work is not None:
+            work.wait(_GROUP_TIMEOUT)
+            self._words[peer] = (None, word)
+        return int(word.item())
+
+
 def agree(
     description: str, *, group: dist.ProcessGroup, device: torch.device | None = None, what: str
 ) -> None:
-    """Make sure that all ranks of `group` describe alike what they are about to do.
+    """Make sure that all ranks of `group` describe alike what they are about to do. Collective over `group`.
 
-    Collective over `group`: one all-gather of 8 bytes a rank if they agree, the texts beside if they do
-    not; nothing in a group of one rank. On fake tensors, which have no values to compare, it does nothing.
-
-    Args:
-        description: in words, equal on ranks that will communicate alike.
-        group: the ranks to compare.
-        device: as for `gather_text`.
-        what: what is described, for the error: "the boxes of w".
+    One message of 8 bytes to each rank if they agree, the texts beside if they do not; nothing in a group of
+    one rank. On fake tensors, which have no values to compare, it does nothing. See `Agreement`.
 
     Raises:
         RankMismatchError: on every rank of `group`, if any two descriptions differ.
     """
-    if group.size() == 1 or _compat.is_fake(torch.empty(0)):
-        return
-    device = device or _device(group)
-    own = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
-    prints = _all_gather(own, group).tolist()
-    if len(set(prints)) == 1:
-        return
-    texts = gather_text(description, group=group, device=device)
-    mine = group.rank()
-    other = next(rank for rank, found in enumerate(prints) if found != prints[mine])
-    names = dist.get_process_group_ranks(group)
-    at = _first_difference(texts[mine], texts[other])
-    raise RankMismatchError(
-        f"{here()}: ranks disagree about {what}, so their messages would not match.\n"
-        f"Rank {names[mine]}: {_excerpt(texts[mine], at)}\n"
-        f"Rank {names[other]}: {_excerpt(texts[other], at)}\n"
-        "Make the same call with the same arguments on every rank."
-    )
+    Agreement(description, group=group, device=device).settle(what)
 
 
 # Moving bytes

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.boxes import exchange, part
+from shardwise.comm.boxes import Agreement, exchange, part
 from shardwise.layout import Box, Message
 
 Boxes = Sequence[Sequence[Box]]  # by rank of the group
@@ -63,6 +63,7 @@ def moved(
     group: dist.ProcessGroup,
     anchor: Tensor,
     like: torch.memory_format = torch.contiguous_format,
+    agreement: Agreement | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """This rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
 
@@ -73,11 +74,12 @@ def moved(
         messages: those this rank sends or receives.
         anchor: an empty tensor that requires grad where the whole source does.
         like: memory format of what is made.
+        agreement: under way, about these messages; see `exchange`.
 
     Returns:
         The target tensors, and an empty one that keeps a rank without any in the autograd graph.
     """
-    outputs = _moved(messages, list(source), list(target), group, like, anchor, *tensors)
+    outputs = _moved(messages, list(source), list(target), group, like, agreement, anchor, *tensors)
     return list(outputs[1:]), outputs[0]
 
 
@@ -100,11 +102,12 @@ def exchange_values(
     source: Sequence[tuple[Box, Tensor]],
     target: Sequence[tuple[Box, Tensor]],
     group: dist.ProcessGroup,
+    agreement: Agreement | None = None,
 ) -> None:
     """`exchange`, where there are values: tensors on the meta device have none."""
     if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
         return
-    exchange(messages, source=source, target=target, group=group)
+    exchange(messages, source=source, target=target, group=group, agreement=agreement)
 
 
 class _Replicated(torch.autograd.Function):
@@ -137,6 +140,7 @@ class _Moved(torch.autograd.Function):
         target: list[Box],
         group: dist.ProcessGroup,
         like: torch.memory_format,
+        agreement: Agreement | None,
         anchor: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -151,6 +155,7 @@ class _Moved(torch.autograd.Function):
             source=list(zip(source, tensors, strict=True)),
             target=list(zip(target, made, strict=True)),
             group=group,
+            agreement=agreement,
         )
         return anchor.new_empty(0), *made
 
@@ -165,9 +170,9 @@ class _Moved(torch.autograd.Function):
             (box, grad if grad is not None else ctx.anchor.new_zeros(box.sizes))
             for box, grad in zip(target, grads, strict=True)
         ]
-        received = [(box, ctx.anchor.new_zeros(box.sizes)) for box in source]
+        received = [(box, ctx.anchor.new_empty(box.sizes)) for box in source]  # all of it comes back
         exchange_values(back, source=held, target=received, group=group)
-        return None, None, None, None, None, ctx.anchor, *(grad for _, grad in received)
+        return None, None, None, None, None, None, ctx.anchor, *(grad for _, grad in received)
 
 
 class _ToWhole(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.boxes import agree, gather_text
+from shardwise.comm.boxes import Agreement, agree, gather_text
 from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.metadata import (
     ShardedTensorMetadata,
@@ -110,6 +110,19 @@ def all_do(action: Callable[[], Any], *, group: dist.ProcessGroup) -> Any:
     return made
 
 
+def proposed(
+    make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str
+) -> tuple[_T, Agreement]:
+    """`agreed`, before all ranks have said so: the agreement is still to be settled."""
+    try:
+        made = make()
+        words = text(made)
+    except Exception as error:  # of a user's spec, whatever it raises
+        agree(f"impossible: {error}", group=group, what=what)
+        raise
+    return made, Agreement(words, group=group)
+
+
 def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str) -> _T:
     """`make()`, which is pure arithmetic, where all ranks make the same. Collective over `group`.
 
@@ -122,13 +135,8 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
         RankMismatchError: on every rank, where ranks make different things or only some can.
         Exception: as `make` raises it, where it does so on all ranks alike.
     """
-    try:
-        made = make()
-        words = text(made)
-    except Exception as error:  # of a user's spec, whatever it raises
-        agree(f"impossible: {error}", group=group, what=what)
-        raise
-    agree(words, group=group, what=what)
+    made, agreement = proposed(make, text=text, group=group, what=what)
+    agreement.settle(what)
     return made
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from shardwise.comm.boxes import gather_text
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd
-from shardwise.sharded_tensor.check import agreed
+from shardwise.sharded_tensor.check import proposed
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.spec import ShardingSpec
@@ -50,35 +51,68 @@ def move_to(
     source, group = sharded.metadata(), sharded.process_group
     ranks = dist.get_process_group_ranks(group)
 
-    def built() -> ShardedTensorMetadata:
+    def built() -> tuple[ShardedTensorMetadata, _Plan]:
         target = with_ranks(build())
         if target.size != source.size:
             raise ShardingError(f"the spec gives shape {tuple(target.size)}, expected {tuple(source.size)}")
-        target.check(ranks)
-        return target
+        return target, _plan(_Cut.of(source), _Cut.of(target), tuple(ranks), group.rank())
 
-    target = agreed(
-        built, text=lambda made: f"{describe(source)}\nto\n{describe(made)}", group=group, what=what
-    )
+    (target, plan), agreement = proposed(built, text=lambda made: made[1].text, group=group, what=what)
     if source.cut_as(target):
         made, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
     else:
-        held, wanted = source.boxes_by(ranks), target.boxes_by(ranks)
-        rank = group.rank()
         made, anchor = autograd.moved(
             sharded.tensors,
-            transfer(held, wanted, rank=rank),
-            source=held[rank],
-            target=wanted[rank],
+            plan.messages,
+            source=plan.source,
+            target=plan.target,
             group=group,
             anchor=sharded.anchor,
             like=target.tensor_properties.memory_format,
+            agreement=agreement,
         )
+    agreement.settle(what)
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
     made = [tensor.to(place.device()) for tensor, place in zip(made, places, strict=True)]
     moved = sharded.with_tensors(made, metadata=target, anchor=anchor.to(device_of(made, target)))
     moved._spec = spec
     return moved
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Metadata as the key of a plan: equal where its text is."""
+
+    text: str
+    metadata: ShardedTensorMetadata = field(compare=False, repr=False)
+
+    @staticmethod
+    def of(metadata: ShardedTensorMetadata) -> _Cut:
+        return _Cut(describe(metadata), metadata)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one rank sends and gets to go from one cut to another: the same each time, so made once."""
+
+    text: str
+    messages: list[Message]
+    source: list[Box]
+    target: list[Box]
+
+
+@lru_cache(maxsize=64)
+def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> _Plan:
+    """For `rank` within the group of global `ranks`; to the whole on every rank where `target` is None."""
+    held = source.metadata.boxes_by(ranks)
+    size = tuple(source.metadata.size)
+    if target is None:
+        text, wanted = "the whole", [[Box((0,) * len(size), size)] for _ in ranks]
+    else:
+        target.metadata.check(ranks)
+        text, wanted = target.text, target.metadata.boxes_by(ranks)
+    messages = transfer(held, wanted, rank=rank)
+    return _Plan(f"{source.text}\nto\n{text}", messages, held[rank], wanted[rank])
 
 
 def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
@@ -101,12 +135,16 @@ def describe(metadata: ShardedTensorMetadata) -> str:
 
 def full_tensor(sharded: ShardedTensor) -> Tensor:
     """`ShardedTensor.full_tensor`."""
-    group, rank = sharded.process_group, sharded.process_group.rank()
-    held = boxes_of(sharded.metadata(), group)
-    whole = Box((0,) * len(sharded.metadata().size), tuple(sharded.metadata().size))
-    messages = transfer(held, [[whole]] * len(held), rank=rank)
+    group = sharded.process_group
+    ranks = dist.get_process_group_ranks(group)
+    plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), group.rank())
     return autograd.to_whole(
-        sharded.tensors, messages, source=held[rank], whole=whole, group=group, anchor=sharded.anchor
+        sharded.tensors,
+        plan.messages,
+        source=plan.source,
+        whole=plan.target[0],
+        group=group,
+        anchor=sharded.anchor,
     )
 
 
