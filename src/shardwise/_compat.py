@@ -358,3 +358,17 @@ has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 foreach_functions: dict[str, Any] = {
     name.removeprefix("_foreach_"): getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")
 }
+
+
+# tensor_parallel: the functional collectives as they stand in graphs.
+functional_collectives: Any = torch.ops._c10d_functional
+
+
+def is_operator(target: Any) -> bool:
+    """Is the target of a graph's node one overload of an operator?"""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def schema(target: Any) -> Any | None:
+    """The schema of an operator; None for a Python function."""
+    return target._schema if is_operator(target) else None

@@ -99,6 +99,8 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-00000002", "step-00000010"]
     assert loaded_value(tmp_path) == 10
     assert loaded_value(tmp_path, step=2) == 2
+    save(tmp_path, state_of(3), step=3, keep=1)  # an older step, as after going back to one
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
 
 
 @on_ranks(2)

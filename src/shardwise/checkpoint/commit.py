@@ -142,12 +142,12 @@ def publish(staging: Path, step: int, manifest: dict[str, Any]) -> Path:
     return final
 
 
-def prune(path: Path, keep: int | None) -> None:
-    """Remove older versions of a step, and all but the newest `keep` steps. One rank calls it."""
+def prune(path: Path, keep: int | None, *, written: Path) -> None:
+    """Remove older versions of a step, and all but the newest `keep` steps and `written`. One rank calls it."""
     newest = {step: folder for step, _, folder in checkpoints(path)}
     kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
     for _, _, folder in checkpoints(path):
-        if folder not in kept:
+        if folder not in kept and folder != written:
             doomed = folder.with_name(f"{folder.name}.tmp-{uuid4().hex[:6]}")
             os.rename(folder, doomed)
             shutil.rmtree(doomed)

@@ -42,7 +42,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
     state: nested dicts and lists of tensors and plain values. A DTensor is saved as its shards;
         a plain tensor counts as replicated, and one rank's copy is saved.
     step: 0 or more. Saving a step again replaces it, without a moment in between.
-    keep: how many newest steps stay afterwards; None keeps all.
+    keep: how many newest steps stay afterwards, beside the one saved; None keeps all.
 
     Raises CheckpointError on every rank when any rank fails; earlier checkpoints are untouched.
     """
@@ -66,7 +66,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
             shutil.rmtree(staging, ignore_errors=True)
         raise
     assert final is not None
-    together(what, lambda: prune(path, keep) if rank == 0 else None)
+    together(what, lambda: prune(path, keep, written=final) if rank == 0 else None)
     return final
 
 
