@@ -2,6 +2,8 @@
 # make train       RANKS=4 STEPS=300 LAYOUT=interleaved DTYPE=float32 DATA=dir HSDP=1 RESUME=0
 #                  LAYOUT=contiguous STRATEGY=zero2 FLAT=1
 # make verify      RANKS=4
+# make recommender RANKS=4
+# make test        WORKERS=2
 
 PYTHON ?= python3
 VENV   := .venv
@@ -18,6 +20,7 @@ STRATEGY ?=
 RESUME ?= 1
 OUT    ?= runs/train_gpt
 ARGS   ?=
+WORKERS ?= 2
 
 TRAIN_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) \
 	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) \
@@ -28,7 +31,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constr
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train test lint bench verify clean
+.PHONY: help train recommender test lint bench verify clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -49,8 +52,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to resume
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(TRAIN_FLAGS) $(ARGS)
 
+recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/recommender.py $(ARGS)
+
 test: lint ## lint, types and every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .

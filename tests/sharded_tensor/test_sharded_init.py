@@ -115,6 +115,8 @@ def test_constants_fill_every_shard() -> None:
     ):
         for spec in specs():
             torch.testing.assert_close(drawn(spec, fill), whole, rtol=0, atol=0)
+    by_rows = ChunkShardingSpec(0, ["rank:2", "rank:0"])
+    assert torch.equal(drawn(by_rows, nn.init.dirac_, (4, 3, 2)), nn.init.dirac_(torch.empty(4, 3, 2)))
     for name in ("orthogonal_", "sparse_"):
         with pytest.raises(ShardingError):
             getattr(nn.init, name)(

@@ -125,6 +125,7 @@ DIFFERENTIABLE: list[Callable[[Any], Any]] = [
     lambda x: torch.linalg.vector_norm(x, dtype=torch.float64),
     lambda x: x.sum((0, 1), keepdim=True),
     lambda x: x.mean((0, 1)),
+    lambda x: torch.logsumexp(x * 50, (0, 1)),
 ]
 ALONG: list[Callable[..., Any]] = [
     lambda x, dim, keep: x.sum(dim, keep),
@@ -143,6 +144,7 @@ ALONG: list[Callable[..., Any]] = [
     lambda x, dim, keep: (x > 1).any(dim, keep),
     lambda x, dim, keep: torch.all(x > 0.3, dim=dim, keepdim=keep),
     lambda x, dim, keep: x.sum(axis=dim, keepdim=keep),
+    lambda x, dim, keep: x.logsumexp(dim, keep),
 ]
 
 
@@ -167,6 +169,8 @@ def test_reductions_of_all_elements_are_plain_and_the_same_everywhere() -> None:
         agree(lambda t: t.norm(1), with_zero, spec)
         agree(torch.std, torch.ones(SHAPE), spec)
         agree(torch.max, x.masked_fill(x > 1, math.nan), spec)
+        infinite = x.masked_fill(x > 0.5, -math.inf).index_fill(1, torch.tensor(2), math.inf)
+        agree(lambda t: t.logsumexp(0), infinite, spec)
         agree(torch.sum, x.bfloat16(), spec)
         agree(torch.mean, x.half(), spec)
         agree(torch.norm, x.bfloat16() * 1e3, spec)
@@ -191,6 +195,28 @@ def test_reductions_along_a_dim_are_sharded_where_no_shard_cuts_it() -> None:
     agree(torch.sum, torch.tensor(3.0), EnumerableShardingSpec([ShardMetadata((), (), "rank:1")]))
     for function in (torch.norm, torch.max, torch.prod, torch.mean):
         agree(function, torch.tensor(3.0), EnumerableShardingSpec([ShardMetadata((), (), "rank:1")]))
+
+
+@on_ranks(3)
+def test_running_sums_are_cut_alike_and_refused_along_a_cut_dim() -> None:
+    x = values()
+    kinds: list[Callable[[Any, int], Any]] = [torch.cumsum, Tensor.cumprod, torch.logcumsumexp]
+    kinds.append(lambda t, dim: torch.cumsum(t, dim, dtype=torch.float64))
+    for index, function in enumerate(kinds):
+        for spec in list(specs())[index % 2 :: 2]:
+            cut = spec.build_metadata(torch.Size(SHAPE), None).shards_metadata  # type: ignore[arg-type]
+            for dim in (0, -1):
+                if all(shard.shard_sizes[dim] == SHAPE[dim] for shard in cut):
+                    found = agree(lambda t, f=function, d=dim: f(t, d), x, spec)
+                    assert isinstance(found, ShardedTensor)
+                else:
+                    with pytest.raises(ShardingError, match="reshard"):
+                        function(shard_tensor(x, spec, src_rank=None), dim)
+    integers = shard_tensor(torch.arange(6), ChunkShardingSpec(0, ["rank:1"]), src_rank=None)
+    same(integers.cumsum(0), torch.arange(6).cumsum(0))
+    same(integers.logsumexp(0), torch.arange(6).logsumexp(0))
+    with pytest.raises(IndexError):
+        integers.cumsum(1)
 
 
 @on_ranks(3)

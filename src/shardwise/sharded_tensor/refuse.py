@@ -30,8 +30,7 @@ _RESIZE = "Its size and cut are fixed; make a new tensor with shardwise.sharded_
 _HINTS = {
     hint: names.split()
     for hint, names in {
-        _ALONG: "flip fliplr flipud roll rot90 cumsum cumprod cummax cummin logcumsumexp sort"
-        " argsort tril triu",
+        _ALONG: "flip fliplr flipud roll rot90 cummax cummin sort argsort tril triu",
         _ELEMENTS: "gather index_select take take_along_dim masked_select nonzero index_copy index_add"
         " index_fill scatter scatter_add index_put index_put_ scatter_ scatter_add_ __getitem__ __setitem__",
         _MEMORY: "data_ptr untyped_storage storage stride storage_offset share_memory_ is_shared",

@@ -11,7 +11,7 @@ They are not the values that torch would draw for a plain tensor of that seed. F
 tensor's shape. Where an autograd graph records what is overwritten, so does this, with torch's errors.
 
 The other functions of `torch.nn.init` are made of these, of elementwise functions and of `any`: all of them
-work but `orthogonal_`, `dirac_` and `sparse_`, which want the whole tensor at once: fill a plain one
+work but `orthogonal_` and `sparse_`, which want the whole tensor at once and are refused: fill a plain tensor
 and `copy_` it, or make the sharded one of it by `shard_tensor`.
 """
 
@@ -31,6 +31,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.move import placed_on
+from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -101,6 +102,9 @@ def _init_uniform_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @torch.no_grad()
 def _init_normal_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     return normal_(*_given(func, args, kwargs, mean=0.0, std=1.0, generator=None))
+
+
+handles(_T.zero_)(in_place)
 
 
 @handles(nn.init.constant_)
@@ -205,5 +209,4 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     raise ShardingError(
         f"{here()}: {func.__name__} of shape {tuple(size)}, other than the {tuple(sharded.shape)} of a"
         " ShardedTensor, has no cut; use shardwise.sharded_tensor.empty, zeros, ones or full with a spec."
-        " (torch.nn.init.orthogonal_ needs the whole tensor: fill a plain one, then shard_tensor it.)"
     )

@@ -3,7 +3,8 @@
 An index of ints, slices, None and `...` keeps the shards that hold some of what it asks for, on their ranks;
 others are absent from the result, so that ranks may be left without a shard. What is kept is a view of the
 shard's memory: in-place operations on `st[2:4]` write `st`, as in torch. Indices that are tensors, lists or
-bools would move elements between ranks and are refused.
+bools would move elements between ranks and are refused; but where a mask of the same shape holds, cut alike
+or plain, one number can be assigned.
 
 `cat` and `stack` of tensors cut alike, whole in the dim that grows, join each shard with its counterparts.
 All others keep every shard of every operand (in new memory), so a rank has as many as of all together.
@@ -24,6 +25,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.boxes import Pick, pick_box
+from shardwise.sharded_tensor.ops.operands import like
 from shardwise.sharded_tensor.ops.shape import assembled, derived, probe, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import first_sharded, handles
@@ -60,6 +62,9 @@ def _setitem(func: Any, args: _Args, kwargs: _Kwargs) -> None:
             why="it is not differentiable, and the tensor or the value requires grad",
             instead="assign within torch.no_grad(), or make the result with torch.cat or torch.where",
         )
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim:
+        _fill_where(sharded, index, value)
+        return
     part = _getitem(_T.__getitem__, (sharded, index), {})
     if isinstance(value, Tensor):
         probe(part).copy_(probe(value))  # raises on every rank what torch raises
@@ -68,6 +73,22 @@ def _setitem(func: Any, args: _Args, kwargs: _Kwargs) -> None:
     probe(part).fill_(value)
     for tensor in part.tensors:
         tensor.fill_(value)
+
+
+def _fill_where(sharded: ShardedTensor, mask: Tensor, value: Any) -> None:
+    """Assign one number to the elements where `mask` holds. Local."""
+    one = not isinstance(value, ShardedTensor) and (value.ndim == 0 if isinstance(value, Tensor) else True)
+    if mask.shape != sharded.shape or not one:
+        refuse_case(
+            "assignment by a mask",
+            sharded,
+            why=f"it takes one number and a mask of the same shape, found {_shown(value)} and a mask of shape"
+            f" {tuple(mask.shape)}",
+            instead="use torch.where(mask, value, tensor), whose operands broadcast",
+        )
+    pieces = like(sharded, mask)
+    for tensor, piece in zip(sharded.tensors or [sharded.anchor], pieces, strict=True):
+        tensor[piece] = value
 
 
 @handles(torch.narrow, _T.narrow)
@@ -124,14 +145,17 @@ def _int(sharded: ShardedTensor, item: Any) -> int:
             raise TypeError
         return operator.index(item)
     except TypeError:
-        shown = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else repr(item)
         refuse_case(
             "indexing",
             sharded,
-            why=f"an index is of ints, slices, None and ..., found {shown}",
+            why=f"an index is of ints, slices, None and ..., found {_shown(item)}",
             instead="for rows of a table use torch.nn.functional.embedding; to fill by a mask, masked_fill or"
             " torch.where; otherwise full_tensor()[...]",
         )
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _picks(size: Sequence[int], items: Sequence[Any]) -> list[Pick]:

@@ -1,0 +1,298 @@
+"""Functions of whole lists, which optimizers and `clip_grad_norm_` call with `foreach=True`.
+
+The local shards of all tensors of a list become one list, and torch's function gets it in one call:
+
+    torch._foreach_mul_([A, b, C], 2)          A of two local shards, C of none, b plain
+    torch._foreach_mul_([A0, A1, b, c], 2)     c stands for the missing shards of C
+
+Tensors at the same place of several lists fit together as operands of elementwise functions do
+(`ops.elementwise`), with the same errors. A list may have plain tensors among the sharded ones; its other
+arguments are numbers, lists of numbers, and plain tensors.
+
+Norms of all the tensors of one process group take one all-reduce together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.autograd import all_reduced
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+from shardwise.sharded_tensor.ops.norms import check_norm, norm
+from shardwise.sharded_tensor.ops.operands import broadcast, parts
+from shardwise.sharded_tensor.ops.reduction import MAX, MIN, needs_grad, wide_of
+from shardwise.sharded_tensor.refuse import refuse
+from shardwise.sharded_tensor.registry import Handler, handles
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_FUNCTIONS = _compat.foreach_functions
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+_Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # whose cut a result has, None if it is plain
+
+
+# Element by element
+
+
+def _elementwise(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
+    """`func` of every element of the tensors at each place of the lists. Local."""
+    args, kwargs, places = _listed(args, kwargs)
+    leaders = [_leader(items) for items in places]
+    flat_args, flat_kwargs = _flat(args, kwargs, leaders)
+    results = func(*flat_args, **flat_kwargs)
+    made: list[Tensor] = []
+    first = 0
+    for leader, count in zip(leaders, _counts(leaders), strict=True):
+        own = results[first : first + count]
+        first += count
+        if leader is None:
+            made.append(own[0])
+            continue
+        sharded, metadata = leader
+        whole = None if metadata is sharded.metadata() else metadata
+        if sharded.tensors:
+            made.append(sharded.with_tensors(own, metadata=whole))
+        else:
+            made.append(sharded.with_tensors([], metadata=whole, anchor=own[0].reshape(-1)[:0]))
+    return tuple(made)
+
+
+def _in_place(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """`func`, which writes every element of the tensors in its first list: that list. Local."""
+    if not args:
+        args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
+    targets = args[0]
+    args, kwargs, places = _listed(args, kwargs)
+    leaders: list[_Leader] = []
+    for target, items in zip(targets, places, strict=True):
+        leader = _leader(items)
+        if leader is not None:
+            _check_target(func, target, leader[1].size)
+            leader = target, target.metadata()
+        leaders.append(leader)
+    flat_args, flat_kwargs = _flat(args, kwargs, leaders)
+    func(*flat_args, **flat_kwargs)
+    first = 0
+    for target, count in zip(targets, _counts(leaders), strict=True):
+        written = flat_args[0][first]
+        first += count
+        if not isinstance(target, ShardedTensor):
+            continue
+        if not target.tensors:
+            target._anchor = written.reshape(-1)[:0] if written.ndim == 0 else written
+        if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
+            target._metadata = target.metadata().with_properties(requires_grad=True)
+    return targets
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value)
+
+
+def _listed(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs, list[tuple[Any, ...]]]:
+    """The arguments, and the tensors at each place of the lists.
+
+    A tensor that is one factor of all, and needs a gradient, becomes a list: sharded tensors give it parts
+    of the gradient that ranks must sum, plain ones do not.
+    """
+    values = [*args, *kwargs.values()]
+    lengths = [len(value) for value in values if isinstance(value, (list, tuple))]
+    if len(set(lengths)) > 1:
+        raise RuntimeError(f"lists of one call must be of one length, found {lengths}")
+
+    def listed(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled() and not value.ndim:
+            return [value] * lengths[0]
+        return value
+
+    args, kwargs = tuple(map(listed, args)), {name: listed(value) for name, value in kwargs.items()}
+    lists = [value for value in (*args, *kwargs.values()) if _is_tensors(value)]
+    return args, kwargs, list(zip(*lists, strict=True))
+
+
+def _leader(items: Sequence[Any]) -> _Leader:
+    return broadcast(items) if any(isinstance(item, ShardedTensor) for item in items) else None
+
+
+def _counts(leaders: Sequence[_Leader]) -> list[int]:
+    """How many tensors of the flat lists belong to each place."""
+    return [1 if leader is None else max(1, len(leader[0].tensors)) for leader in leaders]
+
+
+def _flat(args: _Args, kwargs: _Kwargs, leaders: Sequence[_Leader]) -> tuple[list[Any], _Kwargs]:
+    """The arguments with every list's items repeated, or cut, for the local shards of their leader."""
+    counts = _counts(leaders)
+
+    def flat(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [
+                part for item, leader in zip(value, leaders, strict=True) for part in _parts(item, leader)
+            ]
+        if isinstance(value, Tensor) and value.ndim:  # a number for each place
+            return value.repeat_interleave(torch.tensor(counts, device=value.device))
+        return value
+
+    return [flat(value) for value in args], {name: flat(value) for name, value in kwargs.items()}
+
+
+def _parts(item: Any, leader: _Leader) -> list[Any]:
+    if leader is None:
+        return [item]
+    sharded, metadata = leader
+    return parts(item, leader=sharded, metadata=metadata)
+
+
+def _check_target(func: Any, target: Any, size: torch.Size) -> None:
+    if not isinstance(target, ShardedTensor):
+        raise ShardingError(
+            f"{here()}: {func.__name__} would write a sharded tensor into a plain {type(target).__name__};"
+            " use the function that is not in place, or full_tensor() of the sharded one"
+        )
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+        # torch would say so of its shards, but not of what stands for them on a rank without any.
+        raise RuntimeError(
+            f"{func.__name__} would write a leaf of the autograd graph in place, a ShardedTensor of shape"
+            f" {tuple(size)} that requires grad; call it within torch.no_grad()"
+        )
+    if target.metadata().size != size:
+        raise RuntimeError(
+            f"{func.__name__} cannot write a result of shape {tuple(size)} into a ShardedTensor of shape"
+            f" {tuple(target.metadata().size)}"
+        )
+
+
+def _whole_lists_only(handler: Handler) -> Handler:
+    """Refuse a sharded tensor in any other place than a list."""
+
+    def checked(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        if any(isinstance(value, ShardedTensor) for value in (*args, *kwargs.values())) or "out" in kwargs:
+            refuse(func, args, kwargs)
+        return handler(func, args, kwargs)
+
+    return checked
+
+
+# One by one
+
+
+def _copy_(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """Values of tensors cut alike, or plain, together; those of others one after another (collective)."""
+    names = ("self", "src", "non_blocking")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    targets, sources, together = given["self"], given["src"], []
+    for place, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if not isinstance(source, ShardedTensor) or (
+            isinstance(target, ShardedTensor) and source.metadata().cut_as(target.metadata())
+        ):
+            together.append(place)
+        else:
+            target.copy_(source)
+    if together:
+        lists = [[values[place] for place in together] for values in (targets, sources)]
+        _in_place(func, (*lists, bool(given.get("non_blocking"))), {})
+    return targets
+
+
+def _each(single: Callable[..., Tensor]) -> Handler:
+    """Of functions that are `single` of the tensors at each place."""
+
+    def handler(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
+        _, options, places = _listed(args, kwargs)
+        options = {name: value for name, value in options.items() if not _is_tensors(value)}
+        return tuple(single(*items, **options) for items in places)
+
+    return handler
+
+
+# Norms
+
+
+def _norm(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
+    """Every tensor's p-norm, plain and the same on every rank. Collective."""
+    given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    tensors, p, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
+    found: dict[int, Tensor] = {}
+    batches: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if isinstance(tensor, ShardedTensor):
+            check_norm(tensor, p, range(tensor.ndim))
+            batches.setdefault(tensor.process_group, []).append(place)
+        else:
+            batches.setdefault(None, []).append(place)
+    for group, places in batches.items():
+        batch = [tensors[place] for place in places]
+        if group is None:
+            values: Sequence[Tensor] = func(batch, p, dtype=dtype)
+        elif any(needs_grad(tensor) for tensor in batch):
+            values = [norm(tensor, p, dtype=dtype) for tensor in batch]
+        else:
+            together = _norms(batch, p, dtype=dtype).unbind()
+            values = [v.to((dtype or t.dtype).to_real()) for v, t in zip(together, batch, strict=True)]
+        found.update(zip(places, values, strict=True))
+    return tuple(found[place] for place in range(len(tensors)))
+
+
+@torch.no_grad()
+def _norms(batch: Sequence[ShardedTensor], p: float, *, dtype: torch.dtype | None) -> Tensor:
+    """The p-norm of each tensor of one group, in fp64 [tensors]. Collective: one all-reduce."""
+    group, device = batch[0].process_group, batch[0].anchor.device
+    if math.isinf(p):
+        worst, sign = -p, 1 if p > 0 else -1
+        found = torch.full([len(batch)], worst, dtype=torch.float64, device=device)
+        for places, lengths in _shard_norms(batch, p, dtype=dtype):
+            better = torch.maximum if p > 0 else torch.minimum
+            found[places] = better(found[places], lengths)
+        no_number = found.isnan()  # a backend's maximum may lose it: it travels beside
+        found = torch.stack([found.masked_fill(no_number, worst), sign * no_number.to(torch.float64)])
+        found = all_reduced(found, group, MAX if p > 0 else MIN)
+        return found[0].masked_fill(found[1] != 0, math.nan)
+    total = torch.zeros(len(batch), dtype=torch.float64, device=device)
+    for places, lengths in _shard_norms(batch, p, dtype=dtype):
+        total[places] += lengths if p == 0 else lengths.pow(p)
+    total = all_reduced(total, group)
+    return total if p == 0 else total.pow(1 / p)
+
+
+def _shard_norms(
+    batch: Sequence[ShardedTensor], p: float, *, dtype: torch.dtype | None
+) -> list[tuple[list[int], Tensor]]:
+    """The norms of all local shards with elements, in fp64, and whose they are: each tensor once a part."""
+    known: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for place, sharded in enumerate(batch):
+        for number, tensor in enumerate(sharded.tensors):
+            if tensor.numel():
+                known.setdefault((number, tensor.dtype), []).append((place, tensor))
+    return [
+        (
+            [place for place, _ in held],
+            torch.stack(_FUNCTIONS["norm"]([t for _, t in held], p, dtype=wide_of(dtype or kind))).double(),
+        )
+        for (_, kind), held in known.items()
+    ]
+
+
+def _register() -> None:
+    special: dict[str, Handler] = {
+        "norm": _norm,
+        "copy_": _copy_,
+        "clone": _each(torch.clone),
+        "max": _each(torch.max),
+        "mm": _each(torch.mm),
+    }
+    for name, func in _FUNCTIONS.items():
+        if name == "powsum":
+            continue
+        handler = special.get(name, _in_place if name.endswith("_") else _elementwise)
+        handles(func)(_whole_lists_only(handler))
+
+
+_register()
