@@ -16,7 +16,7 @@ import pytest
 
 import shardwise
 from ranks import on_ranks
-from shardwise import sharded_tensor
+from shardwise import sharded_tensor, tensor_parallel
 from shardwise.cli import app
 from shardwise.fsdp import lifecycle
 
@@ -85,7 +85,7 @@ def public_methods(cls: type) -> set[str]:
 def test_the_pages_expected_are_there() -> None:
     assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= set(PAGES)
     guides = {"fsdp", "strategies", "sharded_parameter", "optim", "migrating", "checkpoint", "verify"}
-    guides |= {"sharded_tensor"}
+    guides |= {"sharded_tensor", "tensor_parallel"}
     assert {f"docs/{name}.md" for name in guides} <= set(PAGES)
     licence = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in licence
@@ -113,7 +113,14 @@ def test_the_readmes_example_trains_as_it_stands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["docs/fsdp.md", "docs/checkpoint.md", "docs/optim.md", "docs/strategies.md", "docs/sharded_tensor.md"],
+    [
+        "docs/fsdp.md",
+        "docs/checkpoint.md",
+        "docs/optim.md",
+        "docs/strategies.md",
+        "docs/sharded_tensor.md",
+        "docs/tensor_parallel.md",
+    ],
 )
 @on_ranks(4)
 def test_a_pages_examples_run_in_order(page: str, tmp_path: Path) -> None:
@@ -144,6 +151,7 @@ def test_every_make_target_a_page_names_exists(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_a_page_names_exists(page: str) -> None:
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
     lines = [line for text in code(read(page)) for line in text.splitlines()]
     named = {found[1] for line in lines if (found := re.match(r"(?:\$ )?shardwise ([a-z]+)", line.strip()))}
     assert named <= known
@@ -157,6 +165,11 @@ def test_every_public_name_is_in_the_guide_or_the_readme() -> None:
 def test_every_name_of_sharded_tensor_is_in_its_guide() -> None:
     text = read("docs/sharded_tensor.md")
     assert [name for name in sharded_tensor.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_name_of_tensor_parallel_is_in_its_guide() -> None:
+    text = read("docs/tensor_parallel.md")
+    assert [name for name in tensor_parallel.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_every_method_of_a_sharded_module_is_in_the_guide_and_the_guide_invents_none() -> None:

@@ -354,9 +354,11 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
 # sharded_tensor: nn.Module.to asks it whether a parameter may take other memory and keep its identity.
 has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 
-# sharded_tensor: operations on lists of tensors, as optimizers and clip_grad_norm_ call them with foreach=True.
+# sharded_tensor: operations on lists of tensors, as optimizers call them with foreach=True.
 foreach_functions: dict[str, Any] = {
-    name.removeprefix("_foreach_"): getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")
+    name.removeprefix("_foreach_"): getattr(torch, name)
+    for name in dir(torch)
+    if name.startswith("_foreach_")
 }
 
 

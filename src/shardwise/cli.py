@@ -24,6 +24,10 @@ app = typer.Typer(
 )
 
 
+tp = typer.Typer(help="Tensor parallelism for exported programs.", no_args_is_help=True)
+app.add_typer(tp, name="tp")
+
+
 class Layout(StrEnum):
     """The memory layouts of `fully_shard`, and one after the other."""
 
@@ -121,6 +125,40 @@ def doctor() -> None:
     results = examine()
     Console().print(table(results))
     raise typer.Exit(FOUND if any(result.status is Status.BROKEN for result in results) else OK)
+
+
+@tp.command(
+    "export", epilog="Exit status: 0 written; 2 a program or strategies that cannot be read or do not fit."
+)
+def tp_export(
+    model: Annotated[Path, typer.Argument(help="A .pt2 file by torch.export.save.")],
+    out: Annotated[Path, typer.Option(help="Folder to write every rank's program to.")],
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks will run it.")] = 2,
+    strategies: Annotated[
+        str, typer.Option(help="JSON file of {module or pattern: colwise|rowwise|replicate}, or auto.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Kind of device that will run it.")] = "cpu",
+    strict: Annotated[bool, typer.Option(help="Refuse operations without a rule.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace a folder that is there.")] = False,
+) -> None:
+    """Cut an exported program over ranks: one program a rank, in one folder."""
+    from shardwise.errors import ShardingError
+    from shardwise.tensor_parallel.package import export_command
+
+    try:
+        printed = export_command(
+            model,
+            out,
+            ranks=ranks,
+            strategies=strategies,
+            device_type=device,
+            strict=strict,
+            overwrite=overwrite,
+        )
+    except ShardingError as error:
+        _print_failure(error, "")
+        raise typer.Exit(NOT_RUN) from None
+    Console().print(printed, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_failure(error: Exception, trace: str) -> None:

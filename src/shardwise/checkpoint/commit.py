@@ -143,7 +143,7 @@ def publish(staging: Path, step: int, manifest: dict[str, Any]) -> Path:
 
 
 def prune(path: Path, keep: int | None, *, written: Path) -> None:
-    """Remove older versions of a step, and all but the newest `keep` steps and `written`. One rank calls it."""
+    """Remove older versions of a step, and all but `written` and the newest `keep` steps. By one rank."""
     newest = {step: folder for step, _, folder in checkpoints(path)}
     kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
     for _, _, folder in checkpoints(path):

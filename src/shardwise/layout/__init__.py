@@ -3,9 +3,9 @@
 from shardwise.layout.box import Box, cover, disjoint
 from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place
 from shardwise.layout.group_layout import GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
+from shardwise.layout.messages import Message, transfer
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
-from shardwise.layout.messages import Message, transfer
 
 __all__ = [
     "Box",

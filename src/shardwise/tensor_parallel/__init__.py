@@ -1,7 +1,28 @@
-"""Exported programs cut over ranks."""
+"""Exported programs cut over ranks: one program for each."""
 
+from shardwise.tensor_parallel.auto import ChosenPlan, Prices, choose
+from shardwise.tensor_parallel.explain import counts, explain
+from shardwise.tensor_parallel.materialize import materialize, missing_weights
+from shardwise.tensor_parallel.package import bind, load, save
 from shardwise.tensor_parallel.rules import rule
-from shardwise.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+from shardwise.tensor_parallel.styles import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "rule", "tensor_parallel_transformation"]
+__all__ = [
+    "ChosenPlan",
+    "ColwiseParallel",
+    "Prices",
+    "Replicate",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "bind",
+    "choose",
+    "counts",
+    "explain",
+    "load",
+    "materialize",
+    "missing_weights",
+    "rule",
+    "save",
+    "tensor_parallel_transformation",
+]

@@ -1,9 +1,10 @@
 """One form of program for the rules to see, whether it was decomposed or not.
 
-    checks of sizes and strides         dropped: this rank's sizes are others
-    keyword arguments                   positional, where the operation has them so
-    addmm(b, x, permute(w)), mm, bmm    linear(x, w, b), where w is a parameter
-    views and expands that change nothing   dropped
+operations in place                 out of place (`functional`)
+checks of sizes and strides         dropped: this rank's sizes are others
+keyword arguments                   positional, where the operation has them so
+addmm(b, x, permute(w)), matmul, ... linear(x, w, b), where w is a parameter
+views and expands that change nothing   dropped
 """
 
 from __future__ import annotations
@@ -14,9 +15,29 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from shardwise import _compat
+from shardwise.tensor_parallel.placement import same_size
+
 aten: Any = torch.ops.aten
 
 _DROPPED = ("_assert_tensor_metadata",)
+_NOTHING = ("expand", "view", "reshape", "_unsafe_view")
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The program without operations that change their inputs; what they did to buffers is returned."""
+    if any(_mutates(node) for node in program.graph.nodes):
+        made: ExportedProgram = program.run_decompositions({})
+        return made
+    return program
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = _compat.schema(node.target)
+    if schema is None or node.op != "call_function":
+        return False
+    in_training = schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
+    return bool(schema.is_mutable) or in_training  # these do not say that they change running statistics
 
 
 def canonical(program: ExportedProgram) -> fx.Graph:
@@ -35,7 +56,7 @@ def canonical(program: ExportedProgram) -> fx.Graph:
 
 
 def _has_effects(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = _compat.schema(node.target)
     return schema is None or schema.is_mutable or "assert" in schema.name or "_c10d" in schema.name
 
 
@@ -46,7 +67,7 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
         return
     _positional(node)
     x = node.args[0] if node.args else None
-    if name in ("expand", "view", "reshape", "_unsafe_view") and isinstance(x, fx.Node) and _same_shape(node, x):
+    if name in _NOTHING and isinstance(x, fx.Node) and _same_shape(node, x):
         node.replace_all_uses_with(x)
         graph.erase_node(node)
         return
@@ -62,7 +83,7 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
 
 def _positional(node: fx.Node) -> None:
     """Move keyword arguments to their places as far as the places before are filled."""
-    schema = getattr(node.target, "_schema", None)
+    schema = _compat.schema(node.target)
     if schema is None or not node.kwargs:
         return
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -77,9 +98,7 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
     one, other = a.meta.get("val"), b.meta.get("val")
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.ndim != other.ndim:
         return False
-    return all(isinstance(x, int) and x == y for x, y in zip(one.shape, other.shape, strict=True)) or all(
-        str(x) == str(y) for x, y in zip(one.shape, other.shape, strict=True)
-    )
+    return all(same_size(x, y) for x, y in zip(one.shape, other.shape, strict=True))
 
 
 def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
@@ -88,11 +107,11 @@ def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
         bias, x, right = node.args[:3]
         weight = _transposed(right)
         return None if weight is None or not _is_vector(bias) else (x, weight, bias)
-    if name == "mm":
+    if name in ("mm", "matmul"):
         weight = _transposed(node.args[1])
         return None if weight is None else (node.args[0], weight)
     if name == "bmm":
-        right: Any = node.args[1]
+        right = node.args[1]
         while isinstance(right, fx.Node) and _name(right) in ("view", "expand", "reshape", "unsqueeze"):
             right = right.args[0]
         weight = _transposed(right)
@@ -102,7 +121,7 @@ def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
 
 def _transposed(node: Any) -> fx.Node | None:
     """The parameter of which `node` is the transpose."""
-    if not isinstance(node, fx.Node) or _name(node) not in ("permute", "t", "transpose"):
+    if not isinstance(node, fx.Node) or _name(node) not in ("permute", "t", "transpose", "numpy_T"):
         return None
     source = node.args[0]
     is_matrix = isinstance(source, fx.Node) and source.op == "placeholder" and source.meta["val"].ndim == 2

@@ -1,81 +1,223 @@
 """How a weight's outputs are best cut: whole attention heads, and the parts of a fused projection each.
 
-The outputs of a projection are one dim. Views further on show what they mean: a dim of 96 that becomes
-(6, 16) is six heads, one of 96 split into three of 32 is three projections. `column_ranges` follows the outputs
-to such views and cuts so that every rank has whole heads of every part.
+The outputs of a projection are one dim. What is done with them further on shows what they mean: 96 that
+become (6, 16) are six heads, 96 split into three of 32 are three projections, and heads of keys that are
+repeated belong to that many heads of queries each. `column_ranges` follows the outputs and cuts so that
+every rank has whole heads of every part, and the heads of keys and values that its queries use; ranks may
+share these::
+
+    8 outputs, 2 key heads of 4, each for 3 heads of queries, 3 ranks    ((0, 4),), ((0, 8),), ((4, 8),)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, fx
 
 from shardwise.tensor_parallel.partition import Partition
-from shardwise.tensor_parallel.placement import Ranges, even, normal
+from shardwise.tensor_parallel.placement import Ranges, even, groups, hint, normal
+
+_PARTS = ("split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "tensor_split")
+_ATTENTION = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Outputs from `begin` on, `count` units of `unit` each."""
+    """Outputs from `begin` on, `count` units of `unit` each, each of which serves `shared` heads."""
 
     begin: int
     count: int
-    unit: int
+    unit: int = 1
+    shared: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count * self.unit
 
 
-def column_ranges(p: Partition, node: fx.Node, size: int) -> Ranges:
-    """For every rank, which of the `size` outputs of `node` (its last dim) it computes."""
-    stretches = sorted(set(_stretches(p, node, 0, size)), key=lambda s: s.begin)
-    if not stretches or sum(s.count * s.unit for s in stretches) != size:
-        return even(size, p.ranks)
-    by_part = [even(s.count * s.unit, p.ranks, unit=s.unit) for s in stretches]
+def column_ranges(p: Partition, node: fx.Node, size: int, *, dim: int) -> Ranges:
+    """For every rank, which of the `size` outputs of `node`, its dim `dim`, it computes."""
+    found = _Tracker(p).follow(node, dim, Stretch(0, size))
+    by_part = [_cut(stretch, p.ranks) for stretch in _finest(list(found), size)]
+    return tuple(normal([i for part in by_part for i in part[rank]]) for rank in range(p.ranks))
+
+
+def _cut(stretch: Stretch, ranks: int) -> Ranges:
+    """Every rank's share of a stretch: of the heads that it serves, and so of its units."""
+    heads = even(stretch.count * stretch.shared, ranks)
     return tuple(
         normal(
-            [(s.begin + b, s.begin + e) for s, part in zip(stretches, by_part, strict=True) for b, e in part[rank]]
+            [
+                (
+                    stretch.begin + b // stretch.shared * stretch.unit,
+                    stretch.begin + -(-e // stretch.shared) * stretch.unit,
+                )
+                for b, e in held
+            ]
         )
-        for rank in range(p.ranks)
+        for held in heads
     )
 
 
-def _stretches(p: Partition, node: fx.Node, begin: int, size: int) -> Iterator[Stretch]:
-    """The units of the `size` outputs in the last dim of `node`, which begin at `begin` among all."""
-    for user in node.users:
-        name = getattr(user.target, "__name__", "").split(".")[0]
-        value = user.meta.get("val")
-        if name in ("view", "reshape", "_unsafe_view", "unflatten") and isinstance(value, Tensor):
-            sizes, before = p.hints(user), p.hints(node)
-            if sizes[-1] == size and len(sizes) != len(before):
-                yield from _stretches(p, user, begin, size)  # batch dims merged or split
-            elif sizes[-1] != size and len(sizes) > len(before) - 1:
-                yield from _heads(sizes, begin, size)
-        elif name in ("split", "chunk", "split_with_sizes") and isinstance(value, (tuple, list)):
-            at = begin
-            for index, part in enumerate(value):
-                for item in user.users:
-                    if item.args[1] == index:
-                        found = list(_stretches(p, item, at, part.shape[-1]))
-                        yield from found or [Stretch(at, part.shape[-1], 1)]
-                at += part.shape[-1]
-        elif name in ("add", "mul", "clone", "contiguous", "dropout", "to", "_to_copy", "alias", "getitem"):
-            if isinstance(value, Tensor) and value.shape[-1] == size:
-                yield from _stretches(p, user, begin, size)
+def _finest(found: list[Stretch], size: int) -> list[Stretch]:
+    """Stretches that cover the outputs once: of those that overlap, the ones that say most."""
+    chosen: list[Stretch] = []
+    for one in sorted(found, key=lambda s: (-s.shared, -s.unit, s.end - s.begin, s.begin)):
+        if all(one.end <= other.begin or other.end <= one.begin for other in chosen):
+            chosen.append(one)
+    chosen.sort(key=lambda s: s.begin)
+    begins, ends = [*(s.begin for s in chosen), size], [0, *(s.end for s in chosen)]
+    gaps = [Stretch(end, begin - end) for begin, end in zip(begins, ends, strict=True) if begin > end]
+    return sorted([*chosen, *gaps], key=lambda s: s.begin)
 
 
-def _heads(sizes: list[int], begin: int, size: int) -> Iterator[Stretch]:
-    """The dims that the last one became: (heads, width), or (3, heads, width) of a fused projection."""
-    inner, dims = 1, []
-    for length in reversed(sizes):
-        dims.insert(0, length)
-        inner *= length
-        if inner == size:
-            break
-    if inner != size or len(dims) < 2:
-        return
-    *outer, heads, width = dims
-    blocks = 1
-    for length in outer:
-        blocks *= length
-    for block in range(blocks):
-        yield Stretch(begin + block * heads * width, heads, width)
+class _Tracker:
+    """Follows a dim of a value through the program, as long as its elements stay apart."""
+
+    def __init__(self, p: Partition) -> None:
+        self.p = p
+        self.seen: set[tuple[fx.Node, int, Stretch]] = set()
+
+    def follow(self, node: fx.Node, dim: int, stretch: Stretch) -> Iterator[Stretch]:
+        """What is found out about `stretch`, whose units are the elements of `dim` of `node`."""
+        if (node, dim, stretch) in self.seen:
+            return
+        self.seen.add((node, dim, stretch))
+        if stretch.count > 1 or stretch.shared > 1:
+            yield stretch
+        for user in node.users:
+            name = getattr(user.target, "__name__", "").split(".")[0]
+            value = user.meta.get("val")
+            if name in _PARTS and user.args[0] is node:
+                yield from self._parts(user, name, dim, stretch)
+            elif name in _ATTENTION and node in user.args[1:3]:
+                yield from self._shared(stretch, self.p.hints(user.args[0])[-3])  # type: ignore[arg-type]
+            elif isinstance(value, Tensor):
+                yield from self._through(node, user, name, dim, stretch)
+
+    def _shared(self, stretch: Stretch, heads: int) -> Iterator[Stretch]:
+        if stretch.count and heads > stretch.count and heads % stretch.count == 0:
+            yield replace(stretch, shared=stretch.shared * (heads // stretch.count))
+
+    def _through(
+        self, node: fx.Node, user: fx.Node, name: str, dim: int, stretch: Stretch
+    ) -> Iterator[Stretch]:
+        before, after = self.p.hints(node), self.p.hints(user)
+        if name in ("view", "reshape", "_unsafe_view", "unflatten", "flatten"):
+            yield from self._view(node, user, dim, stretch)
+        elif name in ("transpose", "permute", "t"):
+            yield from self.follow(user, order_of(user, len(before)).index(dim), stretch)
+        elif name == "unsqueeze":
+            at = int(user.args[1]) % len(after)  # type: ignore[arg-type]
+            yield from self.follow(user, dim + (at <= dim), stretch)
+        elif name == "repeat_interleave" and len(after) == len(before):
+            yield from self._shared(stretch, after[dim])
+        elif name in ("linear", "mm", "bmm", "matmul", "embedding", "addmm", "baddbmm"):
+            return
+        else:
+            at = dim + len(after) - len(before)
+            if at >= 0 and after[at] == before[dim]:
+                yield from self.follow(user, at, stretch)
+
+    def _parts(self, user: fx.Node, name: str, dim: int, stretch: Stretch) -> Iterator[Stretch]:
+        along = part_dim(user, name, len(self.p.shape(user.args[0])))  # type: ignore[arg-type]
+        value: Any = user.meta["val"]
+        several = isinstance(value, (tuple, list))
+        pieces: list[tuple[fx.Node, Tensor, int]] = []
+        at = 0
+        for index, piece in enumerate(value if several else ()):
+            pieces += [(item, piece, at) for item in user.users if item.args[1] == index]
+            at += 1 if name == "unbind" else hint(piece.shape[along])
+        if not several:
+            begin = user.args[2] if len(user.args) > 2 else 0
+            begin = begin if isinstance(begin, int) else 0
+            pieces = [(user, value, begin % stretch.count if along == dim and begin < 0 else begin)]
+        gone = name in ("unbind", "select")
+        for item, piece, begin in pieces:
+            if along != dim:
+                yield from self.follow(item, dim - (gone and along < dim), stretch)
+            elif not gone:
+                begins = stretch.begin + begin * stretch.unit
+                yield from self.follow(
+                    item, dim, replace(stretch, begin=begins, count=hint(piece.shape[dim]))
+                )
+
+    def _view(self, node: fx.Node, user: fx.Node, dim: int, stretch: Stretch) -> Iterator[Stretch]:
+        old, new = self.p.shape(node), self.p.shape(user)
+        before, after = next(g for g in groups(old, new) if dim in g[0])
+        if before == [dim]:
+            yield from self._apart(user, after, stretch)
+        elif len(before) == 2 and before[0] == dim and len(after) == 1 and _is_repeated(node):
+            yield from self._shared(stretch, self.p.hints(user)[after[0]])
+
+    def _apart(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
+        """The dim became `dims`: (heads, width), or (3, heads, width) where the three are taken apart."""
+        sizes = self.p.hints(user)
+        if sizes[dims[0]] == 1 and len(dims) == 2:  # one head, or only another dim
+            yield from self.follow(
+                user, dims[0], replace(stretch, count=1, unit=stretch.count * stretch.unit)
+            )
+        dims = [d for d in dims if sizes[d] != 1] or dims[:1]
+        heads = next((d for d in dims if not self._taken_apart(user, d)), dims[0])
+        if heads == dims[-1] and len(dims) > 1 and stretch.unit == 1 and not self._taken_apart(user, dims[0]):
+            heads = dims[0]
+        outer, inner = 1, 1
+        for d in dims:
+            outer, inner = (outer * sizes[d], inner) if d < heads else (outer, inner * sizes[d])
+        inner //= sizes[heads] or 1
+        block = sizes[heads] * inner * stretch.unit
+        for index in range(outer):
+            part = Stretch(stretch.begin + index * block, sizes[heads], inner * stretch.unit, stretch.shared)
+            yield from self.follow(user, heads, part)
+
+    def _taken_apart(self, node: fx.Node, dim: int) -> bool:
+        """Are elements of `dim` selected one by one, as the three of a fused projection are?"""
+        for user in node.users:
+            name = getattr(user.target, "__name__", "").split(".")[0]
+            ndim = len(self.p.shape(node))
+            if name in ("transpose", "permute"):
+                found = self._taken_apart(user, order_of(user, ndim).index(dim))
+            else:
+                found = name in _PARTS and part_dim(user, name, ndim) == dim and _singly(user, name, dim)
+            if found:
+                return True
+        return False
+
+
+def _singly(user: fx.Node, name: str, dim: int) -> bool:
+    """Does `user` take elements of a dim one by one?"""
+    value: Any = user.meta["val"]
+    pieces = value if isinstance(value, (tuple, list)) else [value]
+    return name in ("unbind", "select") or all(hint(piece.shape[dim]) == 1 for piece in pieces)
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Is `node` an expanded value, maybe copied?"""
+    while getattr(node.target, "__name__", "").split(".")[0] in ("clone", "contiguous", "to", "_to_copy"):
+        node = node.args[0]  # type: ignore[assignment]
+    return getattr(node.target, "__name__", "").split(".")[0] == "expand"
+
+
+def order_of(node: fx.Node, ndim: int) -> list[int]:
+    """For each dim of a transposed or permuted value, which dim of its source it is."""
+    rest: Any = node.args[1:]
+    order = list(range(ndim))
+    if len(rest) == 2:
+        a, b = (int(d) % ndim for d in rest)
+        order[a], order[b] = b, a
+    elif rest:
+        order = [int(d) % ndim for d in rest[0]]
+    else:
+        order.reverse()
+    return order
+
+
+def part_dim(node: fx.Node, name: str, ndim: int) -> int:
+    """The dim along which a split, a slice or another of `_PARTS` takes parts."""
+    rest = node.args[1:]
+    place = 0 if name in ("slice", "narrow", "select", "unbind") else 1
+    given: Any = rest[place] if len(rest) > place else node.kwargs.get("dim", 0)
+    return int(given) % ndim

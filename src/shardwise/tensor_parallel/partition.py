@@ -3,7 +3,7 @@
 Every node of the whole program is visited once, in order. A rule (`tensor_parallel.rules`) looks at where
 its inputs are, takes them where it needs them, and emits nodes of this rank's sizes:
 
-    take(node, placement)   the value there, by what communication that costs; once for each value and placement
+    take(node, placement)   the value there, by whatever moves it; once for each value and placement
     emit(op, *args)         a node of this rank's program, its sizes found by running it on fake tensors
 
 Terms of a sum stay terms only as long as their one user can take them: what flows on to several users is
@@ -13,6 +13,7 @@ summed first, so that no two of them sum it again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,19 +21,20 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.placement import (
-    PARTIAL,
     REPLICATE,
+    Interval,
     Partial,
     Placement,
-    Ranges,
     Split,
     even,
+    hint,
 )
 
 aten: Any = torch.ops.aten
-c10d: Any = torch.ops._c10d_functional
+c10d = _compat.functional_collectives
 
 
 @dataclass
@@ -102,24 +104,71 @@ class Partition:
 
     def hints(self, node: fx.Node) -> list[int]:
         """Sizes of the whole value as numbers, symbolic ones as they were when the program was exported."""
-        return [size if isinstance(size, int) else int(size.node.hint) for size in self.shape(node)]
+        return [hint(size) for size in self.shape(node)]
 
     # ------------------------------------------------------------ building
 
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls `op` on nodes of this rank's program."""
-        with self.fake_mode:
+        with self.fake_mode, self._no_guards():
             result = op(*map_arg(args, _value), **map_arg(kwargs, _value))
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
         return node
 
+    def repeat(self, node: fx.Node) -> None:
+        """The node as it is in the whole program, on whole inputs."""
+        args, kwargs = self.take_all(node.args), self.take_all(node.kwargs)
+        views = ("aten.view.default", "aten._unsafe_view.default")  # strides may be others
+        target: Any = aten.reshape.default if str(node.target) in views else node.target
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta.update(node.meta)
+        value = node.meta.get("val")
+        self.keep(node, made, (REPLICATE,) * len(value) if isinstance(value, (tuple, list)) else REPLICATE)
+
+    def is_whole(self, node: fx.Node) -> bool:
+        """Are all inputs of `node` whole on every rank, and no parameter of them waits to be cut?"""
+        for x in node.all_input_nodes:
+            parameter = self.parameters.get(x)
+            if parameter is not None and parameter.style is not None and parameter.placement != REPLICATE:
+                return False
+            found = self.values[x].placement if x in self.values else REPLICATE
+            if any(at != REPLICATE for at in (found if isinstance(found, tuple) else (found,))):
+                return False
+        return True
+
+    def like(self, node: fx.Node, placement: Placement) -> Any:
+        """`placement`, once for each result of `node`."""
+        value = node.meta["val"]
+        return (placement,) * len(value) if isinstance(value, (tuple, list)) else placement
+
+    def cut_of(self, *nodes: Any) -> Split | None:
+        """How the first of `nodes` that is cut is cut; rather one of which ranks share nothing."""
+        cuts = [at for node in nodes if isinstance(at := self.placement(node), Split)]
+        return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
+
+    def _no_guards(self) -> AbstractContextManager[Any]:
+        """This rank's sizes must put no conditions on the symbols of the whole program."""
+        symbols = self.fake_mode.shape_env
+        if symbols is None:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(symbols.suppress_guards())
+        stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
+        return stack
+
     def keep(self, node: fx.Node, made: Any, placement: Placement | tuple[Placement, ...]) -> None:
         """The value of `node` is that of `made`, at `placement`."""
+        if isinstance(placement, Split):
+            size = self.shape(node)[placement.dim]
+            if isinstance(size, int) and all(held == ((0, size),) for held in placement.ranges):
+                placement = REPLICATE
         if isinstance(made, fx.Node):
             for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
                 if name in node.meta:
                     made.meta.setdefault(name, node.meta[name])
+            if placement == REPLICATE and "val" in node.meta:
+                made.meta["val"] = node.meta["val"]
         self.values[node] = Value(made, placement)
 
     def take(self, node: Any, placement: Placement = REPLICATE) -> Any:
@@ -140,6 +189,10 @@ class Partition:
     def take_all(self, args: Any) -> Any:
         """`args` of a node, every value in it replicated."""
         return map_arg(args, self.take)
+
+    def is_gathered(self, node: fx.Node) -> bool:
+        """Is the whole of a value that is cut there already, for another user?"""
+        return (node, REPLICATE) in self._moved
 
     def may_stay_partial(self, node: fx.Node) -> bool:
         """Is `node` a sum in terms with only one user, who may take the terms on?"""
@@ -168,11 +221,15 @@ class Partition:
         if isinstance(target, Partial):
             raise ShardingError(f"{node.name}: a value at {source} has no terms to be summed")
         if isinstance(source, Partial):
+            if isinstance(target, Split) and self._is_even(target, self.shape(node)[target.dim]):
+                return self.reduce_scatter(value.node, target.dim)
             whole = self.all_reduce(value.node)
             self.values[node] = Value(whole, REPLICATE)  # whoever comes next finds the sum
             return whole if target == REPLICATE else self.take(node, target)
         if isinstance(source, Split):
-            whole = self.all_gather(value.node, source, size=self.shape(node)[source.dim])
+            if isinstance(target, Split) and target.inside(source):
+                return self.inside(value.node, source, target)
+            whole = self._moved.get((node, REPLICATE)) or self.all_gather(value.node, source)
             self._moved[node, REPLICATE] = whole
             if target == REPLICATE:
                 return whole
@@ -181,14 +238,50 @@ class Partition:
         assert isinstance(target, Split)
         return self.cut(value.node, target)
 
+    def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
+        """The part `target` of a value of which this rank has `source`; no communication."""
+        mine, asked = source.ranges[self.rank], target.ranges[self.rank]
+        if mine == asked:
+            return node
+        local = []
+        for begin, end in asked:
+            at = 0
+            for b, e in mine:
+                if b <= begin and end <= e:
+                    local.append((at + begin - b, at + end - b))
+                    break
+                at += e - b
+        ranges = tuple(tuple(local) for _ in range(self.ranks))
+        return self.cut(node, Split(target.dim, ranges, source.size(self.rank) if source.block else None))
+
     def all_reduce(self, node: fx.Node) -> fx.Node:
         """The sum of every rank's `node`."""
         started = self.emit(c10d.all_reduce.default, node, "sum", self.group)
         return self.emit(c10d.wait_tensor.default, started)
 
-    def all_gather(self, node: fx.Node, split: Split, *, size: Any) -> fx.Node:
-        """The whole of a value cut by `split`, whose dim has `size` elements."""
+    def reduce_scatter(self, node: fx.Node, dim: int) -> fx.Node:
+        """This rank's share of the sum of every rank's `node`, along `dim`; all shares are equal."""
+        if dim:
+            node = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, node, 0, dim))
+        started = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
+        share = self.emit(c10d.wait_tensor.default, started)
+        return self.emit(aten.transpose.int, share, 0, dim) if dim else share
+
+    def _is_even(self, split: Split, size: Any) -> bool:
+        """Have all ranks equal shares of a dim of `size`, one after another?"""
+        equal = isinstance(size, int) and size % self.ranks == 0 and split.block is None
+        return equal and split.ranges == even(size, self.ranks)
+
+    def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
+        """The whole of a value cut by `split`."""
+        if split.block is not None:
+            apart = self._blocks(node, split.dim, split.size(self.rank))
+            whole = self.all_gather(apart, Split(split.dim + 1, split.ranges))
+            return self.emit(aten.flatten.using_ints, whole, split.dim, split.dim + 1)
         most = max(split.size(rank) for rank in range(self.ranks))
+        dtype = node.meta["val"].dtype
+        if dtype == torch.bool:  # not every backend sends them
+            node = self.emit(aten.to.dtype, node, torch.uint8)
         if split.dim:
             node = self.emit(aten.transpose.int, node, 0, split.dim)
         if split.size(self.rank) < most:
@@ -199,15 +292,30 @@ class Partition:
         whole = self.emit(c10d.wait_tensor.default, started)
         pieces = _in_order(split, most)
         if pieces != [(0, most * self.ranks)]:
-            parts = [self.emit(aten.slice.Tensor, whole, 0, begin, end) for begin, end in pieces]
-            whole = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, 0)
-        return self.emit(aten.transpose.int, whole, 0, split.dim) if split.dim else whole
+            whole = self._pieces(whole, 0, pieces)
+        if split.dim:  # contiguous, as some operations want what they take whole
+            whole = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, whole, 0, split.dim))
+        return self.emit(aten.to.dtype, whole, dtype) if dtype == torch.bool else whole
 
     def cut(self, node: fx.Node, split: Split) -> fx.Node:
         """This rank's intervals of a replicated value; no communication."""
         held = split.ranges[self.rank] or ((0, 0),)
-        parts = [self.emit(aten.slice.Tensor, node, split.dim, begin, end) for begin, end in held]
-        return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, split.dim)
+        if split.block is None:
+            return self._pieces(node, split.dim, held, own=True)
+        apart = self._blocks(node, split.dim, split.block)
+        pieces = self._pieces(apart, split.dim + 1, held, own=True)
+        return self.emit(aten.flatten.using_ints, pieces, split.dim, split.dim + 1)
+
+    def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
+        """Intervals of a dim, put together; `own`: this rank's, others having others (for `training`)."""
+        parts = [self.emit(aten.slice.Tensor, node, dim, begin, end) for begin, end in pieces]
+        for part in parts:
+            part.meta["own"] = own
+        return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
+
+    def _blocks(self, node: fx.Node, dim: int, block: int) -> fx.Node:
+        """A dim as two: so many blocks, of `block` elements each."""
+        return self.emit(aten.unflatten.int, node, dim, [-1, block])
 
     def evenly(self, node: fx.Node, dim: int) -> Split:
         """An even cut of a dim of the whole value."""
@@ -247,6 +355,3 @@ def _in_order(split: Split, padded: int) -> list[tuple[int, int]]:
 def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
     """`sizes` with another one at `dim`."""
     return [*sizes[:dim], size, *sizes[dim + 1 :]]
-
-
-

@@ -13,6 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Interval = tuple[int, int]
 Ranges = tuple[tuple[Interval, ...], ...]
@@ -30,18 +34,56 @@ class Partial:
 
 @dataclass(frozen=True)
 class Split:
-    """`ranges[rank]`: the intervals of `dim` that a rank holds, begin and end, one after another."""
+    """`ranges[rank]`: the intervals of `dim` that a rank holds, begin and end, one after another.
+
+    With a `block`, they are intervals of each `block` elements of the dim, of which there are as many as
+    there turn out to be: what heads become when a batch of unknown size is merged with them.
+    """
 
     dim: int
     ranges: Ranges
+    block: int | None = None
 
     def size(self, rank: int) -> int:
-        """How many elements of the dim `rank` holds."""
+        """How many elements of the dim, or of each block of it, `rank` holds."""
         return sum(end - begin for begin, end in self.ranges[rank])
 
     def on(self, dim: int) -> Split:
         """The same cut of another dim."""
-        return Split(dim, self.ranges)
+        return Split(dim, self.ranges, self.block)
+
+    def scaled(self, factor: int) -> Split:
+        """The cut of a dim in which every element has become `factor` elements."""
+        ranges = tuple(tuple((b * factor, e * factor) for b, e in held) for held in self.ranges)
+        return Split(self.dim, ranges, None if self.block is None else self.block * factor)
+
+    def within(self, begin: int, end: int) -> Split:
+        """The cut of the elements from `begin` to `end`, counted from there."""
+        return Split(
+            self.dim,
+            tuple(
+                normal(
+                    [(max(b, begin) - begin, min(e, end) - begin) for b, e in held if b < end and e > begin]
+                )
+                for held in self.ranges
+            ),
+        )
+
+    @property
+    def disjoint(self) -> bool:
+        """Does no element lie on two ranks?"""
+        intervals = sorted(interval for held in self.ranges for interval in held)
+        return all(one[1] <= other[0] for one, other in pairwise(intervals))
+
+    def inside(self, other: Split) -> bool:
+        """Does every rank that holds `other` hold all of this?"""
+        if self.dim != other.dim or self.block != other.block:
+            return False
+        return all(
+            any(b <= begin and end <= e for b, e in held)
+            for mine, held in zip(self.ranges, other.ranges, strict=True)
+            for begin, end in mine
+        )
 
 
 Placement = Replicate | Partial | Split
@@ -82,26 +124,99 @@ def covers_once(ranges: Ranges, size: int) -> bool:
     return normal(intervals) == (((0, size),) if size else ())
 
 
-def merged(split: Split, sizes: Sequence[int], *, dim: int) -> Ranges:
-    """The cut of the one dim that dims of `sizes` merge into, where the one at index `dim` is cut by `split`."""
-    inner = math.prod(sizes[dim + 1 :])
-    block = sizes[dim] * inner
-    outer = math.prod(sizes[:dim])
-    return tuple(
-        normal([(o * block + b * inner, o * block + e * inner) for o in range(outer) for b, e in held])
-        for held in split.ranges
-    )
+def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
+    """Where a value of sizes `old`, cut by `at`, is cut in sizes `new`; None where no one dim says it.
+
+    Sizes are numbers, or symbols of which only what always holds is used.
+    """
+    for before, after in groups(old, new):
+        if at.dim not in before:
+            continue
+        place = before.index(at.dim)
+        flat = _flat(at, [old[d] for d in before], place)
+        found = None if flat is None else _unflat(flat[0], flat[1], [new[d] for d in after])
+        return None if found is None else found.on(after[found.dim])
+    return None
 
 
-def unmerged(ranges: Ranges, sizes: Sequence[int]) -> tuple[int, Ranges] | None:
-    """Which of the dims of `sizes`, cut how, gives the cut `ranges` of the dim they merge into; None if none does."""
+def groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+    """Dims of `old` and of `new` that hold the same elements, as few at a time as possible."""
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        before, after = [i] if i < len(old) else [], [j] if j < len(new) else []
+        i, j = i + 1, j + 1
+        while not same_size(
+            one := math.prod(old[d] for d in before), other := math.prod(new[d] for d in after)
+        ):
+            if i < len(old) and (hint(one) < hint(other) or j >= len(new)):
+                before.append(i)
+                i += 1
+            elif j < len(new):
+                after.append(j)
+                j += 1
+            else:
+                break
+        found.append((before, after))
+    return found
+
+
+def hint(size: Any) -> int:
+    """A size as a number: one not known before the program runs is as it was when it was exported."""
+    if isinstance(size, int):
+        return size
+    known = size.node.hint
+    return 1009 if known is None else int(known)  # depends on data: a number that is no product
+
+
+def same_size(one: Any, other: Any) -> bool:
+    """Are two sizes equal, whatever their symbols turn out to be?"""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return statically_known_true(one == other)
+
+
+def _flat(at: Split, sizes: Sequence[Any], place: int) -> tuple[Ranges, int] | None:
+    """The intervals of each so many elements of what `sizes`, cut at `place`, merge into."""
+    inner = math.prod(sizes[place + 1 :])
+    block = at.block or sizes[place]
+    if not isinstance(inner, int) or not isinstance(block, int):
+        return None
+    return at.scaled(inner).ranges, block * inner
+
+
+def _unflat(ranges: Ranges, block: int, sizes: Sequence[Any]) -> Split | None:
+    """Which of the dims of `sizes`, cut how, gives `ranges` of every `block` elements when merged."""
     for dim, size in enumerate(sizes):
         inner = math.prod(sizes[dim + 1 :])
-        block = size * inner
-        first = [[(b, min(e, block)) for b, e in held if b < block] for held in ranges]
-        if size == 1 or any(value % inner for held in first for interval in held for value in interval):
+        if not isinstance(inner, int) or inner == 0 or (isinstance(size, int) and size == 1):
             continue
-        found = tuple(normal([(b // inner, e // inner) for b, e in held]) for held in first)
-        if merged(Split(dim, found), sizes, dim=dim) == tuple(normal(held) for held in ranges):
-            return dim, found
+        found: Ranges | None = ranges
+        own = None
+        if not isinstance(size, int):
+            first = all(isinstance(each, int) and each == 1 for each in sizes[:dim])
+            own, found = block // inner, ranges if first and block % inner == 0 else None
+        elif size == 0:
+            return None
+        elif block % (size * inner) == 0:
+            found = _repeating(ranges, block, size * inner)
+        elif size * inner % block == 0:
+            found = tuple(
+                normal(
+                    [(n * block + b, n * block + e) for n in range(size * inner // block) for b, e in held]
+                )
+                for held in ranges
+            )
+        else:
+            found = None
+        if found is None or any(value % inner for held in found for interval in held for value in interval):
+            continue
+        return Split(dim, tuple(normal([(b // inner, e // inner) for b, e in held]) for held in found), own)
     return None
+
+
+def _repeating(ranges: Ranges, block: int, smaller: int) -> Ranges | None:
+    """`ranges` of a block as the intervals of each `smaller` elements, if these are alike."""
+    first = Split(0, ranges).within(0, smaller).ranges
+    alike = all(Split(0, ranges).within(at, at + smaller).ranges == first for at in range(0, block, smaller))
+    return first if alike else None

@@ -1,4 +1,13 @@
-"""One rank's parameters, and the exported program around its graph."""
+"""One rank's parameters, and the exported program around its graph.
+
+Everything in the new program's state is this rank's own: copies of its shards, and of what every rank has
+whole. The whole program keeps its graph, its symbols and its tensors. Names of one tensor share its shard.
+
+What of each parameter a rank has is written down with the program, as JSON in `graph_module.meta["custom"]`:
+`torch.export.save` and `load` keep it there, and `record_of` reads it. By it `materialize` fills a program
+from a checkpoint, shard by shard; a program exported on the meta device or from fake tensors has no weights
+until then.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +18,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
+    ConstantArgument,
     ExportGraphSignature,
+    SymBoolArgument,
+    SymFloatArgument,
+    SymIntArgument,
     TensorArgument,
+    TokenArgument,
 )
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.partition import Partition
-from shardwise.tensor_parallel.placement import Placement, Split
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+
+RECORD = "shardwise.tensor_parallel"  # key in graph_module.meta["custom"]
+RECORD_VERSION = 1
 
 
 def fake_mode_of(program: ExportedProgram) -> Any:
@@ -28,62 +45,226 @@ def fake_mode_of(program: ExportedProgram) -> Any:
     raise ShardingError("the exported program has no tensors, so there is nothing to cut")
 
 
+def tied(program: ExportedProgram) -> dict[str, str]:
+    """The first name of the same tensor, for parameters and buffers that have another name before theirs."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, tensor in [*program.state_dict.items(), *program.constants.items()]:
+        if not isinstance(tensor, Tensor):
+            continue
+        earlier = first.setdefault(_identity(tensor), name)
+        if earlier != name:
+            found[name] = earlier
+    return found
+
+
+def _identity(tensor: Tensor) -> Any:
+    if tensor.is_meta or _compat.is_fake(tensor) or not tensor.data_ptr():
+        return id(tensor)
+    kind = isinstance(tensor, nn.Parameter)
+    return kind, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+# ------------------------------------------------------------ shards
+
+
+@torch.no_grad()
 def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
-    """What `rank` has of a whole parameter: a copy of its intervals, or the tensor itself where it has all."""
-    if not isinstance(placement, Split):
-        return whole
-    parts = [whole.narrow(placement.dim, b, e - b) for b, e in placement.ranges[rank] or ((0, 0),)]
-    with torch.no_grad():
-        made = torch.cat(parts, placement.dim)
-    return nn.Parameter(made, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else made
+    """What `rank` has of a whole parameter: a copy of its intervals, or of all where every rank has it whole.
+
+    Of a tensor without memory (on meta, or fake) it is one on meta.
+    """
+    if whole.is_meta or _compat.is_fake(whole):
+        sizes = [*whole.shape]
+        if isinstance(placement, Split):
+            sizes[placement.dim] = placement.size(rank)
+        made = torch.empty(sizes, dtype=whole.dtype, device="meta")
+    elif isinstance(placement, Split):
+        made = torch.cat(
+            [whole.narrow(placement.dim, b, e - b) for b, e in intervals(placement, rank)], placement.dim
+        )
+    else:
+        made = whole.detach().clone()
+    is_parameter = isinstance(whole, nn.Parameter)
+    return nn.Parameter(made, requires_grad=whole.requires_grad) if is_parameter else made
 
 
-def program_of(program: ExportedProgram, partition: Partition) -> ExportedProgram:
-    """The exported program of `partition`, which was made of `program`."""
+def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
+    """The parts of the dim that `rank` has; an empty one where it has nothing."""
+    return placement.ranges[rank] or ((0, 0),)
+
+
+def shards_of(program: ExportedProgram, partition: Partition) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's state dict and constants, under the names of the whole program's."""
+    placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
+    first = tied(program)
+    made: dict[str, Any] = {}
+    for name, whole in [*program.state_dict.items(), *program.constants.items()]:
+        if name in first:
+            made[name] = made[first[name]]
+        elif isinstance(whole, Tensor):
+            made[name] = held(whole, placements.get(name), partition.rank)
+        else:
+            made[name] = whole
+    return {name: made[name] for name in program.state_dict}, {name: made[name] for name in program.constants}
+
+
+# ------------------------------------------------------------ the program
+
+
+def program_of(
+    program: ExportedProgram, partition: Partition, *, asked: dict[str, str] | None = None
+) -> ExportedProgram:
+    """The exported program of `partition`, which was made of `program` by strategies described as `asked`."""
     graph = partition.graph
     graph.eliminate_dead_code(_is_impure)
-    state = dict(program.state_dict)
-    for parameter in partition.parameters.values():
-        if parameter.name in state:
-            state[parameter.name] = held(state[parameter.name], parameter.placement, partition.rank)
-    constants = dict(program.constants)
-    for parameter in partition.parameters.values():
-        if parameter.name in constants:
-            constants[parameter.name] = held(constants[parameter.name], parameter.placement, partition.rank)
-    root = nn.Module()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            setattr(root, str(node.target), getattr(program.graph_module, str(node.target)))
-    module = fx.GraphModule(root, graph)
+    _name_sources(graph)
+    state, constants = shards_of(program, partition)
+    module = fx.GraphModule(_submodules(program.graph_module, graph), graph)
     module.meta.update(program.graph_module.meta)
+    custom = dict(module.meta.get("custom") or {})
+    module.meta["custom"] = {**custom, RECORD: _record(program, partition, asked or {})}
     return ExportedProgram(
         root=module,
         graph=graph,
         graph_signature=_signature(program.graph_signature, graph),
         state_dict=state,
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        example_inputs=program.example_inputs,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=list(program.module_call_graph),
+        example_inputs=_without_fakes(program.example_inputs),
         constants=constants,
         verifiers=program.verifiers,
     )
 
 
+def _without_fakes(value: Any) -> Any:
+    """Example inputs, fake ones on meta: `torch.export.load` would unpickle those as any object."""
+    if isinstance(value, Tensor) and _compat.is_fake(value):
+        return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        return {key: _without_fakes(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_without_fakes(each) for each in value)
+    return value
+
+
+def _submodules(whole: nn.Module, graph: fx.Graph) -> nn.Module:
+    """What the graph's get_attr nodes name, copied where it is a graph of its own."""
+    root = nn.Module()
+    for node in graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        found: Any = whole
+        for part in target.split("."):
+            found = getattr(found, part)
+        *path, last = target.split(".")
+        holder = root
+        for part in path:
+            if not hasattr(holder, part):
+                setattr(holder, part, nn.Module())
+            holder = getattr(holder, part)
+        setattr(holder, last, found)
+    return root
+
+
+def _name_sources(graph: fx.Graph) -> None:
+    """Nodes that move a value belong to the module that made it."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for name in ("nn_module_stack", "stack_trace"):
+            before = next((x.meta[name] for x in node.all_input_nodes if name in x.meta), None)
+            if before is not None:
+                node.meta.setdefault(name, before)
+
+
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
     """The same inputs; outputs by the names of this graph's nodes."""
     (output,) = graph.find_nodes(op="output")
-    specs = []
-    for spec, node in zip(signature.output_specs, output.args[0], strict=True):
-        if isinstance(spec.arg, TensorArgument):
-            spec = replace(spec, arg=TensorArgument(name=node.name))
-        specs.append(spec)
+    specs = [
+        replace(spec, arg=_argument(spec.arg, value))
+        for spec, value in zip(signature.output_specs, output.args[0], strict=True)
+    ]
     return ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=specs)
+
+
+def _argument(known: Any, value: Any) -> Any:
+    """The description of an output that is `value`: a node, or a constant."""
+    if not isinstance(value, fx.Node):
+        return known if isinstance(known, ConstantArgument) else ConstantArgument(name="", value=value)
+    if isinstance(known, TokenArgument):  # of an operation with effects, though its value is a tensor
+        return replace(known, name=value.name)
+    result = value.meta.get("val")
+    for kind, argument in (
+        (Tensor, TensorArgument),
+        (torch.SymInt, SymIntArgument),
+        (torch.SymFloat, SymFloatArgument),
+        (torch.SymBool, SymBoolArgument),
+    ):
+        if isinstance(result, kind):
+            return argument(name=value.name)
+    return replace(known, name=value.name)
 
 
 def _is_impure(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and (schema.is_mutable or "assert" in schema.name)
+    schema = _compat.schema(node.target)
+    return schema is not None and bool(schema.is_mutable or "assert" in schema.name)
 
 
+# ------------------------------------------------------------ what is written down with it
+
+
+def _record(program: ExportedProgram, partition: Partition, asked: dict[str, str]) -> dict[str, Any]:
+    first = tied(program)
+    parameters = {}
+    for parameter in partition.parameters.values():
+        whole = parameter.node.meta["val"]
+        parameters[parameter.name] = {
+            "shape": [int(size) for size in whole.shape],
+            "dtype": str(whole.dtype).removeprefix("torch."),
+            "style": parameter.style,
+            "placement": placement_to_json(parameter.placement),
+            "tied": first.get(parameter.name),
+        }
+    return {
+        "version": RECORD_VERSION,
+        "rank": partition.rank,
+        "world_size": partition.ranks,
+        "group": partition.group,
+        "strategies": asked,
+        "parameters": parameters,
+    }
+
+
+def placement_to_json(placement: Placement | None) -> Any:
+    """A placement as JSON: "replicate", or the dim and every rank's intervals."""
+    if not isinstance(placement, Split):
+        return "replicate"
+    return {"dim": placement.dim, "ranges": [[list(one) for one in held] for held in placement.ranges]}
+
+
+def placement_from_json(given: Any) -> Placement:
+    """The placement that `placement_to_json` wrote."""
+    if given == "replicate":
+        return REPLICATE
+    return Split(given["dim"], tuple(tuple((b, e) for b, e in held) for held in given["ranges"]))
+
+
+def record_of(program: ExportedProgram) -> dict[str, Any]:
+    """What `tensor_parallel_transformation` wrote down with a program: rank, world size, group, placements.
+
+    Raises:
+        ShardingError: a program that it did not make.
+    """
+    found = (program.graph_module.meta.get("custom") or {}).get(RECORD)
+    if found is None:
+        raise ShardingError(
+            "the program is not one rank's part: tensor_parallel_transformation did not make it, or a pass"
+            " over it has dropped graph_module.meta['custom']"
+        )
+    if found["version"] != RECORD_VERSION:
+        raise ShardingError(
+            f"the program's record has version {found['version']}; this shardwise reads {RECORD_VERSION}"
+        )
+    return dict(found)

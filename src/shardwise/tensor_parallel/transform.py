@@ -6,23 +6,28 @@ import copy
 import operator
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
+from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import state
-from shardwise.tensor_parallel.canonical import canonical
+from shardwise.tensor_parallel import training as gradients
+from shardwise.tensor_parallel.canonical import canonical, functional
 from shardwise.tensor_parallel.partition import Parameter, Partition, Replicated, Value
-from shardwise.tensor_parallel.placement import REPLICATE
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, even
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, name_of, pointwise
-from shardwise.tensor_parallel.styles import styles_of
+from shardwise.tensor_parallel.styles import REPLICATED, Layout, Plan, plan_of
 
 OFFLINE_GROUP = "shardwise_tensor_parallel"
+
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER)
+# Outputs that belong to a parameter or buffer, and are as it is cut.
+_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.GRADIENT_TO_PARAMETER)
 
 
 def tensor_parallel_transformation(
@@ -30,56 +35,77 @@ def tensor_parallel_transformation(
     rank: int,
     world_size: int,
     device_type: str,
-    parallel_strategies: Mapping[str, Any],
+    parallel_strategies: Mapping[str, Any] | Literal["auto"],
     *,
     group_name: str | None = None,
     strict: bool = False,
+    training: bool = False,
 ) -> ExportedProgram:
     """The program that `rank` of `world_size` runs so that all together compute `exported_program`.
 
     Local: needs no process group and no communication, and any rank's program can be made in any process.
+    Weights are only copied, when all placements are known: a program exported on the meta device or from fake
+    tensors is cut as well, and `materialize` fills the result from a checkpoint.
 
     Args:
-        exported_program: from `torch.export.export`, as it is or decomposed. It stays as it is.
+        exported_program: from `torch.export.export`, as it is or decomposed. It stays as it is; operations
+            that write in place are made functional in the result.
         rank: of the process that will run the result, within its group.
-        world_size: how many ranks.
-        device_type: where it will run.
-        parallel_strategies: styles by module; see `styles_of`.
-        group_name: of the process group that it communicates over; by default the default group's.
-        strict: raise where an operation has no rule, in place of gathering its inputs.
+        world_size: how many ranks. More than a dim has elements leaves some ranks without any of them.
+        device_type: where it will run: state, constants and devices named in the graph are moved there.
+        parallel_strategies: styles by module, see `styles.plan_of`; or "auto": those of `choose`, at its own
+            prices.
+        group_name: of the process group that it communicates over; by default the default group's. Where
+            there is none yet, `package.bind` names it later.
+        strict: raise where an operation has no rule, in place of gathering its inputs; where a weight with a
+            style was not cut; and where some rank has nothing of a weight.
+        training: have backward through the result's module give the whole program's gradients. Without it
+            backward raises ShardingError, where any parameter requires a gradient.
 
     Returns:
         A program with the same inputs and outputs, whole on every rank, whose state dict has this rank's
-        parts of the parameters.
+        parts of the parameters. Buffers that it writes are whole.
 
     Raises:
         ShardingError: a rank, name or style that does not fit.
     """
     if not 0 <= rank < world_size:
         raise ShardingError(f"rank {rank} is not one of {world_size} ranks")
-    graph, signature = canonical(exported_program), exported_program.graph_signature
-    names = {
-        spec.arg.name: spec.target
-        for spec in signature.input_specs
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None
-    }
-    styles = styles_of(parallel_strategies, list(names.values()))
-    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    parameters = {
-        placeholders[arg]: Parameter(name, placeholders[arg], styles.get(name)) for arg, name in names.items()
-    }
+    program = functional(exported_program)
+    if parallel_strategies == "auto":
+        from shardwise.tensor_parallel.auto import choose  # which explores programs with this module
+
+        parallel_strategies = choose(program, world_size).strategies
+    graph = canonical(program)
+    parameters = parameters_of(program, graph)
+    plan = plan_of(parallel_strategies, {p.name: p.node.meta["val"] for p in parameters.values()})
+    aliases = untie(program, graph, parameters)
+    _give_styles(plan, parameters, aliases, _written(program.graph_signature))
     partition = Partition(
-        rank, world_size, group_name or _default_group(), state.fake_mode_of(exported_program), parameters
+        rank, world_size, group_name or _default_group(), state.fake_mode_of(program), parameters
     )
+    moves = _moves(plan, graph)
     for node in graph.nodes:
-        _build(partition, node, strict=strict)
-    for lost in partition.replicated:
-        warnings.warn(
-            f"{lost.op} ({lost.node}, {lost.source}) has no tensor-parallel rule: its inputs are gathered,"
-            f" {lost.gathered_bytes} bytes a call; register a rule with shardwise.tensor_parallel.rule",
-            stacklevel=2,
-        )
-    return state.program_of(exported_program, partition)
+        if node.op == "output":
+            _outputs(partition, node, program.graph_signature)
+        else:
+            reword(partition, node)
+            last = next(iter(reversed(partition.graph.nodes)), None)
+            build(partition, node, strict=strict)
+            _name_source(partition, node, last)
+        if node in moves:
+            _move(partition, node, *moves[node])
+    for alias, first in aliases.items():
+        _place_alias(partition, alias, first)
+    for parameter in parameters.values():
+        parameter.style = plan.styles.get(parameter.name)
+    _report(partition, strict=strict)
+    if training:
+        gradients.differentiable(partition, program.graph_signature)
+    elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in program.state_dict.values()):
+        gradients.untrainable(partition, program.graph_signature)
+    made = state.program_of(program, partition, asked=plan.asked)
+    return _on_device(made, device_type)
 
 
 def _default_group() -> str:
@@ -88,25 +114,165 @@ def _default_group() -> str:
     return dist.group.WORLD.group_name
 
 
-def _build(p: Partition, node: fx.Node, *, strict: bool) -> None:
+# ------------------------------------------------------------ before: what is asked, of what
+
+
+def parameters_of(program: ExportedProgram, graph: fx.Graph) -> dict[fx.Node, Parameter]:
+    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    return {
+        placeholders[spec.arg.name]: Parameter(spec.target, placeholders[spec.arg.name])
+        for spec in program.graph_signature.input_specs
+        if spec.kind in _STATE and spec.target is not None
+    }
+
+
+def untie(
+    program: ExportedProgram, graph: fx.Graph, parameters: dict[fx.Node, Parameter]
+) -> dict[fx.Node, fx.Node]:
+    """Let one placeholder have all uses of those that share a tensor; the others by that one."""
+    first = state.tied(program)
+    by_name = {parameter.name: node for node, parameter in parameters.items()}
+    aliases = {}
+    for name, node in by_name.items():
+        if name in first and first[name] in by_name:
+            node.replace_all_uses_with(by_name[first[name]])
+            aliases[node] = by_name[first[name]]
+    return aliases
+
+
+def _written(signature: ExportGraphSignature) -> list[str]:
+    return [
+        spec.target for spec in signature.output_specs if spec.kind in _WRITES[:1] and spec.target is not None
+    ]
+
+
+def _give_styles(
+    plan: Plan, parameters: dict[fx.Node, Parameter], aliases: dict[fx.Node, fx.Node], written: list[str]
+) -> None:
+    """Write its style on each parameter: the word that cuts it, at its first use, along the dim asked for.
+
+    A table that is an embedding and the head's weight is cut along the vocabulary by "row" as the one and by
+    "column" as the other.
+    """
+    wanted: dict[fx.Node, tuple[int | None, str, str]] = {}
+    for node, parameter in parameters.items():
+        word = plan.styles.get(parameter.name)
+        if word is None or parameter.name in written:
+            continue
+        first = aliases.get(node, node)
+        used = _use(first, parameter.name.rpartition(".")[0])
+        dim = None if used is None else _dim(word, used, first)
+        if first in wanted and wanted[first][0] != dim:
+            raise ShardingError(
+                f"{wanted[first][2]} and {parameter.name} are one tensor, to be cut along dim"
+                f" {wanted[first][0]} by one style and along dim {dim} by the other; give one of them, or"
+                " such that cut it alike"
+            )
+        wanted[first] = (dim, word, parameter.name)
+    for node, (dim, word, _) in wanted.items():
+        use = next(iter(node.users), None)
+        other = {"column": "row", "row": "column"}[word]
+        flips = dim is not None and use is not None and _dim(word, use, node) not in (dim, None)
+        parameters[node].style = other if flips else word
+
+
+def _use(weight: fx.Node, module: str) -> fx.Node | None:
+    """The operation by which `module` uses a weight; the first of all if it uses it by none."""
+    users = list(weight.users)
+    return next((user for user in users if module in _modules(user)[-1:]), users[0] if users else None)
+
+
+def _dim(word: str, user: fx.Node, weight: fx.Node) -> int | None:
+    """The dim of a matrix that a style cuts where `user` uses it; None where that is not known."""
+    if weight.meta["val"].ndim != 2:
+        return None
+    name = name_of(user).partition(".")[0]
+    if name in ("aten::embedding", "aten::mm", "aten::addmm"):  # [rows, columns], [in, out]
+        return 0 if word == "row" else 1
+    return 0 if word == "column" else 1
+
+
+def _modules(node: fx.Node) -> list[str]:
+    """Names of the modules that `node` lies in, the innermost last; without the number of the call."""
+    return [str(entry[0]).partition("@")[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def _moves(plan: Plan, graph: fx.Graph) -> dict[fx.Node, tuple[str, Layout]]:
+    """The last operation of each call of a module whose outputs are to be moved: the module, and where to."""
+    moves: dict[fx.Node, tuple[str, Layout]] = {}
+    for module, layout in plan.outputs.items():
+        last: dict[str, fx.Node] = {}
+        for node in graph.nodes:
+            calls = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
+            call = next((name for name in calls if name.partition("@")[0] == module), None)
+            if call is not None and node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+                last[call] = node
+        if not last:
+            raise ShardingError(
+                f"the outputs of {module} are to be moved, but no operation of the program says that it"
+                " belongs to it (it was not called, or a pass has dropped nn_module_stack); leave"
+                " output_layouts out"
+            )
+        moves.update((node, (module, layout)) for node in last.values())
+    return moves
+
+
+# ------------------------------------------------------------ node by node
+
+
+def reword(p: Partition, node: fx.Node) -> None:
+    """Call the style of matrices that are cut already by the word for that cut at this use of them."""
+    for x in node.all_input_nodes:
+        parameter = p.parameters.get(x)
+        if parameter is not None and isinstance(parameter.placement, Split):
+            words = [word for word in ("column", "row") if _dim(word, node, x) == parameter.placement.dim]
+            parameter.style = words[0] if words else parameter.style
+
+
+def build(p: Partition, node: fx.Node, *, strict: bool) -> None:
     if node.op == "placeholder":
-        made = p.graph.placeholder(node.name)
+        made = p.graph.placeholder(str(node.target))
+        made.name = str(node.target)  # the signature's, though it may be that of a Python function ("input")
         made.meta = copy.copy(node.meta)
         p.values[node] = Value(made, REPLICATE)
     elif node.op == "get_attr":
         made = p.graph.get_attr(str(node.target))
         made.meta = copy.copy(node.meta)
         p.values[node] = Value(made, REPLICATE)
-    elif node.op == "output":
-        p.graph.output(p.take_all(node.args[0]))
     elif node.target is operator.getitem:
         getitem(p, node)
     elif (known := find(node)) is not None:
         known(p, node)
-    elif isinstance(node.target, torch._ops.OpOverload) and is_pointwise(node, name_of(node)):
+    elif _compat.is_operator(node.target) and is_pointwise(node, name_of(node)):
         pointwise(p, node)
     else:
         _replicate(p, node, strict=strict)
+
+
+def _name_source(p: Partition, node: fx.Node, last: fx.Node | None) -> None:
+    """Nodes made for `node`, those after `last`, are of its module, except what first moves its inputs."""
+    made: list[fx.Node] = []
+    for new in reversed(p.graph.nodes):
+        if new is last:
+            break
+        made.append(new)
+    weights = [p.values[x].node for x in node.all_input_nodes if x in p.parameters]
+    stack, own = node.meta.get("nn_module_stack"), False
+    for new in reversed(made):
+        own = own or new.target == node.target or any(x in weights for x in new.all_input_nodes)
+        if own and stack is not None:
+            new.meta.setdefault("nn_module_stack", stack)
+
+
+def _outputs(p: Partition, node: fx.Node, signature: ExportGraphSignature) -> None:
+    """What the program returns is whole; what it writes to a parameter or buffer is cut as that is."""
+    placements = {x.name: x.placement for x in p.parameters.values()}
+    returned = []
+    for spec, value in zip(signature.output_specs, node.args[0], strict=True):  # type: ignore[arg-type]
+        belongs = spec.kind in _WRITES and spec.target in placements
+        where: Placement = (placements[spec.target] if belongs else None) or REPLICATE  # type: ignore[index]
+        returned.append(p.take(value, where))
+    p.graph.output(tuple(returned))
 
 
 def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
@@ -123,8 +289,78 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
                 f" {lost.gathered_bytes} bytes; register a rule, or pass strict=False"
             )
         p.replicated.append(lost)
-    made = p.emit(node.target, *p.take_all(node.args), **p.take_all(node.kwargs))
-    value = node.meta.get("val")
-    p.keep(node, made, (REPLICATE,) * len(value) if isinstance(value, (tuple, list)) else REPLICATE)
+    p.repeat(node)
 
 
+def _move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
+    """Have the value of `node` where the style of `module` wants its outputs."""
+    at = p.placement(node)
+    wanted: Placement = REPLICATE
+    if layout != REPLICATED:
+        sizes, dim = p.shape(node), int(layout)
+        if not -len(sizes) <= dim < len(sizes):
+            raise ShardingError(
+                f"the outputs of {module} have {len(sizes)} dims; Shard({dim}) is none of them"
+            )
+        dim %= len(sizes)
+        if isinstance(at, Split) and at.dim == dim:
+            return
+        if not isinstance(sizes[dim], int):
+            raise ShardingError(
+                f"the outputs of {module} cannot be cut along dim {dim}, whose size is not known before the"
+                " program runs; export with that dim static, or leave output_layouts out"
+            )
+        wanted = Split(dim, even(sizes[dim], p.ranks))
+    p.values[node] = Value(p.take(node, wanted), wanted)
+
+
+def _place_alias(p: Partition, alias: fx.Node, first: fx.Node) -> None:
+    """A placeholder without uses has the shard of the one that shares its tensor."""
+    p.parameters[alias].placement = p.parameters[first].placement
+    p.values[alias].node.meta["val"] = p.values[first].node.meta["val"]
+
+
+# ------------------------------------------------------------ after
+
+
+def _report(p: Partition, *, strict: bool) -> None:
+    for lost in p.replicated:
+        _warn(
+            f"{lost.op} ({lost.node}, {lost.source}) has no tensor-parallel rule: its inputs are gathered,"
+            f" {lost.gathered_bytes} bytes a call; register a rule with shardwise.tensor_parallel.rule"
+        )
+    whole = []
+    for x in p.parameters.values():
+        shape = tuple(x.node.meta["val"].shape)
+        if x.style is not None and len(shape) >= 2 and not isinstance(x.placement, Split):
+            why = "nothing uses it" if x.placement is None else "its first use has no way to use a part of it"
+            whole.append(
+                f"{x.name} of shape {shape} has the style {x.style!r} but stays whole on every rank: {why}"
+            )
+        empty = [r for r in range(p.ranks) if isinstance(x.placement, Split) and not x.placement.size(r)]
+        if strict and empty:
+            raise ShardingError(
+                f"rank {empty[0]} of {p.ranks} would have nothing of {x.name} of shape {shape}; use fewer"
+                " ranks, or pass strict=False"
+            )
+    if whole:
+        text = whole[0] + (f" (and {len(whole) - 1} more like it)" if len(whole) > 1 else "")
+        if strict:
+            raise ShardingError(f"{text}; leave its style out, or pass strict=False")
+        _warn(text)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
+def _on_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
+    """The program with everything that it has on another kind of device moved to this one."""
+    tensors = [*program.state_dict.values(), *program.constants.values()]
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    kinds = {x.device.type for x in (*tensors, *values) if isinstance(x, Tensor)} - {"meta"}
+    if kinds <= {device_type}:
+        return program
+    from torch.export.passes import move_to_device_pass
+
+    return move_to_device_pass(program, device_type)

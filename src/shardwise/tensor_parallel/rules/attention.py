@@ -1,57 +1,71 @@
-"""Scaled dot-product attention: every head by itself, so queries, keys and values are cut along heads or batch."""
+"""Scaled dot-product attention: every head by itself, so its inputs are cut along heads or batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from shardwise.tensor_parallel.partition import Partition
+from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 from shardwise.tensor_parallel.rules.registry import rule
+from shardwise.tensor_parallel.rules.views import is_tensor
 
 
-@rule("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu")
+@rule(
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_attention_math",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
 def attention(p: Partition, node: fx.Node) -> None:
     q, k, v = node.args[:3]
-    cut = next(
-        (at for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < len(p.shape(q)) - 2),  # type: ignore[arg-type]
-        None,
-    )
-    heads_differ = p.hints(q)[-3] != p.hints(k)[-3]  # type: ignore[arg-type]
-    if cut is not None and heads_differ and cut.dim == len(p.shape(q)) - 3:  # type: ignore[arg-type]
-        return _grouped(p, node)
-    return _as_cut(p, node, cut, cut)
+    assert isinstance(q, fx.Node)
+    batch = len(p.shape(q)) - 2
+    cuts = [at for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < batch]
+    cut = next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
+    if cut is None:
+        return p.repeat(node)
+    heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]  # type: ignore[arg-type]
+    if heads != key_heads and cut.dim == batch - 1:
+        return _grouped(p, node, group=heads // key_heads)
+    return _emit(p, node, cut, p.take(k, cut), p.take(v, cut))
 
 
-def _as_cut(p: Partition, node: fx.Node, q_cut: Split | None, kv_cut: Split | None) -> None:
-    q, k, v, *rest = node.args
-    wanted: tuple[Placement, Placement] = (q_cut or REPLICATE, kv_cut or REPLICATE)
-    others = [_bias(p, x, q_cut, ndim=len(p.shape(q))) for x in rest]  # type: ignore[arg-type]
-    kwargs = {n: _bias(p, x, q_cut, ndim=len(p.shape(q))) for n, x in node.kwargs.items()}  # type: ignore[arg-type]
-    made = p.emit(node.target, p.take(q, wanted[0]), p.take(k, wanted[1]), p.take(v, wanted[1]), *others, **kwargs)
-    several = isinstance(node.meta["val"], (tuple, list))
-    p.keep(node, made, (wanted[0],) * len(node.meta["val"]) if several else wanted[0])
+def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **changed: Any) -> None:
+    q, _, _, *rest = node.args
+    ndim = len(p.shape(q))  # type: ignore[arg-type]
+    others = [_bias(p, x, cut, ndim=ndim) for x in rest]
+    kwargs = {name: _bias(p, x, cut, ndim=ndim) for name, x in node.kwargs.items()} | changed
+    p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), p.like(node, cut))
 
 
-def _bias(p: Partition, x: Any, cut: Split | None, *, ndim: int) -> Any:
+def _bias(p: Partition, x: Any, cut: Split, *, ndim: int) -> Any:
     """A mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
-    if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), Tensor) or cut is None:
+    if not is_tensor(x):
         return p.take(x)
     dim = cut.dim - (ndim - len(p.shape(x)))
-    return p.take(x, REPLICATE if dim < 0 or p.hints(x)[dim] == 1 else cut.on(dim))
+    where: Placement = REPLICATE if dim < 0 or p.hints(x)[dim] == 1 else cut.on(dim)
+    return p.take(x, where)
 
 
-def _grouped(p: Partition, node: fx.Node) -> None:
-    """Fewer heads of keys than of queries, cut along heads: each rank has the key heads that its queries use."""
-    q, k = node.args[:2]
-    at_q, at_k = p.placement(q), p.placement(k)
-    group = p.hints(q)[-3] // p.hints(k)[-3]  # type: ignore[arg-type]
-    if isinstance(at_q, Split):
-        needed = tuple(tuple((b // group, -(-e // group)) for b, e in held) for held in at_q.ranges)
-        even = all(b % group == 0 and e % group == 0 for held in at_q.ranges for b, e in held)
-        alone = all(len(held) <= 1 and (not held or held[0][1] - held[0][0] == 1) for held in needed)
-        if even or alone:
-            return _as_cut(p, node, at_q, Split(at_q.dim, needed))
-    assert isinstance(at_q, Split) or isinstance(at_k, Split)
-    return _as_cut(p, node, None, None)
+def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
+    """Fewer heads of keys than of queries: each rank has the key heads that its queries use."""
+    q, k, v = node.args[:3]
+    at = p.placement(q)
+    dim = len(p.shape(q)) - 3  # type: ignore[arg-type]
+    if not isinstance(at, Split) or at.dim != dim:
+        at = p.evenly(q, dim)  # type: ignore[arg-type]
+    needed = Split(dim, tuple(tuple((b // group, -(-e // group)) for b, e in held) for held in at.ranges))
+    needed = needed.within(0, p.hints(k)[dim])  # type: ignore[arg-type]
+    keys, values = p.take(k, needed), p.take(v, needed)
+    whole_groups = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
+    alone = all(needed.size(rank) == 1 for rank in range(p.ranks))
+    if whole_groups or alone:
+        return _emit(p, node, at, keys, values)
+    repeated = needed.scaled(group)
+    keys, values = (
+        p.inside(p.emit(aten.repeat_interleave.self_int, x, group, dim), repeated, at) for x in (keys, values)
+    )
+    return _emit(p, node, at, keys, values, enable_gqa=False)

@@ -11,19 +11,25 @@ from shardwise.tensor_parallel.rules.registry import rule
 
 @rule("aten::embedding")
 def embedding(p: Partition, node: fx.Node) -> None:
-    weight, ids, *rest = node.args
-    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
+    weight, ids = node.args[:2]
+    assert isinstance(weight, fx.Node)
+    assert isinstance(ids, fx.Node)
     parameter = p.parameters.get(weight)
     style = parameter.style if parameter is not None else None
     last = len(p.shape(node)) - 1
     at = p.placement(ids)
+    known = None if parameter is None else parameter.placement
+    if isinstance(known, Split):
+        style = "row" if known.dim == 0 else "column"
     if style == "row":
         return _by_rows(p, node, weight, ids)
     if style == "column":
-        cut = p.evenly(weight, 1)
+        cut = known if isinstance(known, Split) else p.evenly(weight, 1)
         made = p.emit(aten.embedding.default, p.take(weight, cut), p.take(ids))
         return p.keep(node, made, cut.on(last))
-    made = p.emit(aten.embedding.default, p.take(weight), p.take(ids, at if isinstance(at, Split) else REPLICATE))
+    made = p.emit(
+        aten.embedding.default, p.take(weight), p.take(ids, at if isinstance(at, Split) else REPLICATE)
+    )
     return p.keep(node, made, at if isinstance(at, Split) else REPLICATE)
 
 
@@ -39,6 +45,8 @@ def _by_rows(p: Partition, node: fx.Node, weight: fx.Node, ids: fx.Node) -> None
         sizes = p.emit(aten.unsqueeze.default, index, -1)
         zeros = p.emit(aten.expand.default, sizes, [*[-1] * len(p.shape(ids)), p.shape(weight)[1]])
         made = p.emit(aten.zeros_like.default, zeros, dtype=node.meta["val"].dtype)
+        # Of no rows, but its gradient must flow here as on the other ranks.
+        made = p.emit(aten.add.Tensor, made, p.emit(aten.sum.dim_IntList, table, [0]))
         return p.keep(node, made, PARTIAL)
     local = p.emit(aten.sub.Tensor, index, begin)
     below, above = p.emit(aten.lt.Scalar, local, 0), p.emit(aten.ge.Scalar, local, end - begin)

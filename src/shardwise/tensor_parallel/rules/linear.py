@@ -1,7 +1,7 @@
 """Products with weights: where tensor parallelism happens.
 
-    column   weight cut along its outputs: inputs whole, outputs cut; no communication
-    row      weight cut along its inputs, as the incoming activation is cut: terms of a sum, one all-reduce
+column   weight cut along its outputs: inputs whole, outputs cut; no communication
+row      weight cut along its inputs, as the incoming activation is cut: terms of a sum, one all-reduce
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import fx
 
 from shardwise.tensor_parallel.heads import column_ranges
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Partial, Placement, Split
 from shardwise.tensor_parallel.rules.registry import rule
 
 
@@ -42,7 +42,10 @@ def _product(
     p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int, in_dim: int
 ) -> None:
     """x @ weight + bias, where the weight is a parameter with a style, or any value."""
-    style = p.parameters[weight].style if weight in p.parameters else None
+    parameter = p.parameters.get(weight)
+    style, known = (parameter.style, parameter.placement) if parameter is not None else (None, None)
+    if isinstance(known, Split):
+        style = "column" if known.dim == out_dim else "row"
     last = len(p.shape(x)) - 1
     at = p.placement(x)
 
@@ -53,12 +56,18 @@ def _product(
         return made if bias is None else p.emit(aten.add.Tensor, made, bias)
 
     if style == "column":
-        cut = Split(out_dim, column_ranges(p, node, p.hints(weight)[out_dim]))
+        cut = (
+            known
+            if isinstance(known, Split)
+            else Split(out_dim, column_ranges(p, node, p.hints(weight)[out_dim], dim=last))
+        )
         local_bias = None if bias is None else p.take(bias, cut.on(0))
         p.keep(node, call(p.take(x), p.take(weight, cut), local_bias), cut.on(last))
         return
     if style == "row" or (isinstance(at, Split) and at.dim == last and p.placement(weight) != REPLICATE):
-        cut = at.on(in_dim) if isinstance(at, Split) and at.dim == last else p.evenly(weight, in_dim)
+        cut = known if isinstance(known, Split) and known.disjoint else p.evenly(weight, in_dim)
+        if isinstance(at, Split) and at.dim == last and at.disjoint and at.block is None and known is None:
+            cut = at.on(in_dim)
         made = call(p.take(x, cut.on(last)), p.take(weight, cut), None)
         if bias is None:
             p.keep(node, made, PARTIAL)
@@ -69,30 +78,85 @@ def _product(
     p.keep(node, call(p.take(x, where), p.take(weight), p.take(bias)), where)
 
 
+@rule("transformers::grouped_mm_fallback", "aten::_grouped_mm")
+def grouped(p: Partition, node: fx.Node) -> None:
+    """Rows of x, each by the matrix [in, out] of its expert; all experts on every rank, each of them cut."""
+    x, weight, *rest = node.args
+    assert isinstance(weight, fx.Node)
+    wanted = expert_cut(p, weight)
+    ndim = len(p.shape(weight))
+    at = p.placement(weight) if wanted is None else wanted
+    if not isinstance(at, Split) or ndim != 3 or at.dim == 0:
+        return p.repeat(node)
+    others = [p.take(each) for each in rest], p.take_all(node.kwargs)
+    rows: Placement = REPLICATE if at.dim == 2 else at.on(1)
+    made = p.emit(node.target, p.take(x, rows), p.take(weight, at), *others[0], **others[1])
+    return p.keep(node, made, at.on(1) if at.dim == 2 else PARTIAL)
+
+
+def expert_cut(p: Partition, weight: fx.Node) -> Split | None:
+    """Where the experts' weights [experts, in, out] will be, if they are a parameter still to be cut, or its
+    transpose."""
+    source: Any = weight if weight in p.parameters else weight.args[0] if weight.args else None
+    parameter = p.parameters.get(source)
+    user = next((u for u in weight.users if "grouped_mm" in str(u.target) and u.args[1] is weight), None)
+    if parameter is None or parameter.style is None or parameter.placement is not None or user is None:
+        return None
+    if parameter.style == "column":
+        return Split(2, column_ranges(p, user, p.hints(weight)[2], dim=1))
+    at = p.placement(user.args[0])
+    terms = isinstance(at, Split) and at.dim == 1 and at.disjoint and at.block is None
+    return at.on(1) if isinstance(at, Split) and terms else p.evenly(weight, 1)
+
+
 @rule("aten::matmul", "aten::bmm")
 def _general(p: Partition, node: fx.Node) -> None:
     """A product of two activations: cut along a batch dim (heads), rows, columns or the summed dim."""
     a, b = node.args[-2:]
+    assert isinstance(b, fx.Node)
     if node.target is aten.addmm.default:
-        return p.keep(node, p.emit(aten.addmm.default, *map(p.take, node.args), **node.kwargs), REPLICATE)
+        return p.repeat(node)
+    if b in p.parameters and p.parameters[b].style is not None and len(p.shape(b)) == 2:
+        return _product(p, node, a, b, None, out_dim=1, in_dim=0)
+    at_a, at_b, out = _where(p, node, a, b)
+    return p.keep(node, p.emit(node.target, p.take(a, at_a), p.take(b, at_b)), out)
+
+
+@rule("aten::baddbmm")
+def baddbmm(p: Partition, node: fx.Node) -> None:
+    """A batch of products, and something added to each."""
+    first, a, b = node.args[:3]
+    at_a, at_b, out = _where(p, node, a, b)
+    if isinstance(out, Partial):
+        at_a = at_b = out = REPLICATE
+    added = _aligned(p, first, out, len(p.shape(node))) if isinstance(out, Split) else REPLICATE
+    made = p.emit(node.target, p.take(first, added), p.take(a, at_a), p.take(b, at_b), **node.kwargs)
+    return p.keep(node, made, out)
+
+
+def _where(p: Partition, node: fx.Node, a: Any, b: Any) -> tuple[Placement, Placement, Placement]:
+    """Where to have the factors and the product."""
     ndim_a, ndim_b, ndim = len(p.shape(a)), len(p.shape(b)), len(p.shape(node))
     at_a, at_b = p.placement(a), p.placement(b)
-    wanted: tuple[Placement, Placement, Placement] = (REPLICATE, REPLICATE, REPLICATE)
-    if min(ndim_a, ndim_b) >= 2:
-        for at, other_ndim, own_ndim, other in ((at_a, ndim_b, ndim_a, b), (at_b, ndim_a, ndim_b, a)):
-            if not isinstance(at, Split) or at.dim >= own_ndim - 2:
-                continue
-            out = ndim - (own_ndim - at.dim)
-            there = other_ndim - (own_ndim - at.dim)
-            needs = there >= 0 and p.hints(other)[there] != 1
-            mine, theirs = at, at.on(there) if needs else REPLICATE
-            wanted = (mine, theirs, at.on(out)) if other is b else (theirs, mine, at.on(out))
-            break
-        else:
-            if isinstance(at_a, Split) and at_a.dim == ndim_a - 2:
-                wanted = (at_a, REPLICATE, at_a.on(ndim - 2))
-            elif isinstance(at_b, Split) and at_b.dim == ndim_b - 1:
-                wanted = (REPLICATE, at_b, at_b.on(ndim - 1))
-            elif isinstance(at_a, Split) and isinstance(at_b, Split) and at_a.ranges == at_b.ranges:
-                wanted = (at_a, at_b, PARTIAL)
-    p.keep(node, p.emit(node.target, p.take(a, wanted[0]), p.take(b, wanted[1])), wanted[2])
+    if min(ndim_a, ndim_b) < 2:
+        return REPLICATE, REPLICATE, REPLICATE
+    batch = []
+    for at, ndim_x in ((at_a, ndim_a), (at_b, ndim_b)):
+        if isinstance(at, Split) and at.dim < ndim_x - 2:
+            batch.append(at.on(ndim - ndim_x + at.dim))
+    if batch:
+        cut = next((at for at in batch if at.disjoint), batch[0])
+        return _aligned(p, a, cut, ndim), _aligned(p, b, cut, ndim), cut
+    if isinstance(at_a, Split) and at_a.dim == ndim_a - 2:
+        return at_a, REPLICATE, at_a.on(ndim - 2)
+    if isinstance(at_b, Split) and at_b.dim == ndim_b - 1:
+        return REPLICATE, at_b, at_b.on(ndim - 1)
+    if isinstance(at_a, Split) and isinstance(at_b, Split) and at_a.on(0) == at_b.on(0) and at_a.disjoint:
+        return at_a, at_b, PARTIAL
+    return REPLICATE, REPLICATE, REPLICATE
+
+
+def _aligned(p: Partition, x: Any, cut: Split, ndim: int) -> Placement:
+    """Where a factor must be for a product of `ndim` dims to be cut by `cut` in a batch dim."""
+    dim = cut.dim - (ndim - len(p.shape(x)))
+    return REPLICATE if dim < 0 or p.hints(x)[dim] == 1 else cut.on(dim)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split
-from shardwise.tensor_parallel.rules.registry import rule
+from shardwise.tensor_parallel.rules.registry import name_of
 
 # Elementwise, though torch does not tag them so.
 _UNTAGGED = {
@@ -27,8 +28,18 @@ _UNTAGGED = {
     "aten::ones_like",
     "aten::full_like",
     "aten::empty_like",
+    "aten::randn_like",
+    "aten::bernoulli",
     "aten::rand_like",
     "aten::lift_fresh_copy",
+    "aten::where",
+    "aten::fill",
+    "aten::copy",
+    "aten::nan_to_num",
+    "aten::isclose",
+    "aten::isfinite",
+    "aten::isinf",
+    "aten::logical_not",
 }
 # f(a + b) = f(a) + f(b): a term of a sum may stay one.
 _LINEAR = {"aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::neg"}
@@ -41,24 +52,23 @@ def is_pointwise(node: fx.Node, name: str) -> bool:
 
 def pointwise(p: Partition, node: fx.Node) -> None:
     """Every input as the first one that is cut; the result alike."""
-    name = str(getattr(node.target, "_schema").name)  # noqa: B009
+    if p.is_whole(node):
+        return p.repeat(node)
+    name = name_of(node).partition(".")[0]
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     if _keeps_terms(p, name, inputs, node):
-        made = p.emit(node.target, *map_arg(node.args, lambda n: p.values[n].node), **node.kwargs)
+        made = p.emit(node.target, *map_arg(node.args, lambda n: p.take(n, p.placement(n))), **node.kwargs)
         return p.keep(node, made, PARTIAL)
     out = result(node).ndim
-    cut: Split | None = None
-    for x in inputs:
-        at = p.placement(x)
-        if isinstance(at, Split):
-            cut = at.on(at.dim + out - len(p.shape(x)))
-            break
+    cuts = [at.on(at.dim + out - len(p.shape(x))) for x in inputs if isinstance(at := p.placement(x), Split)]
+    cut = next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
+    if all(p.is_gathered(x) for x in inputs if isinstance(p.placement(x), Split)):
+        cut = None  # no communication either way, and a whole result never needs any
     args = map_arg(node.args, lambda n: p.take(n, _within(p, n, cut, out)))
     kwargs = map_arg(node.kwargs, lambda n: p.take(n, _within(p, n, cut, out)))
     made = p.emit(node.target, *args, **kwargs)
     placement: Placement = REPLICATE if cut is None else cut
-    several = isinstance(node.meta["val"], (tuple, list))
-    return p.keep(node, made, (placement,) * len(node.meta["val"]) if several else placement)
+    return p.keep(node, made, p.like(node, placement))
 
 
 def result(node: fx.Node) -> Tensor:
@@ -85,12 +95,10 @@ def _keeps_terms(p: Partition, name: str, inputs: list[fx.Node], node: fx.Node) 
         return True
     if name in ("aten::add", "aten::sub"):
         return len(partial) == len(inputs) == 2
+    if name == "aten::mul" and len(partial) == 1 and len(inputs) == 2 and node.args[0] is not node.args[1]:
+        (other,) = (x for x in inputs if x is not partial[0])
+        return p.placement(other) == REPLICATE
+    if node.kwargs:  # rounding, say
+        return False
     scalar = name in ("aten::mul", "aten::div") and len(inputs) == 1
     return scalar and all(isinstance(a, (int, float)) and math.isfinite(a) for a in node.args[1:])
-
-
-@rule("aten::bernoulli", "aten::rand", "aten::randn", "aten::randint")
-def random(p: Partition, node: fx.Node) -> None:
-    """Every rank draws the whole value: equal where ranks seed alike."""
-    p.keep(node, p.emit(node.target, *p.take_all(node.args), **p.take_all(node.kwargs)), REPLICATE)
-

@@ -9,10 +9,12 @@ A rule is found by the operation's name with its overload ("aten::mean.dim"), th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from torch import fx
 
+from shardwise import _compat
 from shardwise.tensor_parallel.partition import Partition
 
 Rule = Callable[[Partition, fx.Node], None]
@@ -35,7 +37,7 @@ def rule(*names: str) -> Callable[[_R], _R]:
 def name_of(node: fx.Node) -> str:
     """`aten::linear.default`, or the name of a Python function."""
     target = node.target
-    schema = getattr(target, "_schema", None)
+    schema = _compat.schema(target)
     if schema is None:
         return getattr(target, "__name__", str(target))
     return f"{schema.name}.{schema.overload_name or 'default'}"
@@ -44,4 +46,14 @@ def name_of(node: fx.Node) -> str:
 def find(node: fx.Node) -> Rule | None:
     """The rule for `node`, if there is one."""
     name = name_of(node)
-    return RULES.get(name) or RULES.get(name.partition(".")[0])
+    known = RULES.get(name) or RULES.get(name.partition(".")[0])
+    if known is None and _compat.schema(node.target) is None:
+        return Partition.repeat  # a function of sizes, or one that calls a graph within this one
+    return None if known is None else partial(_unless_whole, known)
+
+
+def _unless_whole(known: Rule, p: Partition, node: fx.Node) -> None:
+    """The rule, where there is anything to decide."""
+    if p.is_whole(node):
+        return p.repeat(node)
+    return known(p, node)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
+from shardwise.tensor_parallel.heads import order_of
 from shardwise.tensor_parallel.partition import Partition, aten, with_dim
-from shardwise.tensor_parallel.placement import (
-    PARTIAL,
-    REPLICATE,
-    Placement,
-    Ranges,
-    Split,
-    merged,
-    normal,
-    unmerged,
-)
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, regroup
+from shardwise.tensor_parallel.rules.linear import expert_cut
 from shardwise.tensor_parallel.rules.registry import rule
 
 
@@ -31,87 +22,83 @@ def start(p: Partition, x: fx.Node) -> tuple[fx.Node, Placement]:
     return p.take(x, at), p.placement(x)
 
 
-@rule("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten", "aten::view_as")
+@rule(
+    "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten", "aten::view_as"
+)
 def view(p: Partition, node: fx.Node) -> None:
     x = node.args[0]
     assert isinstance(x, fx.Node)
+    if str(node.target).endswith("view.dtype"):
+        return p.repeat(node)
     here, at = start(p, x)
-    sizes = _sizes(p, node)
     if not isinstance(at, Split):
-        return p.keep(node, p.emit(aten.reshape.default, here, sizes), at)
-    found = regroup(p.hints(x), p.hints(node), at)
-    if found is None:
-        made = p.emit(aten.reshape.default, p.take(x), sizes)
+        return p.keep(node, p.emit(aten.reshape.default, here, _sizes(p, node)), at)
+    found = regroup(at, p.shape(x), p.shape(node))
+    empty = any(at.size(rank) == 0 for rank in range(p.ranks))
+    if found is None or (empty and (found.block or at.block)):  # no size of -1 where there are no elements
+        made = p.emit(aten.reshape.default, p.take(x), _sizes(p, node))
         return p.keep(node, made, REPLICATE)
-    made = p.emit(aten.reshape.default, here, with_dim(sizes, found.dim, found.size(p.rank)))
+    made = p.emit(aten.reshape.default, here, _cut_sizes(p, node, found))
     return p.keep(node, made, found)
 
 
 def _sizes(p: Partition, node: fx.Node) -> list[Any]:
     """The whole value's new sizes: numbers, or nodes of this rank's program where they are symbolic."""
-    asked = node.args[1] if len(node.args) > 1 else None
+    name = str(node.target).split(".")[1]
     known = p.shape(node)
+    asked: Any = node.args[1] if len(node.args) > 1 and name != "unflatten" else None
     if isinstance(asked, (list, tuple)) and len(asked) == len(known):
         taken = [p.take(size) for size in asked]
-        return [size if size != -1 or not isinstance(new, int) else new for size, new in zip(taken, known, strict=True)]
-    dynamic = [size for size in known if not isinstance(size, int)]
-    return [size if isinstance(size, int) else -1 for size in known] if len(dynamic) <= 1 else known
+        return [new if isinstance(new, int) else size for size, new in zip(taken, known, strict=True)]
+    if sum(not isinstance(size, int) for size in known) > 1:
+        return [size if isinstance(size, int) else _size_node(p, node, d) for d, size in enumerate(known)]
+    return [size if isinstance(size, int) else -1 for size in known]
 
 
-def regroup(old: Sequence[int], new: Sequence[int], at: Split) -> Split | None:
-    """Where a value of sizes `old`, cut by `at`, is cut in sizes `new`; None where no dim says it."""
-    for before, after in groups(old, new):
-        if at.dim not in before:
-            continue
-        flat = merged(at, [old[d] for d in before], dim=before.index(at.dim))
-        found = unmerged(flat, [new[d] for d in after])
-        return None if found is None else Split(after[found[0]], found[1])
-    return None
+def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
+    """A symbolic size of the result, from a dim of the source that has it."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    at = p.placement(x)
+    for d, size in enumerate(p.shape(x)):
+        cut = isinstance(at, Split) and at.dim == d
+        if not cut and str(size) == str(p.shape(node)[dim]):
+            return p.emit(aten.sym_size.int, p.values[x].node, d)
+    return p.emit(aten.sym_size.int, p.emit(node.target, p.take(x), *node.args[1:]), dim)
 
 
-def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dims of `old` and of `new` that hold the same elements, as few at a time as possible."""
-    found: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        before, after = [i] if i < len(old) else [], [j] if j < len(new) else []
-        i, j = i + 1, j + 1
-        while math.prod(old[d] for d in before) != math.prod(new[d] for d in after):
-            if i < len(old) and math.prod(old[d] for d in before) < math.prod(new[d] for d in after):
-                before.append(i)
-                i += 1
-            elif j < len(new):
-                after.append(j)
-                j += 1
-            else:
-                before.append(i)
-                i += 1
-        found.append((before, after))
-    return found
+def _cut_sizes(p: Partition, node: fx.Node, found: Split) -> list[Any]:
+    """This rank's new sizes, where the result is cut as `found`."""
+    sizes = _sizes(p, node)
+    if found.block is None:
+        return with_dim(sizes, found.dim, found.size(p.rank))
+    if all(not isinstance(size, int) or size != -1 for d, size in enumerate(sizes) if d != found.dim):
+        return with_dim(sizes, found.dim, -1)
+    whole = sizes[found.dim]
+    blocks = p.emit(operator.floordiv, whole, found.block)
+    return with_dim(sizes, found.dim, p.emit(operator.mul, blocks, found.size(p.rank)))
 
 
-@rule("aten::transpose", "aten::permute", "aten::t", "aten::numpy_T")
+@rule("aten::transpose", "aten::permute", "aten::t", "aten::numpy_T", "aten::movedim", "aten::swapaxes")
 def permute(p: Partition, node: fx.Node) -> None:
     x, *rest = node.args
     assert isinstance(x, fx.Node)
-    ndim = len(p.shape(x))
-    order = list(range(ndim))
-    if len(rest) == 2:
-        a, b = (int(d) % ndim for d in rest)  # type: ignore[arg-type]
-        order[a], order[b] = b, a
-    elif rest:
-        order = [int(d) % ndim for d in rest[0]]  # type: ignore[union-attr, arg-type]
-    else:
-        order.reverse()
+    if str(node.target).split(".")[1] == "movedim":
+        return p.repeat(node)
+    order = order_of(node, len(p.shape(x)))
+    if x in p.parameters and (wanted := expert_cut(p, node)) is not None:
+        p.take(x, wanted.on(order[wanted.dim]))
     here, at = start(p, x)
     made = p.emit(node.target, here, *rest)
     p.keep(node, made, at.on(order.index(at.dim)) if isinstance(at, Split) else at)
+    return None
 
 
 @rule("aten::unsqueeze")
 def unsqueeze(p: Partition, node: fx.Node) -> None:
     x, dim = node.args
-    assert isinstance(x, fx.Node) and isinstance(dim, int)
+    assert isinstance(x, fx.Node)
+    assert isinstance(dim, int)
     here, at = start(p, x)
     dim %= len(p.shape(x)) + 1
     made = p.emit(node.target, here, dim)
@@ -122,109 +109,96 @@ def unsqueeze(p: Partition, node: fx.Node) -> None:
 def squeeze(p: Partition, node: fx.Node) -> None:
     x, *rest = node.args
     assert isinstance(x, fx.Node)
-    sizes = p.hints(x)
-    asked = range(len(sizes)) if not rest else rest[0] if isinstance(rest[0], (list, tuple)) else [rest[0]]
-    gone = {int(d) % len(sizes) for d in asked if sizes[int(d)] == 1}  # type: ignore[arg-type, union-attr]
+    sizes = p.shape(x)
+    asked: Any = (
+        range(len(sizes)) if not rest else rest[0] if isinstance(rest[0], (list, tuple)) else [rest[0]]
+    )
+    gone = {int(d) % len(sizes) for d in asked if isinstance(sizes[int(d)], int) and sizes[int(d)] == 1}
     here, at = start(p, x)
     made = p.emit(aten.squeeze.dims, here, sorted(gone))
     p.keep(node, made, at.on(at.dim - sum(d < at.dim for d in gone)) if isinstance(at, Split) else at)
 
 
-@rule("aten::expand")
+@rule("aten::expand", "aten::expand_as", "aten::broadcast_to")
 def expand(p: Partition, node: fx.Node) -> None:
     x, asked = node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(asked, (list, tuple))
+    assert isinstance(x, fx.Node)
+    if not isinstance(asked, (list, tuple)):
+        return _expand_as(p, node, x)
     here, at = start(p, x)
     sizes = [p.take(size) for size in asked]
     if isinstance(at, Split):
         dim = at.dim + len(sizes) - len(p.shape(x))
-        made = p.emit(node.target, here, with_dim(sizes, dim, at.size(p.rank)))
+        made = p.emit(aten.expand.default, here, with_dim(sizes, dim, -1))
         return p.keep(node, made, at.on(dim))
-    return p.keep(node, p.emit(node.target, here, sizes), at)
+    return p.keep(node, p.emit(aten.expand.default, here, sizes), at)
 
 
-@rule("aten::slice", "aten::narrow", "aten::select", "aten::split", "aten::chunk", "aten::split_with_sizes", "aten::unbind", "aten::tensor_split")
-def part(p: Partition, node: fx.Node) -> None:
-    """Parts along a dim: along another than the cut one as it is; along the cut one where ranges say it."""
-    x, *rest = node.args
+def _expand_as(p: Partition, node: fx.Node, x: fx.Node) -> None:
+    """Expanded to the size of another value, and cut as that one is."""
+    other = node.args[1]
+    assert isinstance(other, fx.Node)
+    at = p.cut_of(other)
+    dim = -1 if at is None else at.dim - len(p.shape(node)) + len(p.shape(x))
+    cut_too = at is not None and dim >= 0 and p.shape(x)[dim] != 1
+    mine = p.take(x, at.on(dim) if at is not None and cut_too else REPLICATE)
+    where: Placement = at or REPLICATE
+    p.keep(node, p.emit(node.target, mine, p.take(other, where)), where)
+
+
+@rule("aten::repeat")
+def repeat(p: Partition, node: fx.Node) -> None:
+    """Whole copies along each dim: of the cut one only if it is not repeated."""
+    x, counts = node.args
     assert isinstance(x, fx.Node)
-    name = str(node.target).split(".")[1]
-    first = name in ("slice", "narrow", "select", "unbind")
-    given = rest[0] if first and rest else rest[1] if not first and len(rest) > 1 else node.kwargs.get("dim", 0)
-    assert isinstance(given, int)
-    dim = given % len(p.shape(x))
-    here, at = start(p, x)
-    whole = node.meta["val"]
-    count = len(whole) if isinstance(whole, (list, tuple)) else None
-    if isinstance(at, Split) and at.dim == dim:
-        if count is not None and name in ("split", "chunk", "split_with_sizes", "tensor_split"):
-            found = _along(p, node, here, at)
-            if found:
-                return None
-        here, at = p.take(x), REPLICATE
-    made = p.emit(node.target, here, *map(p.take, rest), **p.take_all(node.kwargs))
-    if name in ("select", "unbind") and isinstance(at, Split):
-        at = at.on(at.dim - (at.dim > dim))
-    return p.keep(node, made, at if count is None else (at,) * count)
+    assert isinstance(counts, (list, tuple))
+    at = p.cut_of(x)
+    new = len(counts) - len(p.shape(x))
+    if at is None or counts[at.dim + new] != 1:
+        return p.repeat(node)
+    return p.keep(node, p.emit(node.target, p.take(x, at), [p.take(c) for c in counts]), at.on(at.dim + new))
 
 
-def _along(p: Partition, node: fx.Node, here: fx.Node, at: Split) -> bool:
-    """Parts along the cut dim, each cut alike: as the parts of a fused projection are."""
-    sizes = [int(part.shape[at.dim]) for part in node.meta["val"]]
-    begin, cuts = 0, []
-    for size in sizes:
-        inside = [
-            normal([(max(b, begin) - begin, min(e, begin + size) - begin) for b, e in held if max(b, begin) < min(e, begin + size)])
-            for held in at.ranges
-        ]
-        cuts.append(Split(at.dim, tuple(inside)))
-        begin += size
-    joined: Ranges = tuple(
-        normal([(b + sum(sizes[:i]), e + sum(sizes[:i])) for i, cut in enumerate(cuts) for b, e in cut.ranges[rank]])
-        for rank in range(p.ranks)
-    )
-    if joined != tuple(normal(held) for held in at.ranges):
-        return False
-    made = p.emit(aten.split_with_sizes.default, here, [cut.size(p.rank) for cut in cuts], at.dim)
-    p.keep(node, made, tuple(cuts))
-    return True
-
-
-def getitem(p: Partition, node: fx.Node) -> None:
-    """One of several results."""
-    whole, index = node.args
-    assert isinstance(whole, fx.Node) and isinstance(index, int)
-    value = p.values[whole]
-    assert isinstance(value.placement, tuple)
-    made = p.emit(operator.getitem, value.node, index)
-    p.keep(node, made, value.placement[index])
-
-
-@rule("aten::cat", "aten::stack")
-def cat(p: Partition, node: fx.Node) -> None:
-    tensors = node.args[0]
-    assert isinstance(tensors, (list, tuple))
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    assert isinstance(given, int)
-    stacks = node.target is aten.stack.default
-    dim = given % (len(p.shape(tensors[0])) + stacks)  # type: ignore[arg-type]
-    cut = next((at for x in tensors if isinstance(at := p.placement(x), Split)), None)
-    if cut is not None and cut.dim == dim and not stacks:
-        cut = None
-    where: Placement = REPLICATE if cut is None else cut
-    made = p.emit(node.target, [p.take(x, where) for x in tensors], dim)
-    p.keep(node, made, cut.on(cut.dim + (stacks and cut.dim >= dim)) if cut is not None else REPLICATE)
+@rule("aten::repeat_interleave.self_int")
+def repeat_interleave(p: Partition, node: fx.Node) -> None:
+    """Every element so many times over: heads of keys, for the queries that share them."""
+    x, count, *rest = node.args
+    dim: Any = rest[0] if rest else node.kwargs.get("dim")
+    assert isinstance(x, fx.Node)
+    at = p.cut_of(x)
+    if at is None or dim is None:
+        return p.repeat(node)
+    dim = int(dim) % len(p.shape(x))
+    if at.dim == dim and (not isinstance(count, int) or at.block):
+        return p.repeat(node)
+    # the size of the output may be given: it is the whole one
+    made = p.emit(node.target, p.take(x, at), p.take(count), dim)
+    return p.keep(node, made, at.scaled(count) if at.dim == dim else at)  # type: ignore[arg-type]
 
 
 @rule("aten::sym_size")
 def sym_size(p: Partition, node: fx.Node) -> None:
     """A size of the whole value, from a value that has it whole."""
     x, dim = node.args
-    assert isinstance(x, fx.Node) and isinstance(dim, int)
+    assert isinstance(x, fx.Node)
+    assert isinstance(dim, int)
     at = p.placement(x)
-    value = p.values[x]
+    dim %= len(p.shape(x))
     if isinstance(at, Split) and at.dim == dim:
-        return p.keep(node, p.hints(x)[dim], REPLICATE)
-    return p.keep(node, p.emit(node.target, value.node, dim), REPLICATE)
+        size = p.shape(x)[dim]
+        if isinstance(size, int):
+            return p.keep(node, size, REPLICATE)
+        p.take(x)
+        return p.keep(node, p.emit(node.target, p.take(x), dim), REPLICATE)
+    return p.keep(node, p.emit(node.target, p.values[x].node, dim), REPLICATE)
 
 
+@rule("aten::sym_numel", "aten::sym_stride")
+def of_all(p: Partition, node: fx.Node) -> None:
+    """Of the whole value."""
+    p.repeat(node)
+
+
+def is_tensor(x: Any) -> bool:
+    """Is `x` a node of one tensor?"""
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor)

@@ -1,0 +1,354 @@
+"""Styles chosen by price: of all plans that the rules can build, the cheapest, by an exact integer program.
+
+What a plan does is not guessed: `exploring.explore` finds out from the rules what every operation takes,
+sends, computes and leaves, for every state its inputs may come in. Styles of weights are the only choice; all
+else follows from them. The integer program says this as a flow:
+
+    z[decision, style]       0 or 1, one style for each decision
+    u[operation, states]     is the operation built for these states of its inputs?
+    flow                     what leaves a value in a state, after its producer or one user, is what its next
+                             user meets in that state
+
+The flow is whole where the z are, so only these need be integers. Weights of repeated layers are one
+decision.
+
+The price is in seconds for one call: of what is sent, of what is computed, and of weights, whose every byte
+held on a rank costs something (it must be read, and no other tensor can be there). Where only communication
+cost anything, nothing would be cut.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.sparse import coo_array  # type: ignore[import-untyped]
+from torch.export import ExportedProgram
+
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.exploring import explore
+from shardwise.tensor_parallel.space import STYLES, Space, State, Use
+
+_SCALE = 1e6  # the objective's largest coefficient, far above the solver's tolerances of 1e-6
+_PREFERENCE = 1e-2  # of plans that cost the same: the one that cuts less, and rather by column
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a call costs, in seconds. The defaults are for accelerators joined by a fast fabric.
+
+    Of B bytes over n ranks, a collective sends (n-1)/n B from each rank, an all-reduce twice that.
+
+    Attributes:
+        latency: of one collective, whatever its size.
+        seconds_per_byte_sent: by one rank; 400 GB/s.
+        seconds_per_byte_held: of weights on a rank. Reading a byte from memory takes about a tenth of the
+            default; the rest is the worth of free memory.
+        seconds_per_flop: of products, convolutions and attention on a rank; 400 TFLOP/s.
+    """
+
+    latency: float = 10e-6
+    seconds_per_byte_sent: float = 1 / 400e9
+    seconds_per_byte_held: float = 3e-12
+    seconds_per_flop: float = 1 / 400e12
+
+    def of(self, use: Use) -> float:
+        """Seconds for what one operation does, and for the weights that it is the first to use."""
+        sent = sum(self.latency + each * self.seconds_per_byte_sent for _, each in use.collectives)
+        held = max(use.held, default=0) * self.seconds_per_byte_held
+        return sent + held + use.flops * self.seconds_per_flop
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One style for weights that are alike.
+
+    Attributes:
+        names: the weights, one in each of the repeated layers.
+        style: "column", "row" or "replicate".
+        bytes_here: of all of them, on the rank that has most.
+        bytes_whole: of all of them.
+    """
+
+    names: tuple[str, ...]
+    style: str
+    bytes_here: int
+    bytes_whole: int
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """A plan, what it costs, and why. `str()` of it is `table()`.
+
+    Attributes:
+        strategies: style by parameter, vectors of the same modules too; those not named stay whole. What
+            `tensor_parallel_transformation` takes.
+        seconds: its price.
+        collectives: how many of each kind a call does, as `explain.counts` finds them.
+        bytes_sent: by each rank in a call.
+        bytes_held: of parameters and buffers, by rank.
+        flops: on the rank that does most.
+        solver_seconds: how long the integer program took.
+        gap: between its price and the least that any plan may have, relative; 0 where it is proved best.
+    """
+
+    world_size: int
+    prices: Prices
+    memory_budget: int | None
+    strategies: dict[str, str]
+    decisions: tuple[Decision, ...]
+    seconds: float
+    collectives: dict[str, int]
+    bytes_sent: int
+    bytes_held: tuple[int, ...]
+    flops: int
+    solver_seconds: float = field(compare=False)
+    gap: float = field(compare=False)
+    space: Space = field(repr=False, compare=False)
+
+    @cached_property
+    def alternatives(self) -> tuple[dict[str, float | None], ...]:
+        """For each decision, by other style: how many seconds more the best plan costs that has it there.
+
+        None where no plan has it. Solves the integer program twice for each decision, on first use.
+        """
+        return tuple(
+            {style: self._more(index, style) for style in STYLES if style != decision.style}
+            for index, decision in enumerate(self.decisions)
+        )
+
+    def _more(self, index: int, style: str) -> float | None:
+        found = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
+        return None if found is None else price(self.space, self.prices, found.styles) - self.seconds
+
+    def table(self) -> str:
+        """Every decision with its style and bytes, and what the best plan with another style costs more."""
+        table = Table(title=f"Plan for {self.world_size} ranks", show_footer=True)
+        table.add_column("parameter", "all parameters and buffers", overflow="fold")
+        table.add_column("style")
+        table.add_column("bytes per rank", f"{max(self.bytes_held):,}", justify="right")
+        table.add_column("bytes whole", f"{self.space.whole():,}", justify="right")
+        table.add_column("other styles")
+        for decision, others in zip(self.decisions, self.alternatives, strict=True):
+            count = f" and {len(decision.names) - 1} like it" if len(decision.names) > 1 else ""
+            why = ", ".join(f"{style} {_more_text(more)}" for style, more in others.items())
+            here, whole = f"{decision.bytes_here:,}", f"{decision.bytes_whole:,}"
+            table.add_row(f"{decision.names[0]}{count}", decision.style, here, whole, why)
+        written = io.StringIO()
+        Console(width=140, file=written, color_system=None).print(table)
+        return written.getvalue() + self._totals()
+
+    def _totals(self) -> str:
+        collectives = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items()) or "none"
+        budget = "" if self.memory_budget is None else f" of {self.memory_budget:,} allowed"
+        return (
+            f"a call: {_seconds(self.seconds)} by these prices\n"
+            f"collectives: {collectives}; {self.bytes_sent:,} bytes sent by each rank\n"
+            f"held: {max(self.bytes_held):,} bytes on the rank that has most{budget}\n"
+            f"computed: {self.flops:.3g} FLOP on the rank that does most\n"
+            f"solved in {self.solver_seconds:.2f} s, gap {self.gap:.1g}\n"
+            f"prices: {self.prices}\n"
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def choose(
+    program: ExportedProgram,
+    world_size: int,
+    *,
+    prices: Prices | None = None,
+    memory_budget: int | None = None,
+) -> ChosenPlan:
+    """The cheapest styles for the weights of `program` over `world_size` ranks. Local and deterministic.
+
+    Every parameter of two dims or more is cut by column, by row, or not at all, its module's vectors with it.
+    Weights that are alike in repeated layers get one style. Activations are cut only as follows from that;
+    batch and sequence stay whole.
+
+    Args:
+        program: as for `tensor_parallel_transformation`; sizes not known count as they were in the example
+            inputs. No weights are needed: they may be fake, or on the meta device.
+        world_size: how many ranks.
+        prices: what things cost; by default those of `Prices()`.
+        memory_budget: the most bytes of parameters and buffers on any rank.
+
+    Raises:
+        ShardingError: fewer than one rank, a program without tensors, or a budget that no plan meets.
+    """
+    return best(explore(program, world_size), prices=prices, memory_budget=memory_budget)
+
+
+def best(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
+    """The cheapest plan of a program explored once, for several prices or budgets; see `choose`."""
+    prices = prices or Prices()
+    solved = _solve(space, prices, memory_budget)
+    if solved is None:
+        raise ShardingError(_no_plan(space, memory_budget))
+    uses = space.follow(solved.styles)
+    assert uses is not None
+    decisions = [
+        Decision(group.names, style, max(space.bytes_of(uses, group.names)), space.whole(group.names))
+        for group, style in zip(space.decisions, solved.styles, strict=True)
+    ]
+    return ChosenPlan(
+        world_size=space.ranks,
+        prices=prices,
+        memory_budget=memory_budget,
+        strategies=space.strategies(solved.styles),
+        decisions=tuple(decisions),
+        seconds=price(space, prices, solved.styles),
+        collectives=dict(Counter(kind for use in uses for kind, _ in use.collectives)),
+        bytes_sent=sum(sent for use in uses for _, sent in use.collectives),
+        bytes_held=space.held(uses),
+        flops=sum(use.flops for use in uses),
+        solver_seconds=solved.seconds,
+        gap=solved.gap,
+        space=space,
+    )
+
+
+def price(space: Space, prices: Prices, styles: Sequence[str]) -> float:
+    """Seconds for the plan with these styles for the space's decisions; infinite if no rule can build it."""
+    uses = space.follow(styles)
+    if uses is None:
+        return float("inf")
+    return sum(map(prices.of, uses)) + space.always_held * prices.seconds_per_byte_held
+
+
+def _no_plan(space: Space, budget: int | None) -> str:
+    only_memory = Prices(latency=0, seconds_per_byte_sent=0, seconds_per_byte_held=1, seconds_per_flop=0)
+    least = _solve(space, only_memory, None)
+    uses = None if least is None else space.follow(least.styles)
+    if uses is None:
+        return f"the rules can build no plan at all for {space.ranks} ranks, not even of whole weights"
+    return (
+        f"no plan for {space.ranks} ranks holds at most {budget:,} bytes of parameters and buffers on every"
+        f" rank; the one that holds least needs {max(space.held(uses)):,} of {space.whole():,}. Use more"
+        " ranks, or a larger memory_budget"
+    )
+
+
+# ------------------------------------------------------------ the integer program
+
+
+@dataclass(frozen=True)
+class _Solved:
+    styles: tuple[str, ...]
+    seconds: float
+    gap: float
+
+
+class _Program:
+    """Variables with costs, and sparse rows of constraints, in the making."""
+
+    def __init__(self, costs: list[float]) -> None:
+        self.costs = costs
+        self.entries: list[tuple[int, int, float]] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
+        self.entries += [(len(self.lower), column, value) for column, value in entries.items()]
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def constraint(self) -> Any:
+        row, column, value = zip(*self.entries, strict=True)
+        matrix = coo_array((value, (row, column)), shape=(len(self.lower), len(self.costs))).tocsr()
+        return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
+
+
+def _solve(
+    space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
+) -> _Solved | None:
+    """The cheapest styles, or None where none can be built, fit the budget and are as `forced`."""
+    begun = time.perf_counter()
+    count = len(STYLES)
+    integers = count * len(space.decisions)
+    program = _Program([0.0] * integers)
+    for index in range(len(space.decisions)):
+        program.add({index * count + style: 1.0 for style in range(count)}, 1, 1)
+    held = _flow(program, space, prices)
+    if budget is not None:
+        for rank in range(space.ranks):
+            bytes_of_uses = {u: float(each[rank]) for u, each in held.items()}
+            program.add(bytes_of_uses, -np.inf, budget - space.always_held)
+    objective = np.array(program.costs)
+    objective *= _SCALE / (objective.max() or 1.0)
+    objective[:integers] += _PREFERENCE / max(1, integers) * (np.arange(integers) % count)
+    upper = np.ones(len(program.costs))
+    for index, style in (forced or {}).items():
+        upper[[index * count + s for s, name in enumerate(STYLES) if name != style]] = 0
+    found = milp(
+        objective,
+        integrality=np.arange(len(objective)) < integers,
+        bounds=Bounds(0, upper),
+        constraints=program.constraint(),
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        return None
+    chosen = found.x[:integers].reshape(-1, count).argmax(1)
+    gap = float(getattr(found, "mip_gap", None) or 0.0)
+    return _Solved(tuple(STYLES[s] for s in chosen), time.perf_counter() - begun, gap)
+
+
+def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
+    """A variable for each use of each step; values are met in the states they are left in.
+
+    Returns, for each variable, what ranks hold because of it.
+    """
+    held: dict[int, tuple[int, ...]] = {}
+    left: dict[int, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
+    for index, group in enumerate(space.decisions):
+        for value, by_style in group.states:
+            of_value = left.setdefault(value, {})
+            for style, state in enumerate(by_style):
+                of_value.setdefault(state, []).append(index * len(STYLES) + style)
+    for step in space.steps:
+        variables = range(len(program.costs), len(program.costs) + len(step.uses))
+        program.costs += [prices.of(use) for use in step.uses]
+        held.update((u, use.held) for u, use in zip(variables, step.uses, strict=True) if use.held)
+        several = [place for place, value in enumerate(step.inputs) if value in left]
+        if not several:  # inputs come in one state each
+            program.add(dict.fromkeys(variables, 1.0), 1, 1)
+        for place in several:
+            meets = _by_state(variables, [use.before[place] for use in step.uses])
+            for state, leaving in left[step.inputs[place]].items():
+                row = dict.fromkeys(leaving, 1.0) | dict.fromkeys(meets.get(state, ()), -1.0)
+                program.add(row, 0, 0)
+        for place, value in enumerate(step.leaves):
+            after = _by_state(variables, [use.after[place] for use in step.uses])
+            left.pop(value, None)
+            if len(after) > 1:
+                left[value] = after
+    return held
+
+
+def _by_state(variables: Sequence[int], states: Sequence[State]) -> dict[State, list[int]]:
+    found: dict[State, list[int]] = {}
+    for variable, state in zip(variables, states, strict=True):
+        found.setdefault(state, []).append(variable)
+    return found
+
+
+# ------------------------------------------------------------ text
+
+
+def _more_text(seconds: float | None) -> str:
+    return "cannot be" if seconds is None else f"+{_seconds(max(0.0, seconds))}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f} us" if seconds < 1e-2 else f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,403 @@
+"""A program explored: every operation built by its own rule, alone, for every state its inputs may come in.
+
+So nothing is said here of what operations do. A rule runs on a partition that has only its operation, its
+inputs being in one combination of states; what it then took, sent and left is read off that partition. States
+of inputs are those that came of the operations before, the first being those of weights in each style.
+
+`repeated` says which weights are alike, and so get one style.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.fx.node import map_arg
+
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel import state, transform
+from shardwise.tensor_parallel.canonical import canonical, functional
+from shardwise.tensor_parallel.explain import collective_kind
+from shardwise.tensor_parallel.heads import column_ranges
+from shardwise.tensor_parallel.partition import Parameter, Partition, Value
+from shardwise.tensor_parallel.placement import REPLICATE, Partial, Placement, Split, hint
+from shardwise.tensor_parallel.rules import name_of
+from shardwise.tensor_parallel.space import STYLES, Group, Space, State, Step, Use
+from shardwise.tensor_parallel.styles import Plan
+
+_MOST = 256  # combinations of states of an operation's inputs
+
+
+def explore(program: ExportedProgram, ranks: int) -> Space:
+    """What plans for `ranks` ranks can make of `program`, which stays as it is. Local; no weights are needed.
+
+    Raises:
+        ShardingError: fewer than one rank, or a program without tensors.
+    """
+    if ranks < 1:
+        raise ShardingError(f"a plan needs at least one rank, got world_size={ranks}")
+    program = functional(program)
+    graph = canonical(program)
+    parameters = transform.parameters_of(program, graph)
+    aliases = transform.untie(program, graph, parameters)
+    made = _Exploration(ranks, state.fake_mode_of(program), parameters, graph)
+    groups = _groups(program, made, aliases)
+    for group in groups:
+        made.begin(group)
+    for node in graph.nodes:
+        if node.op == "output":
+            made.outputs(node, program.graph_signature)
+        else:
+            made.visit(node)
+    sizes = {x.name: _nbytes(node) for node, x in parameters.items() if node not in aliases}
+    used = {name for step in made.steps for use in step.uses for name, _ in use.placed}
+    unused = sum(size for name, size in sizes.items() if name not in used)
+    return Space(ranks, groups, tuple(made.steps), unused, made.start, sizes)
+
+
+# ------------------------------------------------------------ what each operation does
+
+
+@dataclass
+class _Local:
+    """Rank 0's value in one state: a tensor or number, and where it was sent, the values there."""
+
+    value: Any
+    sent: dict[Placement, Any] = field(default_factory=dict)
+
+
+_States = dict[State, _Local]
+_Builds = Callable[[Partition], None]
+_Placed = tuple[tuple[int, tuple[int, ...]], ...]  # of the inputs, which are placed here, and ranks' bytes
+_Found = tuple[list[tuple[Use, _Placed]], list[_States]]
+
+
+class _Exploration:
+    """Goes through the program once, knowing of each value all states that it can be in at this point."""
+
+    def __init__(
+        self, ranks: int, fake_mode: Any, parameters: dict[fx.Node, Parameter], graph: fx.Graph
+    ) -> None:
+        self.ranks, self.fake_mode, self.parameters = ranks, fake_mode, parameters
+        self.number = {node: index for index, node in enumerate(graph.nodes)}
+        self.states: dict[fx.Node, _States] = {}
+        self.start: dict[int, State] = {}
+        self.steps: list[Step] = []
+        self.known: dict[Any, _Found] = {}
+
+    def begin(self, group: Group) -> None:
+        """Parameters of `group` come in the states of all styles."""
+        node_of = {number: node for node, number in self.number.items()}
+        for value, by_style in group.states:
+            node = node_of[value]
+            self.states[node] = {each: _Local(node.meta["val"]) for each in by_style}
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            first = State(None) if node in self.parameters else State(REPLICATE)
+            if node not in self.states:
+                self.states[node] = {first: _Local(node.meta.get("val"))}
+                self.start[self.number[node]] = first
+            return
+        self._step(node.all_input_nodes, node, lambda p: self._build(p, node))
+
+    def _build(self, p: Partition, node: fx.Node) -> None:
+        transform.reword(p, node)
+        transform.build(p, node, strict=False)
+
+    def outputs(self, node: fx.Node, signature: ExportGraphSignature) -> None:
+        """Each output is a step of its own."""
+        by_name = {parameter.name: each for each, parameter in self.parameters.items()}
+        writes = (OutputKind.BUFFER_MUTATION, OutputKind.GRADIENT_TO_PARAMETER)
+        for spec, value in zip(signature.output_specs, node.args[0], strict=True):  # type: ignore[arg-type]
+            if not isinstance(value, fx.Node):
+                continue
+            owner = by_name.get(spec.target or "") if spec.kind in writes else None
+
+            def build(p: Partition, value: fx.Node = value, owner: fx.Node | None = owner) -> None:
+                where = None if owner is None else p.parameters[owner].placement
+                p.take(value, where or REPLICATE)
+
+            inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
+            self._step(inputs, None, build)
+
+    def _step(self, inputs: list[fx.Node], node: fx.Node | None, build: _Builds) -> None:
+        outcome = inputs if node is None else [*inputs, node]
+        alike = None if node is None else self._likeness(node, inputs)
+        found = self.known.get(alike) or self._uses(inputs, outcome, build)
+        if alike is not None:
+            self.known[alike] = found
+        uses, left = found
+        if not uses:
+            what = "an output" if node is None else f"{name_of(node)} ({node.name})"
+            raise ShardingError(f"no rule can build {what}, not even on whole inputs")
+        named = tuple(
+            replace(use, placed=tuple((self.parameters[inputs[place]].name, held) for place, held in placed))
+            for use, placed in uses
+        )
+        leaves = tuple(self.number[x] for x in outcome)
+        self.steps.append(Step(leaves[: len(inputs)], leaves, named))
+        self.states.update(zip(outcome, left, strict=True))
+
+    def _uses(self, inputs: list[fx.Node], outcome: list[fx.Node], build: _Builds) -> _Found:
+        left: list[_States] = [{} for _ in outcome]
+        uses = []
+        for combination in self._combinations(inputs):
+            p = self._partition(inputs, combination)
+            try:
+                build(p)
+            except Exception:  # whatever the rule cannot build, no plan may lead to
+                continue
+            before = tuple(each for each, _ in combination)
+            after = [_state_of(p, x) for x in outcome]
+            for states, (each, local) in zip(left, after, strict=True):
+                states.setdefault(each, local)
+            uses.append(self._use(p, inputs, before, tuple(each for each, _ in after)))
+        return uses, left
+
+    def _likeness(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
+        """Equal for operations with the same uses, as repeated layers have; None if not known."""
+        told = [_told(x) for x in (*inputs, node)]
+        if None in told:
+            return None
+        index = {x: place for place, x in enumerate(inputs)}
+        args = repr(map_arg((node.args, node.kwargs), lambda x: f"%{index[x]}"))
+        users = tuple(len(x.users) == 1 for x in inputs)
+        states = tuple(tuple(self.states[x]) for x in inputs)
+        owned = tuple(x in self.parameters for x in inputs)
+        cut: Any = None
+        if any(own and len(each) > 1 for own, each in zip(owned, states, strict=True)):
+            # how a weight is cut depends on what is done with the result
+            name = name_of(node).removeprefix("aten::").partition(".")[0]
+            if name not in ("linear", "mm", "addmm"):
+                return None
+            shape = node.meta["val"].shape
+            p = Partition(0, self.ranks, "", self.fake_mode, {})
+            cut = column_ranges(p, node, shape[-1], dim=len(shape) - 1)
+        return node.target, args, tuple(told), users, states, owned, cut
+
+    def _combinations(self, inputs: list[fx.Node]) -> list[tuple[tuple[State, _Local], ...]]:
+        """Of the inputs' states. Where there are too many, inputs with the same states are in one."""
+        known = [list(self.states[x].items()) for x in inputs]
+        if math.prod(map(len, known)) <= _MOST:
+            return list(itertools.product(*known))
+        alike: dict[tuple[State, ...], list[int]] = defaultdict(list)
+        for place, states in enumerate(known):
+            alike[tuple(each for each, _ in states)].append(place)
+        found = []
+        for chosen in itertools.islice(itertools.product(*(range(len(key)) for key in alike)), _MOST):
+            index = {place: n for n, places in zip(chosen, alike.values(), strict=True) for place in places}
+            found.append(tuple(states[index[place]] for place, states in enumerate(known)))
+        return found
+
+    def _partition(self, inputs: list[fx.Node], combination: Sequence[tuple[State, _Local]]) -> Partition:
+        """Rank 0's program, so far of nothing but these inputs."""
+        p = Partition(0, self.ranks, "", self.fake_mode, {})
+        for x, (each, local) in zip(inputs, combination, strict=True):
+            placement = REPLICATE if each.placement is None else each.placement
+            p.values[x] = Value(_given(p, local.value), placement)
+            for target, value in local.sent.items():
+                p._moved[x, target] = _given(p, value)
+            if x in self.parameters:
+                name = self.parameters[x].name
+                p.parameters[x] = Parameter(name, x, each.style, each.placement)
+        return p
+
+    def _use(
+        self, p: Partition, inputs: list[fx.Node], before: tuple[State, ...], after: tuple[State, ...]
+    ) -> tuple[Use, _Placed]:
+        placed = []
+        for place, (x, was, now) in enumerate(zip(inputs, before, after, strict=False)):
+            if was.placement is None and now.placement is not None:
+                placed.append((place, tuple(_share(x, now.placement, rank) for rank in range(self.ranks))))
+        sent = [
+            (kind, _sent(each, kind, self.ranks))
+            for each in p.graph.nodes
+            if (kind := collective_kind(each)) is not None
+        ]
+        flops = sum(_flops(each) for each in p.graph.nodes if each.op == "call_function")
+        return Use(before, after, tuple(sent), flops), tuple(placed)
+
+
+def _given(p: Partition, value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return value
+    node = p.graph.placeholder("given")
+    node.meta["val"] = value
+    return node
+
+
+def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
+    """The state in which the partition leaves `x`, and rank 0's value in it."""
+    value, parameter = p.values[x], p.parameters.get(x)
+    placement = value.placement if parameter is None else parameter.placement
+    sent = {
+        target: made.meta["val"]
+        for (source, target), made in p._moved.items()
+        if source is x and _was_sent(placement, target)
+    }
+    style = None if parameter is None else parameter.style
+    local = value.node.meta.get("val") if isinstance(value.node, fx.Node) else value.node
+    return State(placement, frozenset(sent), style), _Local(local, sent)
+
+
+def _was_sent(source: Any, target: Placement) -> bool:
+    """Is it worth knowing that a value is at `target` too? Not if `source` becomes that without sending."""
+    return isinstance(source, Partial) or (isinstance(source, Split) and target == REPLICATE)
+
+
+def _told(x: fx.Node) -> Any:
+    """Sizes, strides and dtype of a value, or of several; None if there are none or they are symbolic."""
+    value = x.meta.get("val")
+    found = []
+    for each in value if isinstance(value, (tuple, list)) else (value,):
+        if not isinstance(each, Tensor) or not all(isinstance(size, int) for size in each.shape):
+            return None
+        found.append((tuple(each.shape), each.stride(), each.dtype))
+    return tuple(found)
+
+
+# ------------------------------------------------------------ sizes
+
+
+def _bytes(value: Any) -> int:
+    return math.prod(map(hint, value.shape)) * int(value.element_size()) if isinstance(value, Tensor) else 0
+
+
+def _nbytes(node: fx.Node) -> int:
+    return _bytes(node.meta["val"])
+
+
+def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
+    """Bytes of a parameter that a rank holds."""
+    if not isinstance(placement, Split):
+        return _nbytes(parameter)
+    size = hint(parameter.meta["val"].shape[placement.dim])
+    return _nbytes(parameter) // max(1, size) * placement.size(rank)
+
+
+def _sent(node: fx.Node, kind: str, ranks: int) -> int:
+    """Bytes that each rank sends, by the least that the collective can do with."""
+    source: Any = node.args[0]
+    whole = _nbytes(node) if kind == "all_gather_into_tensor" else _nbytes(source)
+    return whole * (ranks - 1) // ranks * (2 if kind == "all_reduce" else 1)
+
+
+_PRODUCTS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "addbmm")
+
+
+def _flops(node: fx.Node) -> int:
+    """Of a product, a convolution or attention; other operations count as nothing."""
+    name = name_of(node).removeprefix("aten::").partition(".")[0]
+    args: Any = node.args
+    if name in _PRODUCTS:
+        left = args[1] if name in ("addmm", "baddbmm", "addbmm") else args[0]
+        return 2 * _numel(node) * hint(left.meta["val"].shape[-1])
+    if "convolution" in name or name in ("conv1d", "conv2d", "conv3d"):
+        return 2 * _numel(node) * math.prod(map(hint, args[1].meta["val"].shape[1:]))
+    if "scaled_dot_product" in name:
+        keys = hint(args[1].meta["val"].shape[-2])
+        return 2 * keys * (_numel(args[0]) + _numel(args[0]) // _last(args[0]) * _last(args[2]))
+    return 0
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return math.prod(map(hint, first.shape))
+
+
+def _last(node: fx.Node) -> int:
+    return max(1, hint(node.meta["val"].shape[-1]))
+
+
+# ------------------------------------------------------------ what there is to choose
+
+
+def _groups(
+    program: ExportedProgram, made: _Exploration, aliases: dict[fx.Node, fx.Node]
+) -> tuple[Group, ...]:
+    """The weights, those of repeated layers together, each with the vectors of its module."""
+    signature = program.graph_signature
+    kinds = {spec.target: spec.kind for spec in signature.input_specs}
+    written = transform._written(signature)
+    of_module: dict[str, list[fx.Node]] = defaultdict(list)
+    weights: dict[str, fx.Node] = {}
+    for node, parameter in made.parameters.items():
+        is_parameter = kinds[parameter.name] == InputKind.PARAMETER and parameter.name not in written
+        if not is_parameter or node in aliases or not node.users:
+            continue
+        if node.meta["val"].ndim >= 2:
+            weights[parameter.name] = node
+        else:
+            of_module[parameter.name.rpartition(".")[0]].append(node)
+    alike = repeated({name: _kind(node) for name, node in weights.items()})
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in weights:
+        groups[alike[name]].append(name)
+    found = []
+    for names in groups.values():
+        states, vectors = [], []
+        for name in names:
+            states.append((weights[name], _first_states(made.parameters, weights[name], aliases)))
+            for vector in of_module.pop(name.rpartition(".")[0], []):
+                vectors.append(made.parameters[vector].name)
+                states.append((vector, _first_states(made.parameters, vector, aliases)))
+        numbered = tuple((made.number[node], by_style) for node, by_style in states)
+        found.append(Group(tuple(names), tuple(vectors), numbered))
+    return tuple(found)
+
+
+def _first_states(
+    parameters: dict[fx.Node, Parameter], node: fx.Node, aliases: dict[fx.Node, fx.Node]
+) -> tuple[State, ...]:
+    """A parameter's state before its first use, for each style; in the word that fits that use."""
+    found = []
+    for style in STYLES:
+        own = {node: Parameter(parameters[node].name, node)}
+        asked = {} if style == STYLES[0] else {own[node].name: style}
+        if node.meta["val"].ndim >= 2:
+            transform._give_styles(Plan(styles=asked), own, aliases, [])
+        else:
+            own[node].style = asked.get(own[node].name)
+        found.append(State(None, style=own[node].style))
+    return tuple(found)
+
+
+def _kind(weight: fx.Node) -> tuple[Any, ...]:
+    """What makes weights alike: shape, dtype, and what is done with them, and with what comes of that."""
+    value = weight.meta["val"]
+    done = [name_of(each) for user in weight.users for each in (user, *user.users)]
+    return (*map(hint, value.shape), str(value.dtype), *done)
+
+
+def repeated(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+    """For each weight, the name of the one that it repeats in another layer, or its own.
+
+    A layer is a numbered module with at least two weights; it repeats the first of its siblings that has the
+    same weights, of the same kinds.
+    """
+    found = {name: name.split(".") for name in kinds}
+    for depth in range(max((len(parts) for parts in found.values()), default=0)):
+        layers: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+        for name, parts in found.items():
+            if len(parts) > depth and parts[depth].isdigit():
+                layer = tuple(name.split(".")[: depth + 1])
+                layers[layer].append((*name.split(".")[depth + 1 :], kinds[name]))
+        first: dict[Any, str] = {}
+        same: dict[tuple[str, ...], str] = {}
+        for layer, weights in layers.items():
+            if len(weights) > 1:
+                same[layer] = first.setdefault((layer[:-1], tuple(weights)), layer[-1])
+        for name, parts in found.items():
+            layer = tuple(name.split(".")[: depth + 1])
+            if layer in same:
+                found[name] = [*parts[:depth], same[layer], *parts[depth + 1 :]]
+    return {name: ".".join(parts) for name, parts in found.items()}

@@ -1,0 +1,227 @@
+"""A program's shards from a checkpoint, of which each rank reads only its own parts.
+
+    a mapping                          whole tensors by name, as `module.state_dict()`
+    a .safetensors file                read by slices
+    a folder of them                   by the index json if it has one; files are opened as they are needed
+    a .pt, .pth or .bin file           a state dict by `torch.save`, mapped into memory and never executed
+
+Which parts a rank holds stands in the program's record (`state.record_of`), so that a program that was loaded
+is filled as one just made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from shardwise.errors import CheckpointError
+from shardwise.tensor_parallel.placement import Placement, Split
+from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
+
+_PICKLED = (".pt", ".pth", ".bin")
+
+
+@torch.no_grad()
+def materialize(
+    program: ExportedProgram,
+    checkpoint: Mapping[str, Tensor] | str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    rename: Callable[[str], str] | None = None,
+    values: Mapping[str, Tensor] | None = None,
+) -> ExportedProgram:
+    """Fill one rank's program with its shards from a checkpoint of the whole model. Local.
+
+    Args:
+        program: from `tensor_parallel_transformation`, or loaded; changed in place.
+        checkpoint: whole tensors; see this module for its forms. Cast to the program's dtypes.
+        device: where to put them.
+        rename: the checkpoint's name of the parameter of a name; by default the same. Of names that share a
+            tensor, any of them will do.
+        values: whole tensors that the checkpoint lacks, such as buffers that are not saved; these come first.
+
+    Returns:
+        `program`.
+
+    Raises:
+        ShardingError: a program that is no rank's part.
+        CheckpointError: a missing name or another shape, naming each; nothing has been changed. Parameters
+            and buffers that already have memory may be missing: these stay as they are.
+    """
+    record = record_of(program)
+    asked = {name: (rename or str)(name) for name in record["parameters"]}
+    made: dict[str, Tensor] = {}
+    wrong, missing = [], []
+    with _opened(checkpoint) as source:
+        for name, entry in record["parameters"].items():
+            tied_to = entry["tied"]
+            if tied_to is not None and tied_to in made:
+                made[name] = made[tied_to]
+                continue
+            before = _stored(program, name)
+            names = [name, *_sharers(record, name)]
+            read = _reader(source, values or {}, names, asked)
+            if read is None:
+                if before.is_meta:
+                    missing.append(name)
+                continue
+            shape, part = read
+            if list(shape) != entry["shape"]:
+                wrong.append(f"{name} has shape {tuple(shape)}, expected {tuple(entry['shape'])}")
+                continue
+            if not missing and not wrong:
+                shard = _part(part, placement_from_json(entry["placement"]), record["rank"])
+                local = shard.to(device=device, dtype=before.dtype, copy=True).contiguous()
+                is_parameter = isinstance(before, nn.Parameter)
+                made[name] = (
+                    nn.Parameter(local, requires_grad=before.requires_grad) if is_parameter else local
+                )
+    if missing or wrong:
+        _refuse(checkpoint, missing, wrong)
+    for name, tensor in made.items():
+        _store(program, name)[name] = tensor
+    return program
+
+
+def _refuse(checkpoint: Any, missing: list[str], wrong: list[str]) -> None:
+    named = f"the checkpoint {checkpoint}" if isinstance(checkpoint, (str, Path)) else "the checkpoint"
+    texts = [f"{named} does not fit the program", *wrong[:5]]
+    if missing:
+        texts.append(
+            f"it lacks {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''};"
+            " give buffers that are not saved by values=, other names by rename="
+        )
+    raise CheckpointError("; ".join(texts))
+
+
+def _store(program: ExportedProgram, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = program.state_dict if name in program.state_dict else program.constants
+    return found
+
+
+def _stored(program: ExportedProgram, name: str) -> Tensor:
+    found = _store(program, name)[name]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _sharers(record: dict[str, Any], name: str) -> list[str]:
+    first = record["parameters"][name]["tied"] or name
+    return [
+        other
+        for other, entry in record["parameters"].items()
+        if other != name and first in (other, entry["tied"])
+    ]
+
+
+# ------------------------------------------------------------ reading
+
+
+Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end
+Entry = tuple[Iterable[int], Part]  # the whole's shape, and its parts
+Source = Callable[[str], Entry | None]
+
+
+def _reader(
+    source: Source, values: Mapping[str, Tensor], names: list[str], asked: Mapping[str, str]
+) -> Entry | None:
+    """A whole tensor under the first of `names` that is known."""
+    for name in names:
+        if name in values:
+            return _in_memory(values[name])
+    return next((found for name in names if (found := source(asked[name])) is not None), None)
+
+
+def _part(read: Part, placement: Placement, rank: int) -> Tensor:
+    if not isinstance(placement, Split):
+        return read(0, 0, -1)
+    parts = [read(placement.dim, begin, end) for begin, end in intervals(placement, rank)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
+
+
+def _in_memory(whole: Tensor) -> Entry:
+    return whole.shape, lambda dim, begin, end: whole if end < 0 else whole.narrow(dim, begin, end - begin)
+
+
+@contextmanager
+def _opened(checkpoint: Mapping[str, Tensor] | str | Path) -> Iterator[Source]:
+    """Tensors by name; files are open as long as the context lasts."""
+    if isinstance(checkpoint, Mapping):
+        yield lambda name: _in_memory(checkpoint[name]) if name in checkpoint else None
+        return
+    path = Path(checkpoint)
+    if path.suffix in _PICKLED and path.is_file():
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a state dict")
+        yield lambda name: _in_memory(loaded[name]) if name in loaded else None
+        return
+    with ExitStack() as stack:
+        yield _of_files(_files_by_name(path), stack)
+
+
+def _files_by_name(path: Path) -> dict[str, Path]:
+    """In which file each tensor lies."""
+    if path.is_file():
+        return dict.fromkeys(_names(path), path)
+    indexes = sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []
+    if len(indexes) == 1:
+        index = json.loads(indexes[0].read_text())["weight_map"]
+        lost = sorted({file for file in index.values() if not (path / file).is_file()})
+        if lost:
+            raise CheckpointError(f"{indexes[0]} names {lost[0]}, which is not there")
+        return {name: path / file for name, file in index.items()}
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not files:
+        raise CheckpointError(
+            f"{path} is no .safetensors, {', '.join(_PICKLED)} file and no folder of safetensors"
+        )
+    return {name: file for file in files for name in _names(file)}
+
+
+def _names(path: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no safetensors file, or is damaged: {error}") from error
+
+
+def _of_files(files: dict[str, Path], stack: ExitStack) -> Source:
+    from safetensors import safe_open
+
+    opened: dict[Path, Any] = {}
+
+    def find(name: str) -> Entry | None:
+        path = files.get(name)
+        if path is None:
+            return None
+        if path not in opened:
+            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+        slices = opened[path].get_slice(name)
+
+        def part(dim: int, begin: int, end: int) -> Tensor:
+            if end < 0:
+                whole: Tensor = opened[path].get_tensor(name)
+                return whole
+            read: Tensor = slices[(slice(None),) * dim + (slice(begin, end),)]
+            return read
+
+        return slices.get_shape(), part
+
+    return find
+
+
+def missing_weights(program: ExportedProgram) -> list[str]:
+    """Parameters, buffers and constants of `program` that have no memory yet."""
+    stores = (program.state_dict, program.constants)
+    return [name for store in stores for name, x in store.items() if isinstance(x, Tensor) and x.is_meta]

@@ -1,0 +1,187 @@
+"""Operators that say how gradients flow where one rank's program meets the other ranks.
+
+The gradient of a value that every rank has whole is whole on every rank, too; never a multiple of it. That of
+a value that is cut, or one term of a sum, is this rank's: where several ranks have the same elements, the
+gradients that they have of them are terms of a sum. Here one becomes the other:
+
+    replicated   a whole value goes into work that ranks share: gradients are summed over ranks
+    repeated     elements of a cut parameter that several ranks have: theirs are summed over ranks
+    once         what all ranks worked out for themselves is a whole value: only the first rank passes it on
+    summed       the result of an all-reduce is the sum of terms: each has the gradient of the sum
+    gathered     the result of an all-gather is whole: each rank has the gradient of its part
+    scattered    the result of a reduce-scatter is a part of the sum: each term has that of all parts
+    untrainable  none of these were asked for: there is no right gradient
+
+None communicates going forward: collectives are nodes of their own, whose inputs are detached. Going
+backward, replicated, repeated and scattered are collective over the group, and ranks come to them in one
+order: autograd goes through a program from its end to its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+
+c10d: Any = _compat.functional_collectives
+
+
+def _sum(x: Tensor, group: str) -> Tensor:
+    total: Tensor = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), "sum", group))
+    return total
+
+
+@torch.library.custom_op("shardwise::replicated", mutates_args=())
+def replicated(x: Tensor, group: str) -> Tensor:
+    """A copy of `x`, which is equal on every rank; the gradient is the sum of the ranks'."""
+    return x.clone()
+
+
+@torch.library.custom_op("shardwise::repeated", mutates_args=())
+def repeated(
+    x: Tensor,
+    dim: int,
+    begins: Sequence[int],
+    sizes: Sequence[int],
+    places: Sequence[int],
+    total: int,
+    group: str,
+) -> Tensor:
+    """A copy of `x`; the gradients of elements that several ranks have are the sums of theirs.
+
+    Args:
+        x: this rank's part of a parameter that is cut along `dim`.
+        begins, sizes: intervals of the dim that other ranks have as well.
+        places: where each of them begins among the elements that several ranks have.
+        total: how many elements of the dim several ranks have.
+        group: the ranks.
+    """
+    return x.clone()
+
+
+@torch.library.custom_op("shardwise::once", mutates_args=())
+def once(x: Tensor, rank: int) -> Tensor:
+    """A copy of `x`; the gradient goes on from rank 0 alone, as zeros from the others."""
+    return x.clone()
+
+
+@torch.library.custom_op("shardwise::summed", mutates_args=())
+def summed(term: Tensor, total: Tensor) -> Tensor:
+    """A copy of `total`, the sum of all ranks' `term`."""
+    return total.clone()
+
+
+@torch.library.custom_op("shardwise::gathered", mutates_args=())
+def gathered(part: Tensor, whole: Tensor, rank: int) -> Tensor:
+    """A copy of `whole`, all ranks' `part` one after another along dim 0, all of one size."""
+    return whole.clone()
+
+
+@torch.library.custom_op("shardwise::scattered", mutates_args=())
+def scattered(term: Tensor, share: Tensor, ranks: int, group: str) -> Tensor:
+    """A copy of `share`, this rank's part, of as many as `ranks`, along dim 0 of the sum of all `term`s."""
+    return share.clone()
+
+
+@torch.library.custom_op("shardwise::untrainable", mutates_args=())
+def untrainable(x: Tensor) -> Tensor:
+    """A copy of `x`, which has no gradient: asking for it raises ShardingError."""
+    return x.clone()
+
+
+@torch.library.custom_op("shardwise::refused", mutates_args=())
+def refused(gradient: Tensor) -> Tensor:
+    """Raises ShardingError; an operator, so that it is raised when it runs and not when it is traced."""
+    raise ShardingError(
+        f"{here()}: backward through a program that was cut for inference, whose ranks do not exchange"
+        " gradients; make it by tensor_parallel_transformation(..., training=True), or run it under"
+        " torch.no_grad()"
+    )
+
+
+def _copy_of_first(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _copy_of_second(x: Tensor, y: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(y)
+
+
+def _keep_rest(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rest = inputs[1:]
+
+
+def _keep_size(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.size, ctx.rank = inputs[0].shape[0], inputs[2]
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.ranks, ctx.group = inputs[2:]
+
+
+def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    return None
+
+
+def _replicated_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return _sum(gradient, *ctx.rest), None
+
+
+def _repeated_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    dim, begins, sizes, places, total, group = ctx.rest
+    shape = list(gradient.shape)
+    shape[dim] = total
+    terms = gradient.new_zeros(shape)
+    for begin, size, place in zip(begins, sizes, places, strict=True):
+        terms.narrow(dim, place, size).copy_(gradient.narrow(dim, begin, size))
+    sums = _sum(terms, group)
+    made = gradient.clone()
+    for begin, size, place in zip(begins, sizes, places, strict=True):
+        made.narrow(dim, begin, size).copy_(sums.narrow(dim, place, size))
+    return made, None, None, None, None, None, None
+
+
+def _once_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return (gradient if ctx.rest == (0,) else torch.zeros_like(gradient)), None
+
+
+def _summed_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return gradient, None
+
+
+def _gathered_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return gradient.narrow(0, ctx.rank * ctx.size, ctx.size), None, None
+
+
+def _scattered_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    whole = c10d.all_gather_into_tensor(gradient.contiguous(), ctx.ranks, ctx.group)
+    return c10d.wait_tensor(whole), None, None, None
+
+
+def _untrainable_backward(ctx: Any, gradient: Tensor) -> Any:
+    return refused(gradient)
+
+
+for _op, _backward, _setup in (
+    (replicated, _replicated_backward, _keep_rest),
+    (repeated, _repeated_backward, _keep_rest),
+    (once, _once_backward, _keep_rest),
+    (untrainable, _untrainable_backward, _nothing),
+):
+    _op.register_fake(_copy_of_first)
+    _op.register_autograd(_backward, setup_context=_setup)
+for _op, _backward, _setup in (
+    (summed, _summed_backward, _nothing),
+    (gathered, _gathered_backward, _keep_size),
+    (scattered, _scattered_backward, _keep_group),
+):
+    _op.register_fake(_copy_of_second)
+    _op.register_autograd(_backward, setup_context=_setup)
+refused.register_fake(_copy_of_first)
+
+ops: Any = torch.ops.shardwise  # as graphs call them: `ops.replicated.default`

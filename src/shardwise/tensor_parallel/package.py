@@ -1,0 +1,347 @@
+"""Every rank's program in one folder, and back into a rank of a job.
+
+    folder/manifest.json     version, world size, strategies, every parameter's placement, every file's sha256
+    folder/rank-0.pt2        by torch.export.save
+    folder/rank-1.pt2
+
+A folder is written beside its place and renamed, so that it is there whole or not at all. `load` refuses a
+rank or world size other than the folder's, and files that are not those written. The checksums find damage,
+not malice: `torch.export.load` reads a file's example inputs and custom objects by unpickling where they are
+more than tensors, so load folders only of those whom you would let run code.
+
+The graph names the process group of its collectives. `load` and `bind` put the name of the group given there,
+so programs made in one process without any group run in whichever group a job has for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.export import ExportedProgram
+
+from shardwise.errors import ShardingError, here
+from shardwise.tensor_parallel.auto import choose
+from shardwise.tensor_parallel.explain import collective_kind, explain
+from shardwise.tensor_parallel.state import RECORD, record_of
+from shardwise.tensor_parallel.transform import tensor_parallel_transformation
+
+FORMAT, VERSION = "shardwise.tensor_parallel", 1
+MANIFEST = "manifest.json"
+
+_SHARED = ("world_size", "strategies", "parameters")  # what the records of all ranks have in common
+
+
+def save(
+    programs: ExportedProgram | Sequence[ExportedProgram],
+    folder: str | Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write every rank's program to `folder`.
+
+    Args:
+        programs: of all ranks, in order: local, and needs no process group. Or this rank's alone: collective
+            over `group` (the default group if None), whose ranks must see one file system.
+        folder: where to; its parents are made.
+        group: only for one program of several.
+        overwrite: replace a folder that is there.
+
+    Raises:
+        ShardingError: programs that are not the parts of one, in order; a folder that is there.
+    """
+    place = Path(folder)
+    if place.exists() and not overwrite:
+        raise ShardingError(f"{place} is there already; choose another folder, or pass overwrite=True")
+    if not isinstance(programs, ExportedProgram):
+        _save_all(list(programs), place)
+        return
+    record = record_of(programs)
+    if record["world_size"] == 1:
+        _save_all([programs], place)
+    elif not dist.is_initialized():
+        raise ShardingError(
+            f"one program of {record['world_size']} was given and there is no process group to ask for the"
+            " others; give all of them as a list"
+        )
+    else:
+        _save_together(programs, record, place, group or _default_group())
+
+
+def load(
+    folder: str | Path,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ExportedProgram:
+    """One rank's program from a folder that `save` wrote. Local.
+
+    Args:
+        folder: the folder.
+        rank, world_size: of the process within its group; by default asked of `group`.
+        group: that it will communicate over, of any ranks; by default the default group. Without a group, and
+            without a default one, the program is loaded as it is: `bind` it before it runs.
+
+    Raises:
+        ShardingError: a rank or world size other than the group's or the folder's; a file that is missing or
+            damaged; a folder of another format.
+    """
+    place = Path(folder)
+    manifest = _manifest(place)
+    group = group or (_default_group() if dist.is_initialized() and rank is None else None)
+    if group is not None:
+        rank = _agreed("rank", rank, dist.get_rank(group))
+        world_size = _agreed("world size", world_size, group.size())
+    if rank is None:
+        raise ShardingError(f"which rank's program of {place}? Give rank, or a process group")
+    ranks = manifest["world_size"]
+    if world_size is not None and world_size != ranks:
+        raise ShardingError(
+            f"{here()}: {place} has programs for {ranks} ranks, but {world_size} are to run them; transform"
+            f" the program for {world_size} ranks"
+        )
+    if not 0 <= rank < ranks:
+        raise ShardingError(
+            f"{here()}: {place} has programs for ranks 0 to {ranks - 1}, asked for rank {rank}"
+        )
+    path = place / manifest["files"][rank]["name"]
+    found = _sha256(path) if path.is_file() else "no such file"
+    if found != manifest["files"][rank]["sha256"]:
+        raise ShardingError(
+            f"{here()}: {path} is not what was saved: sha256 {found[:16]}, expected"
+            f" {manifest['files'][rank]['sha256'][:16]}; copy the folder again"
+        )
+    program = torch.export.load(path)
+    found_rank = record_of(program)["rank"]
+    if found_rank != rank:
+        raise ShardingError(f"{here()}: {path} is the program of rank {found_rank}, not {rank}")
+    return program if group is None else bind(program, group)
+
+
+def bind(program: ExportedProgram, group: dist.ProcessGroup | str | None = None) -> ExportedProgram:
+    """Have a rank's program communicate over `group` (the default group if None); changed in place. Local.
+
+    A group may be given by its name, which it then must have where the program runs.
+
+    Raises:
+        ShardingError: a group of another size, or in which this process has another rank.
+    """
+    record = record_of(program)
+    if not isinstance(group, str):
+        group = group or _default_group()
+        if group.size() != record["world_size"] or dist.get_rank(group) != record["rank"]:
+            raise ShardingError(
+                f"{here()}: the program is that of rank {record['rank']} of {record['world_size']}, but this"
+                f" process is rank {dist.get_rank(group)} of {group.size()} in the group given"
+            )
+        group = group.group_name
+    before = record["group"]
+    for node in program.graph.nodes:
+        if collective_kind(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
+            node.args = tuple(group if arg == before else arg for arg in node.args)
+    program.graph_module.meta["custom"][RECORD] = {**record, "group": group}
+    program.graph_module.recompile()
+    return program
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise ShardingError("there is no default process group; call init_process_group first")
+    return dist.group.WORLD
+
+
+def _agreed(what: str, given: int | None, found: int) -> int:
+    if found < 0:
+        raise ShardingError(f"{here()}: this process is not in the group given")
+    if given is not None and given != found:
+        raise ShardingError(
+            f"{here()}: {what} {given} was given, but the group says {found}; give one of them"
+        )
+    return found
+
+
+# ------------------------------------------------------------ writing
+
+
+def _save_all(programs: list[ExportedProgram], place: Path) -> None:
+    records = [record_of(program) for program in programs]
+    _check_parts(records)
+    temporary = _beside(place)
+    try:
+        temporary.mkdir(parents=True)
+        files = [_write(program, temporary, rank) for rank, program in enumerate(programs)]
+        _finish(temporary, place, records[0], files)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _save_together(
+    program: ExportedProgram, record: dict[str, Any], place: Path, group: dist.ProcessGroup
+) -> None:
+    """Every rank writes its own file; the first one makes the folder and gives it its name."""
+    records: list[Any] = [None] * group.size()
+    dist.all_gather_object(records, record, group=group)
+    _check_parts(records)
+    named: list[Any] = [str(_beside(place))]
+    dist.broadcast_object_list(named, group_src=0, group=group)
+    temporary, rank = Path(named[0]), dist.get_rank(group)
+    failure, written = "", {}
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        written = _write(program, temporary, rank)
+    except Exception as error:  # the others must hear of it
+        failure = f"rank {rank}: {type(error).__name__}: {error}"
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, (failure, written), group=group)
+    failures = [failed for failed, _ in answers if failed]
+    if rank == 0:
+        try:
+            if not failures:
+                _finish(temporary, place, record, [file for _, file in answers])
+        except OSError as error:
+            failures.append(f"rank 0: {error}")
+        shutil.rmtree(temporary, ignore_errors=True)
+    told: list[Any] = [failures]
+    dist.broadcast_object_list(told, group_src=0, group=group)
+    if told[0]:
+        raise ShardingError(f"{here()}: nothing was saved to {place}: {'; '.join(told[0])}")
+
+
+def _check_parts(records: list[dict[str, Any]]) -> None:
+    ranks = records[0]["world_size"] if records else 0
+    found = [record["rank"] for record in records]
+    if not records or found != list(range(ranks)):
+        raise ShardingError(
+            f"expected the programs of ranks 0 to {ranks - 1} in order, got those of ranks {found}"
+        )
+    for record in records[1:]:
+        other = next((key for key in _SHARED if record[key] != records[0][key]), None)
+        if other is not None:
+            raise ShardingError(
+                f"the programs of ranks 0 and {record['rank']} are not parts of one: their {other} differ;"
+                " make all by the same strategies from the same program"
+            )
+
+
+def _beside(place: Path) -> Path:
+    return place.with_name(f".{place.name}.{secrets.token_hex(6)}")
+
+
+def _write(program: ExportedProgram, folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"rank-{rank}.pt2"
+    torch.export.save(program, path)
+    return {"name": path.name, "sha256": _sha256(path), "bytes": path.stat().st_size}
+
+
+def _finish(temporary: Path, place: Path, record: dict[str, Any], files: list[dict[str, Any]]) -> None:
+    manifest = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "files": files}
+    manifest |= {key: record[key] for key in _SHARED}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    old = _beside(place)
+    if place.exists():
+        os.rename(place, old)
+    os.rename(temporary, place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# ------------------------------------------------------------ reading
+
+
+def _manifest(place: Path) -> dict[str, Any]:
+    path = place / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        known = manifest["format"] == FORMAT
+    except FileNotFoundError:
+        raise ShardingError(f"{here()}: {path} is not there; {place} is no folder that save wrote") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShardingError(f"{here()}: {path} cannot be read ({error}); copy the folder again") from error
+    if not known or manifest["version"] != VERSION:
+        raise ShardingError(
+            f"{here()}: {path} is {manifest['format']} version {manifest.get('version')}; this shardwise"
+            f" reads {FORMAT} version {VERSION}"
+        )
+    found: dict[str, Any] = manifest
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ------------------------------------------------------------ the command
+
+
+def export_command(
+    model: str | Path,
+    out: str | Path,
+    *,
+    ranks: int,
+    strategies: str | Path | Mapping[str, Any] = "auto",
+    device_type: str = "cpu",
+    strict: bool = False,
+    overwrite: bool = False,
+) -> str:
+    """Cut an exported program in a file for `ranks` ranks and save all of them to a folder. Local.
+
+    Args:
+        model: a .pt2 file by `torch.export.save`.
+        out: the folder to write.
+        strategies: a JSON file of {module or pattern: word}, words as in `styles`; such a mapping; or "auto",
+            by `auto.choose`.
+        device_type, strict: as of `tensor_parallel_transformation`.
+        overwrite: as of `save`.
+
+    Returns:
+        What to print: `explain` of rank 0, and the strategies.
+
+    Raises:
+        ShardingError: a file that cannot be read, or strategies that do not fit.
+    """
+    program = _read_program(Path(model))
+    plan = _read_strategies(program, strategies, ranks)
+    parts = [
+        tensor_parallel_transformation(program, rank, ranks, device_type, plan, strict=strict)
+        for rank in range(ranks)
+    ]
+    save(parts, out, overwrite=overwrite)
+    chosen = "\n".join(f"  {name}: {style}" for name, style in record_of(parts[0])["strategies"].items())
+    return f"{explain(parts[0])}\nStrategies:\n{chosen}\nSaved {ranks} programs to {out}\n"
+
+
+def _read_program(path: Path) -> ExportedProgram:
+    if not path.is_file():
+        raise ShardingError(f"{path} is not there; expected a file by torch.export.save")
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        raise ShardingError(f"{path} cannot be read as an exported program: {error}") from error
+
+
+def _read_strategies(
+    program: ExportedProgram, given: str | Path | Mapping[str, Any], ranks: int
+) -> Mapping[str, Any]:
+    if isinstance(given, Mapping):
+        return given
+    if str(given) == "auto":
+        return choose(program, ranks).strategies
+    try:
+        read = json.loads(Path(given).read_text())
+    except (OSError, ValueError) as error:
+        raise ShardingError(f"the strategies in {given} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ShardingError(f"{given} holds {type(read).__name__}; expected a JSON object of module: style")
+    return read

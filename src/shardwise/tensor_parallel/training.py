@@ -1,0 +1,253 @@
+"""Which values of a rank's program have gradients of their own on every rank, and where these must meet.
+
+Every value is one of two kinds, found by going through the program once:
+
+    whole   equal on every rank, and so is its gradient
+    own     made of this rank's part of something: a cut parameter, a slice; its gradient is this rank's alone
+
+Work on values of which some are own gives own ones. Whole inputs go into it through one `replicated` for
+each value, whoever uses it, in whatever shape: so the gradients of query, key and value projections are
+added up before the ranks' are. Collectives make own values whole. So backward has as many all-reduces as
+forward, at the other ends.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+
+from shardwise import _compat
+from shardwise.tensor_parallel.operators import ops
+from shardwise.tensor_parallel.partition import Partition, aten, c10d
+from shardwise.tensor_parallel.placement import REPLICATE, Interval, Placement, Split, normal
+
+_GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+# Whose results are their first input in another shape: a gradient may be summed before or after.
+_VIEWS = {
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "permute", "t"),
+    *("squeeze", "unsqueeze", "expand", "alias", "contiguous", "clone"),
+}
+
+
+def differentiable(p: Partition, signature: ExportGraphSignature) -> None:
+    """Put the operators into a finished partition that make its gradients those of the whole program.
+
+    Local, and alike on every rank. The gradient of a parameter or input that is whole is whole on every rank.
+
+    Args:
+        p: with its output node.
+        signature: the whole program's; says which placeholders are buffers, which have no gradients.
+    """
+    _Pass(p, signature).run()
+
+
+def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
+    """Have backward through a finished partition raise ShardingError, if anything in it is cut.
+
+    A program that returns its gradients itself stays as it is.
+    """
+    marked = _Pass(p, signature)
+    joint = any(spec.kind in _GRADIENTS for spec in signature.output_specs)
+    if joint or not any(marked.is_cut(node) for node in p.graph.nodes):
+        return
+    (output,) = p.graph.find_nodes(op="output")
+    returned: Any = list(output.args[0])
+    for index, spec in enumerate(signature.output_specs):
+        if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT) and _has_gradient(returned[index]):
+            with p.graph.inserting_before(output):
+                returned[index] = p.emit(ops.untrainable.default, returned[index])
+    output.args = (tuple(returned),)
+
+
+class _Pass:
+    def __init__(self, p: Partition, signature: ExportGraphSignature) -> None:
+        self.p = p
+        self.own: set[fx.Node] = set()
+        self.flows: set[fx.Node] = set()  # gradients may go through these
+        self.shared: dict[fx.Node, fx.Node] = {}  # whole values, as they go into own work
+        self.told: dict[fx.Node, Placement] = {
+            value.node: value.placement
+            for value in p.values.values()
+            if isinstance(value.node, fx.Node) and not isinstance(value.placement, tuple)
+        }
+        self.cut = {
+            p.values[parameter.node].node: parameter.placement
+            for parameter in p.parameters.values()
+            if isinstance(parameter.placement, Split)
+            and not _is_everywhere(p, parameter.node, parameter.placement)
+        }
+        self.buffers = {
+            spec.arg.name
+            for spec in signature.input_specs
+            if spec.kind not in (InputKind.PARAMETER, InputKind.USER_INPUT)
+        }
+
+    def run(self) -> None:
+        nodes = list(self.p.graph.nodes)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        for node in inputs:
+            self._input(node, nodes[len(inputs)])
+        for node in nodes[len(inputs) :]:
+            if node.op == "call_function":
+                self._call(node)
+
+    def is_cut(self, node: fx.Node) -> bool:
+        """Does `node` give a value of this rank's own, whatever its inputs are?"""
+        return node in self.cut or node.meta.get("own", False) or self.told.get(node, REPLICATE) != REPLICATE
+
+    def _input(self, node: fx.Node, first: fx.Node) -> None:
+        if _has_gradient(node) and node.name not in self.buffers:
+            self.flows.add(node)
+        at = self.cut.get(node)
+        if at is None:
+            return
+        self.own.add(node)
+        if at.disjoint or node not in self.flows:
+            return
+        begins, sizes, places, total = _repeated(at, self.p.rank)
+        made = self._after(
+            node, first, ops.repeated.default, at.dim, begins, sizes, places, total, self.p.group
+        )
+        self.own.add(made)
+
+    def _call(self, node: fx.Node) -> None:
+        inputs = [x for x in node.all_input_nodes if _is_value(x)]
+        flows = [x for x in inputs if x in self.flows]
+        if flows and _has_gradient(node) and node.target is not aten.detach.default:
+            self.flows.add(node)
+        collective = _collective(node)
+        if collective is not None:
+            return self._result(node, collective)
+        if not (self.is_cut(node) or any(x in self.own for x in inputs)) or not _is_value(node):
+            return None
+        self.own.add(node)
+        for x in flows:
+            if x not in self.own:
+                node.replace_input_with(x, self._replicated(x, node))
+        if self.told.get(node) == REPLICATE and node in self.flows:
+            self._after(node, node.next, ops.once.default, self.p.rank)
+        return None
+
+    def _replicated(self, x: fx.Node, user: fx.Node) -> fx.Node:
+        """The whole value `x` for own work, of which `user` is the first."""
+        if x in self.shared:
+            return self.shared[x]
+        source = _seen_as(x)
+        if source in self.flows:
+            here = self._replicated(source, user)
+            with self.p.graph.inserting_before(user):
+                made = self.p.graph.node_copy(x, lambda old: here if old is source else old)
+        else:
+            with self.p.graph.inserting_before(user):
+                made = self.p.emit(ops.replicated.default, x, self.p.group)
+        self._note(made, x)
+        self.shared[x] = made
+        return made
+
+    def _result(self, waited: fx.Node, started: fx.Node) -> None:
+        """What a collective gives."""
+        p, name = self.p, _name(started)
+        x: Any = started.args[0]
+        scatters = name == "reduce_scatter_tensor"
+        if x in self.flows:
+            term = x if x in self.own else self._replicated(x, started)
+            with p.graph.inserting_before(started):
+                apart = p.emit(aten.detach.default, term)
+            started.replace_input_with(term, apart)
+            started.replace_input_with(x, apart)
+            op, rest = {
+                "all_reduce": (ops.summed.default, ()),
+                "all_gather_into_tensor": (ops.gathered.default, (p.rank,)),
+                "reduce_scatter_tensor": (ops.scattered.default, (p.ranks, p.group)),
+            }[name]
+            made = self._after(waited, waited.next, op, *rest, first=term)
+            if scatters:
+                self.own.add(made)
+        if scatters:
+            self.own.add(waited)
+
+    def _after(
+        self, node: fx.Node, before: fx.Node, op: Any, *rest: Any, first: fx.Node | None = None
+    ) -> fx.Node:
+        """`op` on `node`, in its place for all who use it."""
+        users = list(node.users)
+        with self.p.graph.inserting_before(before):
+            made = self.p.emit(op, *(x for x in (first, node) if x is not None), *rest)
+        self._note(made, node)
+        for user in users:
+            user.replace_input_with(node, made)
+        return made
+
+    def _note(self, made: fx.Node, node: fx.Node) -> None:
+        self.flows.add(made)
+        for name in ("nn_module_stack", "stack_trace"):
+            if name in node.meta:
+                made.meta[name] = node.meta[name]
+
+
+def _seen_as(node: fx.Node) -> Any:
+    """The value that `node` is another view of."""
+    target = node.target
+    return node.args[0] if _compat.is_operator(target) and _name(node) in _VIEWS else None
+
+
+def _collective(node: fx.Node) -> fx.Node | None:
+    """The start of the collective that `node` waits for."""
+    return node.args[0] if node.target is c10d.wait_tensor.default else None  # type: ignore[return-value]
+
+
+def _name(node: fx.Node) -> str:
+    return str(_compat.schema(node.target).name).partition("::")[2]  # type: ignore[union-attr]
+
+
+def _is_value(node: Any) -> bool:
+    """Does `node` give a tensor, or several?"""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value)
+    )
+
+
+def _has_gradient(node: Any) -> bool:
+    """Has `node` a value of a dtype that gradients exist for?"""
+    if not isinstance(node, fx.Node):
+        return False
+    value = node.meta.get("val")
+    several = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in several)
+
+
+def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
+    """Has every rank all of a parameter that is cut?"""
+    return all(held == ((0, p.shape(node)[at.dim]),) for held in at.ranges)
+
+
+def _repeated(at: Split, rank: int) -> tuple[list[int], list[int], list[int], int]:
+    """Of elements that several ranks have, where a rank has which: `operators.repeated`'s arguments."""
+    several = _on_several(at)
+    begins, sizes, places, total = [], [], [], 0
+    for begin, end in several:
+        local = 0
+        for b, e in at.ranges[rank]:
+            low, high = max(b, begin), min(e, end)
+            if low < high:
+                begins.append(local + low - b)
+                sizes.append(high - low)
+                places.append(total + low - begin)
+            local += e - b
+        total += end - begin
+    return begins, sizes, places, total
+
+
+def _on_several(at: Split) -> list[Interval]:
+    """The elements that more than one rank has."""
+    edges = sorted({edge for held in at.ranges for interval in held for edge in interval})
+    found = []
+    for begin, end in pairwise(edges):
+        count = sum(any(b <= begin and end <= e for b, e in held) for held in at.ranges)
+        if count > 1:
+            found.append((begin, end))
+    return list(normal(found))

@@ -1,0 +1,92 @@
+"""Cuts of a dim, seen in other shapes of the same elements."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.tensor_parallel.placement import Split, covers_once, even, regroup
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Two shapes of as many elements, whose dims are products of the same factors."""
+    factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5))
+
+    def grouped() -> list[int]:
+        ends = sorted(draw(st.sets(st.integers(1, len(factors)))) | {len(factors)})
+        return [math.prod(factors[b:e]) for b, e in zip([0, *ends], ends, strict=False)]
+
+    return grouped(), grouped()
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each of some ranks any intervals of a dim, in order."""
+    held = []
+    for _ in range(draw(st.integers(1, 4))):
+        edges = sorted(draw(st.sets(st.integers(0, size), max_size=4)))
+        held.append(tuple(zip(edges[::2], edges[1::2], strict=False)))
+    return tuple(held)
+
+
+def _taken(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
+    held = split.ranges[rank] or ((0, 0),)
+    return torch.cat([whole.narrow(split.dim, b, e - b) for b, e in held], split.dim)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_cut_seen_in_another_shape_has_the_same_elements_in_the_same_order(data: st.DataObject) -> None:
+    old, new = data.draw(shapes())
+    dim = data.draw(st.integers(0, len(old) - 1))
+    split = Split(dim, data.draw(cuts(old[dim])))
+    found = regroup(split, old, new)
+    if found is None:
+        return
+    whole = torch.arange(math.prod(old))
+    for rank in range(len(split.ranges)):
+        one = _taken(whole.view(old), split, rank)
+        assert _taken(whole.view(new), found, rank).flatten().tolist() == one.flatten().tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_cut_along_whole_heads_is_found_again_after_heads_are_merged_and_parted(
+    data: st.DataObject,
+) -> None:
+    batch, heads, width, ranks = (data.draw(st.integers(2, 5)) for _ in range(4))
+    split = Split(1, even(heads, ranks))
+    merged = regroup(split, [batch, heads, width], [batch, heads * width])
+    assert merged is not None
+    assert regroup(merged, [batch, heads * width], [batch, heads, width]) == split
+    together = regroup(split, [batch, heads, width], [batch * heads, width])
+    assert together is not None
+    assert regroup(together, [batch * heads, width], [batch, heads, width]) == split
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(0, 40), ranks=st.integers(1, 6), unit=st.integers(1, 5))
+def test_an_even_cut_gives_every_unit_to_one_rank_and_none_two_more_than_another(
+    size: int, ranks: int, unit: int
+) -> None:
+    ranges = even(size * unit, ranks, unit=unit)
+    assert covers_once(ranges, size * unit)
+    sizes = [Split(0, ranges).size(rank) for rank in range(ranks)]
+    assert max(sizes) - min(sizes) <= unit
+    assert all(held % unit == 0 for held in sizes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_part_of_a_cut_dim_is_cut_as_the_dim_is(data: st.DataObject) -> None:
+    split = Split(0, data.draw(cuts(12)))
+    begin = data.draw(st.integers(0, 12))
+    end = data.draw(st.integers(begin, 12))
+    part, whole = split.within(begin, end), torch.arange(12)
+    for rank in range(len(split.ranges)):
+        expected = [x for x in _taken(whole, split, rank).tolist() if begin <= x < end]
+        assert _taken(whole[begin:end], part, rank).tolist() == expected

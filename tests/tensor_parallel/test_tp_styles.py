@@ -1,0 +1,262 @@
+"""Styles by module: what may be written, what it does, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lockstep
+import pytest
+import torch
+import torch.distributed.tensor.parallel as peer
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.export import ExportedProgram, export
+from torch.nn import functional as F
+
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel import styles
+from shardwise.tensor_parallel.explain import counts, explain
+from shardwise.tensor_parallel.state import placement_from_json, record_of
+from shardwise.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, plan_of
+from shardwise.tensor_parallel.transform import tensor_parallel_transformation
+
+# torch's own decompositions copy what it calls deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+
+PARAMETERS = {
+    "embed.weight": torch.empty(12, 8, device="meta"),
+    "layers.0.up.weight": torch.empty(16, 8, device="meta"),
+    "layers.0.up.bias": torch.empty(16, device="meta"),
+    "layers.0.down.weight": torch.empty(8, 16, device="meta"),
+    "layers.0.down.bias": torch.empty(8, device="meta"),
+    "layers.0.norm.weight": torch.empty(8, device="meta"),
+    "layers.0.scale": torch.empty((), device="meta"),
+}
+UP = {"layers.0.up.weight": "column", "layers.0.up.bias": "column"}
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the head's weight, and a projection stored [in, out]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.inner = nn.Module()
+        self.inner.weight, self.inner.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(torch.addmm(self.inner.bias, x.view(-1, 8), self.inner.weight).view(x.shape))
+
+
+def exported(model: nn.Module, *inputs: Tensor) -> ExportedProgram:
+    return export(copy.deepcopy(model), inputs)
+
+
+def parts(program: ExportedProgram, plan: Any, *, ranks: int = 2, **options: Any) -> list[ExportedProgram]:
+    return [
+        tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options) for rank in range(ranks)
+    ]
+
+
+def check(model: nn.Module, plan: Any, *inputs: Tensor, **options: Any) -> list[ExportedProgram]:
+    """Cut, run on all ranks, and compare; returns the programs."""
+    made = parts(exported(model, *inputs), plan, **options)
+    expected = model(*inputs)
+    for (result,) in lockstep.run(made, *inputs):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    return made
+
+
+def placed(program: ExportedProgram, name: str) -> Any:
+    return placement_from_json(record_of(program)["parameters"][name]["placement"])
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        ColwiseParallel,
+        ColwiseParallel(),
+        ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1)),
+        peer.ColwiseParallel,
+        peer.ColwiseParallel(),
+        peer.ColwiseParallel(input_layouts=Shard(0)),
+        type("Mine", (peer.ColwiseParallel,), {}),
+        "colwise",
+        "column",
+    ],
+    ids=styles.described,
+)
+def test_a_class_an_instance_and_a_word_mean_the_same(style: Any) -> None:
+    plan = plan_of({"layers.0.up": style}, PARAMETERS)
+    assert plan.styles == UP
+    assert plan.outputs == {}
+
+
+def test_patterns_fit_modules_and_parameters_and_the_last_entry_decides() -> None:
+    assert plan_of({"layers.*.up": "colwise"}, PARAMETERS).styles == UP
+    assert plan_of({"*.up.weight": "colwise"}, PARAMETERS).styles == {"layers.0.up.weight": "column"}
+    everything = {
+        "layers.*": "rowwise",
+        "*.up": "colwise",
+        "*.norm": "replicate",
+        "layers.0.scale": styles.Replicate,
+    }
+    found = plan_of(everything, PARAMETERS).styles
+    assert found == UP | {"layers.0.down.weight": "row", "layers.0.down.bias": "row"}
+
+
+def test_a_function_chooses_by_name_and_shape_and_may_leave_a_parameter_alone() -> None:
+    seen = {}
+
+    def choose(name: str, tensor: Tensor) -> Any:
+        seen[name] = tuple(tensor.shape)
+        return "colwise" if name.startswith("layers.0.up") else None
+
+    plan = plan_of({"layers.0.down": peer.RowwiseParallel(), "*": choose}, PARAMETERS)
+    assert seen == {name: tuple(tensor.shape) for name, tensor in PARAMETERS.items()}
+    assert plan.styles == UP | {"layers.0.down.weight": "row", "layers.0.down.bias": "row"}
+    assert plan.asked["*"] == "choose"
+    assert plan.asked["layers.0.down"].startswith("RowwiseParallel(")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"layers.0.upp": "colwise"}, r"'layers.0.upp' fits no parameter.*did you mean layers.0.up"),
+        ({"zzz": "colwise"}, r"fits no parameter of the program; it has embed.weight"),
+        ({"layers.0": "colwise"}, r"layers.0.scale of shape \(\) cannot be cut"),
+        ({"layers": "colwise"}, r"without parameters of its own; name those within: layers.0.up"),
+        ({"layers.0.norm": ColwiseParallel}, r"layers.0.norm.weight of shape \(8,\) cannot be cut by column"),
+        ({"layers.0.up.bias": RowwiseParallel}, r"up.bias of shape \(16,\) cannot be cut"),
+        ({"layers.0.up": "colwize"}, r"'colwize', which is no style; did you mean colwise"),
+        ({"layers.0.up": 3}, r"'layers.0.up' is 3; expected ColwiseParallel"),
+        ({"layers.0.up": lambda name, tensor: 3}, r"'layers.0.up \(layers.0.up.weight\)' is 3"),
+        ({"layers.0.up": peer.PrepareModuleOutput(
+            output_layouts=Shard(0), desired_output_layouts=Replicate())}, "expected ColwiseParallel"),
+        ({"layers.0.up": ColwiseParallel(output_layouts=Partial())}, "has the layout Partial"),
+        ({"layers.0.up": ColwiseParallel(input_layouts=3)}, "has the layout 3"),
+        ({"layers.0": peer.PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(0))}, "wants the module's inputs cut"),
+        ({"layer": peer.PrepareModuleInput(
+            input_layouts=Shard(0), desired_input_layouts=Replicate())}, "fits no parameter"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(plan: Any, message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        plan_of(plan, PARAMETERS)
+
+
+def test_output_layouts_are_done_where_the_module_returns() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(2, 4, 8)
+    usual = check(model, {"up": ColwiseParallel, "down": RowwiseParallel}, x, strict=True)
+    assert counts(usual[0]) == {"all_reduce": 1}
+    assert [(row.kind, row.module) for row in explain(usual[0]).collectives] == [("all_reduce", "down")]
+    gathered = check(model, {"up": peer.ColwiseParallel(output_layouts=Replicate())}, x, strict=True)
+    assert counts(gathered[0]) == {"all_gather_into_tensor": 1}
+    (row,) = explain(gathered[0]).collectives
+    assert (row.module, row.bytes) == ("up", 2 * 4 * 16 * 4)
+    assert [node.meta["val"].shape[-1] for node in gathered[0].graph.nodes if "gelu" in node.name] == [16]
+
+
+def test_sequence_parallel_plans_cut_the_activations_between_layers() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(MLP(), MLP()), torch.randn(2, 5, 8)
+    plan = {
+        "*.norm": SequenceParallel(sequence_dim=1),
+        "*.up": peer.ColwiseParallel(input_layouts=Shard(1)),
+        "*.down": peer.RowwiseParallel(output_layouts=Shard(1)),
+        "0": peer.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    }
+    made = check(model, plan, x)
+    norms = [node for node in made[0].graph.nodes if "layer_norm" in node.name]
+    assert [tuple(node.meta["val"].shape) for node in norms][-1] == (2, 3, 8)
+    one = check(model, plan | {"*.norm": peer.SequenceParallel()}, x)
+    assert counts(one[0]) == counts(made[0])
+
+
+def test_output_layouts_that_no_program_can_have_are_refused() -> None:
+    x = torch.randn(2, 4, 8)
+    dynamic = export(MLP(), (x,), dynamic_shapes=({1: torch.export.Dim("s", min=2)},))
+    for program, dim, message in (
+        (dynamic, 1, "not known before"),
+        (exported(MLP(), x), 5, r"Shard\(5\) is none"),
+    ):
+        with pytest.raises(ShardingError, match=message):
+            parts(program, {"down": RowwiseParallel(output_layouts=Shard(dim))})
+    program = exported(MLP(), x)
+    for node in program.graph.nodes:
+        node.meta.pop("nn_module_stack", None)
+    with pytest.raises(ShardingError, match="the outputs of up are to be moved, but no operation"):
+        parts(program, {"up": ColwiseParallel(output_layouts=Replicate())})
+
+
+@pytest.mark.parametrize(
+    ("plan", "dim", "collectives"),
+    [
+        ({"embed": RowwiseParallel}, 0, {"all_reduce": 1, "all_gather_into_tensor": 1}),
+        ({"head": ColwiseParallel}, 0, {"all_reduce": 1, "all_gather_into_tensor": 1}),
+        ({"embed": "rowwise", "head": "colwise"}, 0, {"all_reduce": 1, "all_gather_into_tensor": 1}),
+        ({"embed": ColwiseParallel}, 1, {"all_gather_into_tensor": 1, "all_reduce": 1}),
+        ({"head": RowwiseParallel}, 1, {"all_gather_into_tensor": 1, "all_reduce": 1}),
+    ],
+)
+def test_tied_weights_are_one_shard_cut_by_either_name(
+    plan: Any, dim: int, collectives: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    made = check(Tied(), plan, torch.randint(12, (2, 3)), ranks=3, strict=True)
+    assert counts(made[0]) == collectives
+    assert made[2].state_dict["embed.weight"] is made[2].state_dict["head.weight"]
+    assert placed(made[0], "embed.weight") == placed(made[0], "head.weight")
+    assert placed(made[0], "head.weight").dim == dim
+    assert made[0].state_dict["head.weight"].shape[dim] == (12, 8)[dim] // 3 + ((12, 8)[dim] % 3 > 0)
+    assert explain(made[0]).bytes_whole == (12 * 8 + 8 * 8 + 8) * 4
+
+
+def test_tied_weights_to_be_cut_in_two_ways_are_refused() -> None:
+    with pytest.raises(ShardingError, match=r"embed.weight and head.weight are one tensor, .*dim 0.*dim 1"):
+        parts(exported(Tied(), torch.randint(12, (2, 3))), {"embed": "rowwise", "head": "rowwise"})
+
+
+@pytest.mark.parametrize(("style", "dim"), [("colwise", 1), ("rowwise", 0)])
+def test_the_way_a_weight_lies_is_seen_from_its_use(style: str, dim: int) -> None:
+    made = check(Tied(), {"inner": style}, torch.randint(12, (2, 3)), strict=True)
+    assert placed(made[0], "inner.weight").dim == dim
+    assert made[0].state_dict["inner.bias"].numel() == (4 if style == "colwise" else 8)
+
+
+def test_more_ranks_than_elements_leave_some_with_nothing_unless_strict() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4)), torch.randn(2, 4)
+    plan = {"0": ColwiseParallel, "1": RowwiseParallel}
+    made = check(model, plan, x, ranks=5)
+    assert [tuple(part.state_dict["0.weight"].shape) for part in made][2:] == [(1, 4), (0, 4), (0, 4)]
+    with pytest.raises(ShardingError, match=r"rank 3 of 5 would have nothing of 0.weight of shape \(3, 4\)"):
+        parts(exported(model, x), plan, ranks=5, strict=True)
+
+
+def test_a_style_that_changes_nothing_is_told() -> None:
+    class Unused(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)
+
+    program = exported(Unused(), torch.randn(2, 8))
+    with pytest.warns(
+        UserWarning, match=r"up.weight of shape \(16, 8\) has the style 'column' but stays whole"
+    ):
+        parts(program, {"up": "colwise"}, ranks=1)
+    with pytest.raises(ShardingError, match="nothing uses it"):
+        parts(program, {"up": "colwise"}, ranks=1, strict=True)
