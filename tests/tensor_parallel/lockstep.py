@@ -83,6 +83,8 @@ def _rank(program: ExportedProgram, args: Any, kwargs: Any) -> Generator[Collect
             spec = specs[node.name]
             if spec.kind == InputKind.USER_INPUT:
                 values[node] = next(given)
+            elif spec.kind == InputKind.TOKEN:
+                values[node] = torch.empty(0)
             elif spec.target in program.state_dict:
                 values[node] = program.state_dict[spec.target]
             else:

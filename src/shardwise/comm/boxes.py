@@ -16,8 +16,10 @@ What ranks must mean alike is compared by `agree`, without pickle: peers' bytes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,9 @@ _TAG = 0x7B000000
 _GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
 
 _WORD_TAG = _TAG + 1
+# Of exchanges under an agreement: 8 bits of its number in the group and 20 of what is agreed on, so that
+# neither another meaning nor what is left of an agreement that failed is met.
+_AGREED_TAGS = 0x60000000
 _DIRECT_RANKS = 32  # up to so many ranks tell each other directly over gloo
 
 _SHOWN = 1000  # characters of each side of a mismatch
@@ -70,10 +75,11 @@ def exchange(
             memory with a source, unless at the same place of the logical tensor.
         group: messages name ranks within it. Tensors on a device that `group` serves by gloo but that
             is not the CPU pass through a buffer on the CPU.
-        agreement: under way among all ranks of `group`, about these messages. Nothing passes between ranks
-            that mean different ones; `agreement.settle` then raises.
+        agreement: under way among all ranks of `group`, about these messages; settled here, between posting
+            messages and waiting for them. Messages of ranks that mean different ones never meet.
 
     Raises:
+        RankMismatchError: on every rank, where the agreement fails.
         ShardingError: tensors that do not fit their boxes or each other, messages that leave the boxes, or
             a device that `group` cannot serve; this rank has sent nothing then.
     """
@@ -94,16 +100,17 @@ def exchange(
             receives.setdefault(message.sender, []).append(
                 _part(target, message.target, message.box, "target")
             )
-    if agreement is not None:
-        sends = {peer: pieces for peer, pieces in sends.items() if agreement.holds_with(peer)}
-        receives = {peer: pieces for peer, pieces in receives.items() if agreement.holds_with(peer)}
     if not sends and not receives:
         _copy(local)
+        if agreement is not None:
+            agreement.settle()
         return
     device = (source or target)[0][1].device
     if _backend(group, device) == "gloo":
-        _exchange_over_gloo(local, sends, receives, group)
+        _exchange_over_gloo(local, sends, receives, group, agreement)
     else:
+        if agreement is not None:
+            agreement.settle()
         _exchange_in_batch(local, sends, receives, group)
 
 
@@ -154,15 +161,18 @@ def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | N
 
 
 class Agreement:
-    """Ranks tell each other what they are about to do, in 8 bytes each, and begin with who means the same.
+    """Ranks tell each other what they are about to do, in 8 bytes each.
 
-    Collective over `group`, to make one and to `settle` it. So that agreeing costs no round of its own, each
-    rank goes on with the others as their words arrive; only the end waits for everyone. Over gloo up to 32
-    ranks send each other their words directly; elsewhere it is one all-gather.
+    Collective over `group`, to make one and to `settle` it. Between the two a rank may post what it is about
+    to do, if messages that mean something else do not meet it: so agreeing costs no round of its own. Over
+    gloo up to 32 ranks send each other their words directly; elsewhere it is one all-gather.
+
+    Attributes:
+        tag: for point-to-point messages of ranks that mean the same, over gloo; other meanings have another.
     """
 
     def __init__(
-        self, description: str, *, group: dist.ProcessGroup, device: torch.device | None = None
+        self, description: str, *, group: dist.ProcessGroup, device: torch.device | None = None, what: str
     ) -> None:
         """Send this rank's word.
 
@@ -170,8 +180,11 @@ class Agreement:
             description: in words, equal on ranks that will communicate alike.
             group: the ranks to compare.
             device: as for `gather_text`.
+            what: is described, for the error: "the boxes of w".
         """
         self._description, self._group, self._own = description, group, fingerprint(description)
+        self._what = what
+        self.tag = _AGREED_TAGS + (next(_agreements(group)) % 256 << 20) + self._own % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
         if group.size() == 1 or _compat.is_fake(torch.empty(0)):
@@ -190,15 +203,8 @@ class Agreement:
             words = _all_gather(self._word, group)
             self._words = {peer: (None, words[peer]) for peer in range(ranks) if peer != rank}
 
-    def holds_with(self, peer: int) -> bool:
-        """Does rank `peer` of the group mean the same? Waits for its word."""
-        return self._own == self._said(peer)
-
-    def settle(self, what: str) -> None:
+    def settle(self) -> None:
         """Wait for everyone's word.
-
-        Args:
-            what: is described, for the error: "the boxes of w".
 
         Raises:
             RankMismatchError: on every rank of the group, if any two descriptions differ.
@@ -214,7 +220,7 @@ class Agreement:
         mine, names = self._group.rank(), dist.get_process_group_ranks(self._group)
         at = _first_difference(texts[mine], texts[other])
         raise RankMismatchError(
-            f"{here()}: ranks disagree about {what}, so their messages would not match.\n"
+            f"{here()}: ranks disagree about {self._what}, so their messages would not match.\n"
             f"Rank {names[mine]}: {_excerpt(texts[mine], at)}\n"
             f"Rank {names[other]}: {_excerpt(texts[other], at)}\n"
             "Make the same call with the same arguments on every rank."
@@ -228,6 +234,15 @@ class Agreement:
         return int(word.item())
 
 
+_counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
+
+
+def _agreements(group: dist.ProcessGroup) -> itertools.count[int]:
+    """Numbers the agreements of `group`, equally on all ranks as all make them in one order."""
+    counter = _counters.get(group)
+    return counter if counter is not None else _counters.setdefault(group, itertools.count())
+
+
 def agree(
     description: str, *, group: dist.ProcessGroup, device: torch.device | None = None, what: str
 ) -> None:
@@ -239,7 +254,7 @@ def agree(
     Raises:
         RankMismatchError: on every rank of `group`, if any two descriptions differ.
     """
-    Agreement(description, group=group, device=device).settle(what)
+    Agreement(description, group=group, device=device, what=what).settle()
 
 
 # Moving bytes
@@ -250,25 +265,32 @@ def _exchange_over_gloo(
     sends: dict[int, list[Tensor]],
     receives: dict[int, list[Tensor]],
     group: dist.ProcessGroup,
+    agreement: Agreement | None,
 ) -> None:
-    """Sends to ranks above, then receives, then sends to ranks below; comm.gloo says why."""
+    """Sends to ranks above, then receives, then sends to ranks below; comm.gloo says why.
+
+    A message that is not met writes nowhere, so an agreement may fail after messages are posted.
+    """
     rank, ranks, cpu = group.rank(), group.size(), torch.device("cpu")
+    tag = _TAG if agreement is None else agreement.tag
     sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(peer: int) -> None:
         wire, staged = _buffer(sends[peer], cpu)
         _copy((view, piece) for piece, view in staged)
-        sending.append((group.send([wire], peer, _TAG), wire))
+        sending.append((group.send([wire], peer, tag), wire))
 
     for peer in sorted(peer for peer in sends if peer > rank):
         send(peer)
     receiving = []
     for peer in sorted(receives, key=lambda peer: (peer - rank) % ranks):
         wire, staged = _buffer(receives[peer], cpu)
-        receiving.append((group.recv([wire], peer, _TAG), wire, staged))
+        receiving.append((group.recv([wire], peer, tag), wire, staged))
     for peer in sorted((peer for peer in sends if peer < rank), reverse=True):
         send(peer)
     _copy(local)
+    if agreement is not None:
+        agreement.settle()
     for work, _, staged in receiving:
         work.wait(_GROUP_TIMEOUT)
         _copy(staged)

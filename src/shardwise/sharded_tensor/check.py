@@ -120,7 +120,7 @@ def proposed(
     except Exception as error:  # of a user's spec, whatever it raises
         agree(f"impossible: {error}", group=group, what=what)
         raise
-    return made, Agreement(words, group=group)
+    return made, Agreement(words, group=group, what=what)
 
 
 def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str) -> _T:
@@ -136,7 +136,7 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
         Exception: as `make` raises it, where it does so on all ranks alike.
     """
     made, agreement = proposed(make, text=text, group=group, what=what)
-    agreement.settle(what)
+    agreement.settle()
     return made
 
 

@@ -71,7 +71,7 @@ def move_to(
             like=target.tensor_properties.memory_format,
             agreement=agreement,
         )
-    agreement.settle(what)
+    agreement.settle()
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
     made = [tensor.to(place.device()) for tensor, place in zip(made, places, strict=True)]
     moved = sharded.with_tensors(made, metadata=target, anchor=anchor.to(device_of(made, target)))
