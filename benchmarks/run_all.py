@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, list[str]] = {  # by name: script, arguments
     "memory": ["memory.py"],
     "steps": ["steps.py"],
     "padding": ["padding.py", "--write"],
+    "reshard": ["reshard.py", "--vs", "torch", "--write"],
     "gloo_transport": ["gloo_transport.py", "--write"],
 }
 

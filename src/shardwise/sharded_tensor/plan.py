@@ -12,6 +12,7 @@ A plan is data, equal on every rank; `shard_module` carries it out. Names are fu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -38,9 +39,9 @@ class ShardingPlan:
             tensor, after `output_plan`.
     """
 
-    plan: dict[str, ShardingSpec | Sharder]
-    output_plan: dict[str, ShardingSpec] | None = None
-    return_local_tensor: list[str] | None = None
+    plan: Mapping[str, ShardingSpec | Sharder]
+    output_plan: Mapping[str, ShardingSpec] | None = None
+    return_local_tensor: Sequence[str] | None = None
 
 
 class ShardingPlanner(ABC):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, export, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
@@ -31,7 +31,7 @@ _WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.GRADIENT_TO_PARAMETER)
 
 
 def tensor_parallel_transformation(
-    exported_program: ExportedProgram,
+    exported_program: export.ExportedProgram,
     rank: int,
     world_size: int,
     device_type: str,
