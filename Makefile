@@ -56,7 +56,7 @@ recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, 
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/recommender.py $(ARGS)
 
 test: lint ## lint, types and every test
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shardwise import doctor, verify
@@ -166,3 +167,20 @@ def test_the_command_says_that_a_script_has_no_case():
     assert ended.returncode == 2, ended.stdout
     assert "no_case.py has no function `verify_case()`" in ended.stderr
     assert ended.stdout == ""
+
+
+def test_tp_export_writes_a_program_for_every_rank_and_says_what_is_where(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+    torch.export.save(torch.export.export(model, (torch.ones(2, 4),)), tmp_path / "model.pt2")
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"0": "colwise", "2": "rowwise"}))
+    asked = ["tp", "export", str(tmp_path / "model.pt2"), "--out", str(tmp_path / "cut"), "--ranks", "3"]
+    done = run(*asked, "--strategies", str(plan))
+    assert done.exit_code == 0, done.output
+    assert "all_reduce" in done.output
+    assert sorted(path.name for path in (tmp_path / "cut").glob("*.pt2")) == [
+        f"rank-{r}.pt2" for r in range(3)
+    ]
+    again = run(*asked, "--strategies", str(plan))
+    assert again.exit_code == 2
+    assert "is there already" in again.output

@@ -127,6 +127,6 @@ def _finish(program: ExportedProgram, outputs: Sequence[Any]) -> list[Any]:
             store = program.state_dict if spec.target in program.state_dict else program.constants
             assert store[spec.target].shape == value.shape
             store[spec.target] = value
-        else:
+        elif spec.kind != OutputKind.TOKEN:
             returned.append(value)
     return returned
