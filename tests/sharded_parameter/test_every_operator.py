@@ -197,6 +197,6 @@ def test_every_operator_answers_for_the_whole_tensor_where_ranks_hold_nothing() 
 
 
 @on_ranks(4, timeout=110)
-@pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
+@pytest.mark.parametrize("cut", [FOUR_RANKS[3], FOUR_RANKS[6]], ids=lambda cut: cut.__name__)
 def test_every_operator_answers_for_the_whole_tensor_on_a_mesh(cut: Cut) -> None:
-    sweep(cut, "floats", of=slice(FOUR_RANKS.index(cut) % 2, None, 2))  # each operator on two of the cuts
+    sweep(cut, "floats", of=slice(FOUR_RANKS.index(cut) % 2, None, 2))  # each operator on one of the cuts

@@ -111,7 +111,7 @@ def check_elementwise(cut: Cut, *, of: slice = slice(None)) -> None:
             compare(*made, nearly if "fused" in form else equal)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
 def test_elementwise_optimizers_step_like_on_whole_tensors(cut: Cut) -> None:
     check_elementwise(cut)
