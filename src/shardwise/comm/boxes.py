@@ -16,10 +16,8 @@ What ranks must mean alike is compared by `agree`, without pickle: peers' bytes 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.fingerprint import fingerprint
+from shardwise.comm.gloo import issued
 from shardwise.errors import RankMismatchError, ShardingError, here
 from shardwise.layout.box import Box
 from shardwise.layout.messages import Message
@@ -184,7 +183,7 @@ class Agreement:
         """
         self._description, self._group, self._own = description, group, fingerprint(description)
         self._what = what
-        self.tag = _AGREED_TAGS + (next(_agreements(group)) % 256 << 20) + self._own % (1 << 20)
+        self.tag = _AGREED_TAGS + (next(issued(group)) % 256 << 20) + self._own % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
         if group.size() == 1 or _compat.is_fake(torch.empty(0)):
@@ -232,15 +231,6 @@ class Agreement:
             work.wait(_GROUP_TIMEOUT)
             self._words[peer] = (None, word)
         return int(word.item())
-
-
-_counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
-
-
-def _agreements(group: dist.ProcessGroup) -> itertools.count[int]:
-    """Numbers the agreements of `group`, equally on all ranks as all make them in one order."""
-    counter = _counters.get(group)
-    return counter if counter is not None else _counters.setdefault(group, itertools.count())
 
 
 def agree(

@@ -164,7 +164,7 @@ class _ReduceScatterWork(dist.Work):
         self._receives: deque[tuple[dist.Work, Tensor]] = deque()
         self._sends: list[dist.Work] = []
         self._sources = deque(_sources(rank, ranks) if numel else ())
-        self._tag = _REDUCE_TAGS[next(_issued(group)) % len(_REDUCE_TAGS)]
+        self._tag = _REDUCE_TAGS[next(issued(group)) % len(_REDUCE_TAGS)]
         if ranks == 1 or not numel:
             output.copy_(input)
             return
@@ -221,8 +221,8 @@ def _targets(rank: int, ranks: int) -> tuple[range, range]:
 _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
 
 
-def _issued(group: dist.ProcessGroup) -> itertools.count[int]:
-    """Numbers the reduce-scatters of `group`, equally on all ranks as all issue them in one order."""
+def issued(group: dist.ProcessGroup) -> itertools.count[int]:
+    """Numbers what is issued in `group`, equally on all ranks as all issue it in one order."""
     counter = _counters.get(group)
     if counter is None:
         counter = _counters.setdefault(group, itertools.count())

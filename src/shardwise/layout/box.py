@@ -34,6 +34,11 @@ class Box:
                 f"box has a negative offset or size: offsets {self.offsets}, sizes {self.sizes}"
             )
 
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """All elements of a tensor of `shape`."""
+        return Box((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)

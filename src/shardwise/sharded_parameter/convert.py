@@ -193,7 +193,7 @@ def chunks(piece: Piece) -> list[ChunkStorageMetadata]:
     nobody = piece.shape.numel() == 0
     if piece.box.is_empty and not (nobody and piece.rank == 0):
         return []
-    box = Box((0,) * len(piece.shape), tuple(piece.shape)) if nobody else piece.box
+    box = Box.whole(piece.shape) if nobody else piece.box
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))]
 
 

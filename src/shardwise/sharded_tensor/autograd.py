@@ -27,8 +27,6 @@ from shardwise import _compat
 from shardwise.comm.boxes import Agreement, exchange, part
 from shardwise.layout import Box, Message
 
-Boxes = Sequence[Sequence[Box]]  # by rank of the group
-
 
 def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`tensor`, equal on every rank, for use with local shards. Its gradient is summed over `group`."""
@@ -195,7 +193,7 @@ class _ToWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        whole = Box((0,) * grad.ndim, tuple(grad.shape))
+        whole = Box.whole(grad.shape)
         # Copies: views would keep all of the whole gradient alive, and share it with other users of it.
         parts = (part(whole, grad, box).clone(memory_format=torch.contiguous_format) for box in ctx.source)
         return None, None, None, None, ctx.anchor, *parts

@@ -15,6 +15,7 @@ a whole tensor: `shard_tensor`                  the shards, from the rank that h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
-_Fill = Callable[[Tensor, Box], object]
+_Fill = Callable[..., object]  # of a shard's tensor and its box=
 
 
 def empty(
@@ -120,14 +121,7 @@ def rand(
         seed: equal on every rank. None draws one from torch's generator on the group's first rank and sends
             it to the others (collective).
     """
-    shape = size_of(size)
-    seed = seed if seed is not None else shared_seed(group_or_default(options.get("process_group")))
-    return _filled(
-        sharding_spec,
-        size,
-        options,
-        lambda tensor, box: random.uniform_(tensor, box=box, shape=shape, seed=seed, low=low, high=high),
-    )
+    return _drawn(sharding_spec, size, options, seed, partial(random.uniform_, low=low, high=high))
 
 
 def randn(
@@ -139,14 +133,7 @@ def randn(
     **options: Any,
 ) -> ShardedTensor:
     """Normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
-    shape = size_of(size)
-    seed = seed if seed is not None else shared_seed(group_or_default(options.get("process_group")))
-    return _filled(
-        sharding_spec,
-        size,
-        options,
-        lambda tensor, box: random.normal_(tensor, box=box, shape=shape, seed=seed, mean=mean, std=std),
-    )
+    return _drawn(sharding_spec, size, options, seed, partial(random.normal_, mean=mean, std=std))
 
 
 def shared_seed(group: dist.ProcessGroup) -> int:
@@ -309,7 +296,7 @@ def shard_tensor(
     properties = metadata.tensor_properties
     shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
     if src_rank is None:
-        whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
+        whole = Box.whole(tensor.shape)
         for shard in shards:
             shard.tensor.copy_(part(whole, tensor, shard.box))
     else:
@@ -326,7 +313,7 @@ def _scatter(
     group: dist.ProcessGroup,
 ) -> None:
     """Fill every rank's `shards` from the `tensor` of rank `src_rank` of the group. Collective."""
-    whole, rank = Box((0,) * tensor.ndim, tuple(tensor.shape)), group.rank()
+    whole, rank = Box.whole(tensor.shape), group.rank()
     wanted = metadata.boxes_by(dist.get_process_group_ranks(group))
     held: list[list[Box]] = [[whole] if r == src_rank else [] for r in range(group.size())]
     landing = [(shard.box, _on(tensor.device, shard.tensor)) for shard in shards]
@@ -346,14 +333,28 @@ def _on(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.device == device else torch.empty_like(tensor, device=device)
 
 
+def _drawn(
+    spec: ShardingSpec,
+    size: tuple[Any, ...],
+    options: dict[str, Any],
+    seed: int | None,
+    draw: Callable[..., Tensor],
+) -> ShardedTensor:
+    """Filled by `draw`, a function of `sharded_tensor.random`."""
+    shape = size_of(size)
+    if seed is None:
+        seed = shared_seed(group_or_default(options.get("process_group")))
+    return _filled(spec, size, options, partial(draw, shape=shape, seed=seed))
+
+
 def _filled(spec: ShardingSpec, size: tuple[Any, ...], options: dict[str, Any], fill: _Fill) -> ShardedTensor:
     made = empty(spec, *size, **options)
     with torch.no_grad():
         for tensor, box in zip(made.tensors, made.boxes, strict=True):
-            fill(tensor, box)
+            fill(tensor, box=box)
         if not made.tensors:  # so that a rank without shards refuses what the others do
             none = (0,) * len(made.metadata().size)
-            fill(torch.empty(none, dtype=made.anchor.dtype), Box(none, none))
+            fill(torch.empty(none, dtype=made.anchor.dtype), box=Box(none, none))
     return made
 
 

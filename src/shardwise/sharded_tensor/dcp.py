@@ -63,7 +63,7 @@ def _boxes(sharded: ShardedTensor) -> list[Box]:
         return [box for box in sharded.boxes if not box.is_empty]
     ranks = [shard.rank for shard in metadata.shards_metadata]
     holder = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
-    return [Box((0,) * len(metadata.size), tuple(metadata.size))] if holder == dist.get_rank() else []
+    return [Box.whole(metadata.size)] if holder == dist.get_rank() else []
 
 
 def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:

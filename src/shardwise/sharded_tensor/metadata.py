@@ -283,7 +283,7 @@ class ShardedTensorMetadata:
         ]
         if named:
             return "; " + ", ".join(named)
-        missing = [Box((0,) * len(self.size), tuple(self.size))]
+        missing = [Box.whole(self.size)]
         for shard in self.shards_metadata:
             missing = [rest for box in missing for rest in subtract(box, shard.box)]
         return f"; {missing[0]} is missing"

@@ -304,7 +304,7 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup) -> Sharded
     metadata.check(dist.get_process_group_ranks(group))
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
-    everything = Box((0,) * whole.ndim, tuple(whole.shape))
+    everything = Box.whole(whole.shape)
     source = replicated(whole, group)
     shards = []
     for place in metadata.held_by(dist.get_rank()):

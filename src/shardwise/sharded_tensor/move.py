@@ -105,9 +105,8 @@ class _Plan:
 def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> _Plan:
     """For `rank` within the group of global `ranks`; to the whole on every rank where `target` is None."""
     held = source.metadata.boxes_by(ranks)
-    size = tuple(source.metadata.size)
     if target is None:
-        text, wanted = "the whole", [[Box((0,) * len(size), size)] for _ in ranks]
+        text, wanted = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]
     else:
         target.metadata.check(ranks)
         text, wanted = target.text, target.metadata.boxes_by(ranks)
@@ -179,7 +178,7 @@ def gather(
         )
     moved_as = _dtype(told[dst].partition("\n")[0].partition(" ")[2])
     held = boxes_of(metadata, group)
-    whole = Box((0,) * len(metadata.size), tuple(metadata.size))
+    whole = Box.whole(metadata.size)
     wanted: list[list[Box]] = [[whole] if r == dst else [] for r in range(len(held))]
     messages: Sequence[Message] = transfer(held, wanted, rank=rank)
     if rank == dst and out is None:

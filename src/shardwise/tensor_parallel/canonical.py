@@ -61,7 +61,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _normalize(graph: fx.Graph, node: fx.Node) -> None:
-    name = getattr(node.target, "__name__", "").split(".")[0]
+    name = _name(node)
     if name in _DROPPED:
         graph.erase_node(node)
         return

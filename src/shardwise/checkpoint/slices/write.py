@@ -244,7 +244,7 @@ def _write(
                 for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
                     _write_box(descriptor, place, box, shard)
             elif place.writer == rank:
-                _write_box(descriptor, place, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+                _write_box(descriptor, place, Box.whole(tensor.shape), tensor)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -36,7 +36,6 @@ _ATTRIBUTES += [
     "is_sparse_csr",
     "is_xpu",
     "is_mps",
-    "is_quantized",
 ]
 _METHODS = [
     "size",
@@ -48,7 +47,7 @@ _METHODS = [
     "is_floating_point",
     "is_complex",
 ]
-_METHODS += ["is_complex", "is_signed", "__len__", "__hash__", "get_device", "is_same_size"]
+_METHODS += ["is_signed", "__len__", "__hash__", "get_device", "is_same_size"]
 
 # Answered by the wrapper, which has the whole tensor's shape, dtype and kind of device.
 PLAIN.update(getattr(_T, name).__get__ for name in _ATTRIBUTES)
@@ -63,9 +62,7 @@ def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @handles(_T.requires_grad_, _T.requires_grad.__set__)
-def _requires_grad_(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], requires_grad: bool = True
-) -> ShardedTensor:
+def _requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     sharded: ShardedTensor = args[0]
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     for tensor in [*sharded.tensors, sharded.anchor]:

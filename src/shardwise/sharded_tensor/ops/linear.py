@@ -191,7 +191,7 @@ def _factor(tensor: Tensor, summed: int, group: dist.ProcessGroup, *, transposed
             return Box((0, *o), (1, *s)) if summed == -1 else Box((*o, 0), (*s, 1))
         return Box((*o[:-2], o[-1], o[-2]), (*s[:-2], s[-1], s[-2])) if transposed else box
 
-    size = as_matrix_box(Box((0,) * tensor.ndim, tuple(tensor.shape))).sizes
+    size = as_matrix_box(Box.whole(tensor.shape)).sizes
     if not isinstance(tensor, ShardedTensor):
         whole = as_matrix(replicated(tensor, group))
         return _Factor(size, summed, whole.reshape(-1)[:0], whole, [], [], None)
@@ -274,7 +274,7 @@ def _result_box(box: Box, leader: _Factor, other: _Factor, size: Sequence[int]) 
 
 def _supply(factor: _Factor, box: Box) -> Tensor | None:
     """The part of `factor` in `box`, if this rank has it."""
-    held = factor.local if factor.whole is None else [(Box((0,) * len(box.sizes), factor.size), factor.whole)]
+    held = factor.local if factor.whole is None else [(Box.whole(factor.size), factor.whole)]
     for mine, tensor in held:
         if _contains(mine, box):
             for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):

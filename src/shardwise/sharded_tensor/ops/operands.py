@@ -18,28 +18,23 @@ from torch import Tensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
-def like(sharded: ShardedTensor, operand: Any, *, move_if_needed: bool = False) -> list[Any]:
+def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
     """For each local shard of `sharded` (for its anchor, where there is none), what `operand` is there.
 
     Args:
         operand: a number: itself. A plain tensor, replicated and broadcasting to the whole shape: the part
             in the shard's box. A sharded tensor cut alike, or so that it has the projection of every box on
             the same rank: its shard.
-        move_if_needed: reshard a tensor of the same shape cut otherwise (collective) in place of refusing it.
 
     Raises:
         ShardingError: a sharded tensor of another shape or cut.
     """
-    metadata = sharded.metadata()
-    if isinstance(operand, ShardedTensor) and operand.metadata().size == metadata.size and move_if_needed:
-        operand = move.move_to(operand, lambda: metadata, spec=sharded._spec, what="the operand")
-    return parts(operand, leader=sharded, metadata=metadata)
+    return parts(operand, leader=sharded, metadata=sharded.metadata())
 
 
 def within(whole: Tensor, box: Box) -> Tensor:

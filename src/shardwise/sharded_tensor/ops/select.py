@@ -114,7 +114,7 @@ def picked(sharded: ShardedTensor, picks: Sequence[Pick], *, size: Sequence[int]
     """What `picks` leave of every shard, in a tensor of `size`; views. Local."""
     found = [pick_box(shard.box, picks) for shard in sharded.metadata().shards_metadata]
     if all(part is None for part in found):  # of a tensor without elements: one shard must remain
-        boxes = [Box((0,) * len(size), tuple(size)), *[None] * (len(found) - 1)]
+        boxes = [Box.whole(size), *[None] * (len(found) - 1)]
         return derived(
             sharded, size=size, boxes=boxes, make=lambda tensor, number, box: tensor.reshape(box.sizes)
         )
