@@ -374,3 +374,72 @@ def is_operator(target: Any) -> bool:
 def schema(target: Any) -> Any | None:
     """The schema of an operator; None for a Python function."""
     return target._schema if is_operator(target) else None
+
+
+# Compilation. A tracer records these as they are; the public functional collectives would add a wrapper
+# tensor around each result, for eager use, and have no reduce-scatter by the name of a group.
+
+
+def traced_all_gather(shard: Tensor, ranks: int, group_name: str) -> Tensor:
+    """[n] -> [ranks * n], waited for."""
+    functional = torch.ops._c10d_functional
+    return cast(Tensor, functional.wait_tensor(functional.all_gather_into_tensor(shard, ranks, group_name)))
+
+
+def traced_reduce_scatter(whole: Tensor, op: str, ranks: int, group_name: str) -> Tensor:
+    """[ranks * n] -> [n], waited for."""
+    functional = torch.ops._c10d_functional
+    return cast(
+        Tensor, functional.wait_tensor(functional.reduce_scatter_tensor(whole, op, ranks, group_name))
+    )
+
+
+def traced_all_reduce(shard: Tensor, op: str, group_name: str) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return cast(Tensor, functional.wait_tensor(functional.all_reduce(shard, op, group_name)))
+
+
+def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
+    """Run a function once, when the call is traced; it is not part of the graph.
+
+    The function is given what `traced_object` turns into `subject` itself, of which nothing has been read.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(function)
+
+
+def traced_object(context: Any) -> Any:
+    """The `subject` of `while_tracing`, whose variable only the tracer knows."""
+    return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
+
+
+def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
+    """Call a setter inside a checkpointed region, where tracers refuse changes of outer objects.
+
+    They cannot know that the change is undone before the region ends.
+    """
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allow
+
+    allow(setter, *args)
+
+
+def with_backward(
+    program: torch.export.ExportedProgram, *, loss: int, decompositions: dict[Any, Any]
+) -> torch.export.ExportedProgram:
+    """`program` with the backward of its output number `loss` in it, which must be a scalar; returns gradients.
+
+    `torch.export.experimental`'s function for this takes no table of decompositions, and torch's own table
+    takes attention apart, whose matrices of scores are then kept for the backward.
+    """
+    from torch.export import exported_program
+
+    decompose: Any = exported_program._decompose_exported_program
+    made: torch.export.ExportedProgram = decompose(
+        program,
+        cia_to_decomp={},
+        python_decomp_table=decompositions,
+        joint_loss_index=loss,
+        decompose_custom_triton_ops=False,
+    )
+    return made

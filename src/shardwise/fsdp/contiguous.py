@@ -116,6 +116,7 @@ class ContiguousGroup(ParamGroup):
         self.reshard()
         self._settle()
         self.buffers, self.shards, self.held = [], [], []
+        self.traced = None
         for param in self.params:
             param.unsharded = None
         for segment in self.layout.segments:

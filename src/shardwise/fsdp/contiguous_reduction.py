@@ -10,6 +10,7 @@ all-reduce, of which the rank keeps its part if optimizer state is cut. The shar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
 from shardwise.comm.foreach import Reduction, current_stream, finish_reduction, reduce_scatter
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import Held
@@ -106,27 +108,31 @@ class ContiguousReducer(GradReducer):
         return plan
 
     def _find_members(self) -> None:
-        group = self.group
-        self._buffers = group.buffers
-        self._members = []
-        for segment in group.layout.segments:
-            params = [group.params[place.index] for place in segment.places]
-            gaps = _gaps(segment)
-            plain = all(param.tp_spec is None for param in params)
-            used = sum([place.box.numel for place in segment.places])
-            self._members.append(
-                _Members(
-                    segment,
-                    params,
-                    segment.unsharded_numel,
-                    plain,
-                    gaps,
-                    used,
-                    filled=[param for param in params if param.no_rows is None],
-                    empty=[param for param in params if param.no_rows is not None],
-                    unsharded=[cast(nn.Parameter, param.unsharded) for param in params],
-                )
-            )
+        self._buffers = self.group.buffers
+        self._members = [self._members_of(segment) for segment in self.group.layout.segments]
+
+    def _members_of(self, segment: ContiguousSegment) -> _Members:
+        params = [self.group.params[place.index] for place in segment.places]
+        return _Members(
+            segment,
+            params,
+            segment.unsharded_numel,
+            plain=all(param.tp_spec is None for param in params),
+            gaps=_gaps(segment),
+            used=sum([place.box.numel for place in segment.places]),
+            filled=[param for param in params if param.no_rows is None],
+            empty=[param for param in params if param.no_rows is not None],
+            unsharded=[cast(nn.Parameter, param.unsharded) for param in params],
+        )
+
+    def giver(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
+        members = self._members_of(self.group.layout.segments[segment])
+        trained = members.params if len(params) == len(members.params) else cast(list[RowsParam], params)
+
+        def give(shard: Tensor) -> None:
+            self._give(members, trained, ReduceResult(shard, None, shard, None, shard, None, None))
+
+        return give
 
     def take(self) -> list[_Taken]:
         if not self.group.buffers:

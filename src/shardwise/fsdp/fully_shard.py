@@ -251,7 +251,10 @@ def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
 
 def _visit(one: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Module]) -> None:
     # A function of its own: a nested one would refer to itself and keep the modules alive.
-    if one in ordered or one in entered or state_of(one) is not None:
+    if one in ordered or one in entered:
+        return
+    if (state := state_of(one)) is not None:
+        state.inside = True
         return
     entered.add(one)
     for child in one.children():

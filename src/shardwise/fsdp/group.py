@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.layout import GroupLayout
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.traced import Segment as TracedSegment
 
 ACCELERATOR_ALIGN_BYTES = 16
 
@@ -73,6 +77,7 @@ class ParamGroup(ABC):
 
     params: Sequence[ShardedParam]
     layout: GroupLayout
+    shards: list[Tensor]  # by segment
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class ParamGroup(ABC):
         self.name = ""
         self.settings = GroupSettings()
         self.form = Form.SHARDED
+        self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
         self.gather: AllGatherResult | None = None
         self.gathered_at = -1  # the count of optimizer steps when last gathered
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1

@@ -108,6 +108,7 @@ class InterleavedGroup(ParamGroup):
         self.reshard()
         self.layout = layout
         self.packed = packed
+        self.traced = None
         self.shards = []
         for segment in layout.segments:
             first = packed[segment.slots[0].index].local

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise import _compat
 from shardwise.comm import (
     AllGather,
     AutoAllGather,
@@ -29,6 +30,7 @@ from shardwise.comm import (
 from shardwise.comm.streams import CommStreams
 from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.errors import LifecycleError, ShardingError, here
+from shardwise.fsdp import trace_plan, traced
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState, state_of
 from shardwise.mesh import FSDPMeshInfo
@@ -159,6 +161,7 @@ class FSDPModule(nn.Module):
             state.reshard_is_automatic = False
             for group in state.groups:
                 group.set_reshard_after_forward(reshard_after_forward)
+            trace_plan.refresh(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the parameters. False saves gathers between accumulation steps."""
@@ -298,6 +301,7 @@ class FSDPModule(nn.Module):
         for state in self._states(recurse):
             for reducer in state.reducers:
                 reducer.forget_plans()
+            trace_plan.refresh(state)
 
     def _refuse_custom(self, group: ParamGroup, method: str) -> None:
         for comm, shipped in (
@@ -359,7 +363,7 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
     return state.exit_forward(module, output)
 
 
-# A tracer leaves the graph for these, and compiles the forward between them.
+# A tracer that cannot trace a group leaves the graph for these, and compiles the forward between them.
 _enter, _abandon, _exit = (
     torch.compiler.disable(step)
     for step in (FSDPState.enter_forward, FSDPState.abandon_forward, FSDPState.exit_forward)
@@ -369,6 +373,9 @@ _enter, _abandon, _exit = (
 def _run_traced(
     state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
+    _compat.while_tracing(_prepare, state)
+    if all([isinstance(group.traced, list) for group in state.groups]):
+        return traced.run(state, forward, args, kwargs)
     args, kwargs = _enter(state, module, args, kwargs)
     try:
         output = forward(*args, **kwargs)
@@ -376,6 +383,10 @@ def _run_traced(
         _abandon(state)
         raise
     return _exit(state, module, output)
+
+
+def _prepare(context: Any) -> None:
+    trace_plan.prepare(_compat.traced_object(context))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -9,9 +9,10 @@ give      views of the reduced shard become, or add to, the sharded parameters' 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -85,6 +86,14 @@ class GradReducer(ABC):
         if self.group.settings.reduce_unused and unsharded.requires_grad:
             return torch.zeros(param.shape, dtype=unsharded.dtype, device=unsharded.device)
         return None
+
+    def plan_for(self, stored: torch.dtype, computed: torch.dtype) -> Reduction:
+        """How gradients of these dtypes are reduced, without streams."""
+        return self._plans.get((stored, computed)) or self._plan(stored, computed, None)
+
+    @abstractmethod
+    def giver(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
+        """What hands a reduced shard of a segment, as `reduce` would leave it, to those of its parameters."""
 
     @abstractmethod
     def take(self) -> Any:
@@ -210,6 +219,9 @@ class InterleavedReducer(GradReducer):
             with nullcontext() if result.stream is None else result.stream:
                 self._view_out(params, result.shard)
         return result
+
+    def giver(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
+        return partial(self._view_out, cast(list[EvenParam], params))
 
     def _partial(self, key: tuple[str, ...]) -> Tensor | None:
         partial = self.partials.pop(key, None)

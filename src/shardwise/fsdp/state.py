@@ -40,6 +40,14 @@ _ENTER_FORWARD, _END_OF_BACKWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.END_O
 _ENTER_BACKWARD, _EXIT_BACKWARD = TABLE[Event.ENTER_BACKWARD], TABLE[Event.EXIT_BACKWARD]
 
 
+_alive: weakref.WeakSet[FSDPState] = weakref.WeakSet()
+
+
+def live_states() -> list[FSDPState]:
+    """The states of all sharded modules of the process."""
+    return list(_alive)
+
+
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state of a module that `fully_shard` was applied to, else None."""
     return module.__dict__.get(_KEY)
@@ -81,6 +89,7 @@ class FSDPState:
         self.running = 0  # forwards entered and not left, as a method may call its own module
         self.schedule: Schedule | None = None
         self.is_root = False
+        self.inside = False  # some module around this one is sharded too
         self.below: list[FSDPState] = []  # root only: the states of the modules inside it
         self.guards: list[guard.Guard] = []
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
@@ -91,6 +100,7 @@ class FSDPState:
         self.myself = weakref.ref(self)
         for module in modules:
             module.__dict__[_KEY] = self
+        _alive.add(self)
 
     def set_schedule(self, **settings: Any) -> None:
         """Set attributes of the schedule, now or when there is one."""

@@ -2,7 +2,7 @@
 
 from shardwise.layout.box import Box, cover, disjoint
 from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place
-from shardwise.layout.group_layout import GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
+from shardwise.layout.group_layout import Gathered, GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
 from shardwise.layout.messages import Message, transfer
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
@@ -12,6 +12,7 @@ __all__ = [
     "ContiguousLayout",
     "ContiguousSegment",
     "EvenShard",
+    "Gathered",
     "GroupLayout",
     "InterleavedLayout",
     "Message",

@@ -1,0 +1,242 @@
+"""What a tracer may read of a sharded module, made when the first graph is traced.
+
+A tracer reads attributes one by one and guards each: a graph is used again where it finds the same values.
+So everything that differs from block to block, process groups and layouts with their names, stays here, and
+what `traced.py` reads are constants and buffers (`Segment`), made for all sharded modules of the process at
+once: equal blocks then meet equal guards, and share one graph.
+
+The other direction goes by hooks: compiled backwards leave reduced shards on the segments' leaves, and these
+hand views of them to the sharded parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
+from shardwise.errors import LifecycleError, here
+from shardwise.fsdp import guard
+from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.interleaved import InterleavedGroup
+from shardwise.fsdp.parameter import EvenParam, ShardedParam
+from shardwise.fsdp.policy import CPUOffloadPolicy
+from shardwise.fsdp.reduction import GradReducer
+from shardwise.fsdp.state import FSDPState, live_states
+from shardwise.fsdp.traced import Collectives, Cut, Segment
+from shardwise.layout import ContiguousSegment, Gathered
+from shardwise.layout import Segment as EvenSegment
+
+_OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
+
+
+def prepare(state: FSDPState) -> None:
+    """Make `state` and all others ready to be traced.
+
+    Collective over the ranks of the state's groups if its module is the first to run forward.
+    """
+    if state.schedule is None:
+        state.schedule = state.become_root()
+    for one in live_states():
+        guard.lift(one.guards)  # code of their own, which each graph would depend on
+        one.guards = []
+        for group, reducer in zip(one.groups, one.reducers, strict=True):
+            if group.traced is None:
+                group.traced = _refusal(group, reducer) or _segments(one, group, reducer)
+
+
+def refresh(state: FSDPState) -> None:
+    """Settings changed: let graphs see it, whose guards hold where constants are what they were."""
+    for group, reducer in zip(state.groups, state.reducers, strict=True):
+        refusal = None if group.traced is None else _refusal(group, reducer)
+        if group.traced is None or isinstance(group.traced, str) or refusal is not None:
+            group.traced = refusal  # None: made again when a graph needs it
+            continue
+        for described, segment in zip(group.layout.segments, group.traced, strict=True):
+            segment.how = _collectives(group, reducer, described)
+            segment.reshard = _reshards(state, group)
+
+
+def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
+    """Why a compiler cannot trace the group; its module then leaves the graph to gather and to reduce."""
+    settings = group.settings
+    if type(settings.all_gather) not in (AutoAllGather, DefaultAllGather):
+        return f"the custom all-gather {type(settings.all_gather).__name__}"
+    if type(settings.reduce_scatter) not in (AutoReduceScatter, DefaultReduceScatter):
+        return f"the custom reduce-scatter {type(settings.reduce_scatter).__name__}"
+    if settings.all_reduce_hook is not None:
+        return "set_all_reduce_hook"
+    if isinstance(group.offload, CPUOffloadPolicy) and group.device.type != "cpu":
+        return "CPU offloading"
+    if settings.reduce_grads and not settings.all_reduce_grads and group.replicates:
+        return "set_requires_all_reduce(False)"
+    if isinstance(group, InterleavedGroup) and group.extended:
+        return "a tensor subclass with hooks around the all-gather"
+    if isinstance(group, ContiguousGroup) and (group.refresh_group is not None or group.gather_group is None):
+        return f"strategy {group.strategy}"
+    return None
+
+
+def _segments(state: FSDPState, group: ParamGroup, reducer: GradReducer) -> list[Segment]:
+    laid: list[tuple[Sequence[ShardedParam], Cut]] = []
+    if isinstance(group, ContiguousGroup):
+        for segment in group.layout.segments:
+            rows = [group.params[place.index] for place in segment.places]
+            laid.append((rows, _contiguous_cut(segment, rows)))
+    else:
+        assert isinstance(group, InterleavedGroup)
+        for even in group.layout.segments:
+            pieces = [group.packed[slot.index] for slot in even.slots]
+            laid.append((pieces, _interleaved_cut(even, pieces)))
+    return [_segment(state, group, reducer, index, params, cut) for index, (params, cut) in enumerate(laid)]
+
+
+def _segment(
+    state: FSDPState,
+    group: ParamGroup,
+    reducer: GradReducer,
+    index: int,
+    params: Sequence[ShardedParam],
+    cut: Cut,
+) -> Segment:
+    how = _collectives(group, reducer, group.layout.segments[index])
+    row = sum(-item if item < 0 else torch.Size(cut.pieces[item]).numel() for item in cut.reduced)
+    reduced, trains = cut.ranks * row, any(cut.trains)
+    segment = Segment(
+        cut,
+        how,
+        reshard=_reshards(state, group),
+        shard=group.shards[index].detach(),
+        route=_leaf(reduced // how.scatter_ranks, how.stored, how.device, trains),
+        whole=_leaf(reduced, how.dtype, how.device, trains),
+        places=[[(owner.parameters, owner.name) for owner in param.owners] for param in params],
+        wraps=[_wrap(param) for param in params],
+    )
+    if trains:
+        myself = weakref.ref(segment)
+        trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
+        give = reducer.giver(index, trained)
+        segment.route.register_post_accumulate_grad_hook(partial(_give, myself, give, tuple(params)))
+        segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself))
+    return segment
+
+
+def _reshards(state: FSDPState, group: ParamGroup) -> bool:
+    """Does forward free the parameters? Known before the root is, by which modules lie in others."""
+    return group.post_forward is not None and (state.inside or not state.reshard_is_automatic)
+
+
+def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(numel).requires_grad_(trains)
+
+
+def _give(segment: weakref.ref[Segment], give: Any, params: Sequence[ShardedParam], leaf: Tensor) -> None:
+    """A backward reduced: hand the shard to the parameters."""
+    alive, grad = segment(), leaf.grad
+    leaf.grad = None
+    if alive is None or grad is None:
+        return
+    alive.earlier = None
+    trains = tuple(param.sharded.requires_grad for param in params)
+    if trains != alive.cut.trains:
+        changed = [
+            p.name for p, now, then in zip(params, trains, alive.cut.trains, strict=True) if now != then
+        ]
+        raise LifecycleError(
+            f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
+            " after freezing or unfreezing parameters"
+        )
+    give(grad)
+
+
+def _keep(segment: weakref.ref[Segment], leaf: Tensor) -> None:
+    """A backward without synchronisation: keep what it left for the next one."""
+    alive, grad = segment(), leaf.grad
+    leaf.grad = None
+    if alive is not None and grad is not None:
+        alive.earlier = grad if alive.earlier is None else alive.earlier + grad
+
+
+def _contiguous_cut(segment: ContiguousSegment, params: Sequence[ShardedParam]) -> Cut:
+    sizes: list[int] = []
+    parts: list[int] = []
+    reduced: list[int] = []
+    end = 0
+    for i, (place, param) in enumerate(zip(segment.places, params, strict=True)):
+        if place.start > end:
+            sizes.append(place.start - end)
+            reduced.append(end - place.start)
+        parts.append(len(sizes))
+        sizes.append(place.numel)
+        if place.numel:
+            reduced.append(i if param.sharded.requires_grad else -place.numel)
+        end = place.start + place.numel
+    if end < segment.unsharded_numel:
+        sizes.append(segment.unsharded_numel - end)
+        reduced.append(end - segment.unsharded_numel)
+    shapes = tuple(tuple(param.shape) for param in params)
+    trains = tuple(param.sharded.requires_grad for param in params)
+    return Cut(1, tuple(sizes), tuple(parts), shapes, shapes, (0,) * len(params), trains, tuple(reduced))
+
+
+def _interleaved_cut(segment: EvenSegment, params: Sequence[EvenParam]) -> Cut:
+    sizes = [slot.padded_shard_numel for slot in segment.slots]
+    trains = tuple(param.sharded.requires_grad for param in params)
+    reduced = tuple(i for i, trained in enumerate(trains) if trained and sizes[i])
+    if segment.padding:
+        sizes.append(segment.padding)
+    return Cut(
+        segment.ranks,
+        tuple(sizes),
+        tuple(range(len(params))),
+        tuple(tuple(slot.padded_shard_shape) for slot in segment.slots),
+        tuple(tuple(param.shape) for param in params),
+        tuple(param.placement.dim for param in params),
+        trains,
+        reduced,
+    )
+
+
+def _name(group: ProcessGroup | None) -> str | None:
+    return None if group is None or group.size() == 1 else group.group_name
+
+
+def _collectives(group: ParamGroup, reducer: GradReducer, segment: Gathered) -> Collectives:
+    plan = reducer.plan_for(segment.dtype, segment.gather_dtype)
+    scatter, reduce = _name(plan.shard_group), _name(plan.replicate_group)
+    return Collectives(
+        gather_group=_name(group.shard_group),
+        gather_ranks=group.ranks,
+        gather_dtype=segment.gather_dtype,
+        scatter_group=scatter,
+        scatter_ranks=plan.shard_ranks,
+        scatter_op=_OPS[plan.factors.reduce_scatter_op],
+        reduce_group=reduce,
+        reduce_op=_OPS[plan.factors.all_reduce_op],
+        before=plan.factors.before,
+        after=plan.factors.after,
+        dtype=plan.dtype,
+        stored=segment.dtype,
+        device=group.device,
+    )
+
+
+def _wrap(param: ShardedParam) -> dict[str, Any] | None:
+    spec = param.tp_spec
+    if spec is None:
+        return None
+    meta = spec.tensor_meta
+    assert meta is not None
+    return {
+        "device_mesh": spec.mesh,
+        "placements": spec.placements,
+        "shape": meta.shape,
+        "stride": meta.stride,
+    }

@@ -1,0 +1,220 @@
+"""Sharded modules as a compiler sees them: gather, the module's own forward, reduce; no hooks, no state.
+
+Under `torch.compile` a sharded module's call is traced like any other code. Each segment of its groups adds::
+
+    shard -> cast -> all-gather -> wait -> views             in front of the module's forward
+    gradients -> one buffer -> reduce-scatter -> wait -> divide    behind its backward
+
+Both are one `autograd.Function`, so a graph has one pair of collectives per segment. Where parameters are
+freed after forward, the gather *and the views* are checkpointed: they come again in backward.
+
+A graph's inputs are the shard buffers and, for each segment, a leaf without memory whose gradient is the
+reduced shard; a hook on the leaf hands it to the sharded parameters (`trace_plan.py`, which makes what is
+read here). Sharded parameters are no inputs of a graph, and the graphs of all ranks are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import _compat
+from shardwise.fsdp.tensors import cast, map_tensors
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How parameters lie in a gathered buffer, one after another or in pieces row by row.
+
+    Attributes:
+        ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
+        sizes: of the parts of a row, in elements: a part of a parameter or padding.
+        parts: by parameter, which part.
+        pieces: by parameter, the shape of its part, padded alike on all ranks.
+        shapes: by parameter, its whole shape.
+        dims: by parameter, the dim along which pieces follow each other.
+        trains: by parameter, whether it has a gradient.
+        reduced: what the rows of a reduction are made of: parameters, or -n for n elements of padding.
+    """
+
+    ranks: int
+    sizes: tuple[int, ...]
+    parts: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...]
+    trains: tuple[bool, ...]
+    reduced: tuple[int, ...]
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """The parameters in a gathered buffer: views of it if it has one row, else copies."""
+        if self.ranks == 1:
+            split = torch.split(full, list(self.sizes))
+            return [split[part].view(shape) for part, shape in zip(self.parts, self.shapes, strict=True)]
+        split = torch.split(full.view(self.ranks, -1), list(self.sizes), dim=1)
+        found = []
+        for part, piece, shape, dim in zip(self.parts, self.pieces, self.shapes, self.dims, strict=True):
+            if dim:
+                found.append(torch.cat(split[part].reshape(self.ranks, *piece).unbind(0), dim=dim))
+            else:
+                padded = split[part].reshape(self.ranks * piece[0], *piece[1:])
+                found.append(padded if padded.shape[0] == shape[0] else padded[: shape[0]])
+        return found
+
+    def flatten(self, grads: tuple[Tensor, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The gradients as they go into a reduction, in its dtype: the reverse of `views`."""
+        parts = []
+        for item in self.reduced:
+            if item < 0:
+                parts.append(torch.zeros((self.ranks, -item), dtype=dtype, device=device))
+                continue
+            grad, piece, dim = grads[item].to(dtype), self.pieces[item], self.dims[item]
+            if self.ranks > 1 and dim:
+                grad = torch.cat(grad.chunk(self.ranks, dim=dim), dim=0)
+            missing = self.ranks * piece[0] - self.shapes[item][0] if self.ranks > 1 and not dim else 0
+            if missing:
+                grad = torch.cat([grad, grad.new_zeros((missing, *piece[1:]))])
+            parts.append(grad.reshape(self.ranks, -1))
+        return torch.cat(parts, dim=1).view(-1)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """A segment's collectives, as constants of a graph; a group of None has no other ranks."""
+
+    gather_group: str | None
+    gather_ranks: int
+    gather_dtype: torch.dtype
+    scatter_group: str | None
+    scatter_ranks: int
+    scatter_op: str
+    reduce_group: str | None
+    reduce_op: str
+    before: float | None  # divisors
+    after: float | None
+    dtype: torch.dtype  # of the reduction
+    stored: torch.dtype
+    device: torch.device
+
+    def gather(self, shard: Tensor) -> Tensor:
+        shard = shard.to(self.gather_dtype)
+        if self.gather_group is None:
+            return shard
+        return _compat.traced_all_gather(shard, self.gather_ranks, self.gather_group)
+
+    def reduce(self, grads: Tensor) -> Tensor:
+        if self.before is not None:
+            grads = grads / self.before
+        if self.scatter_group is not None:
+            grads = _compat.traced_reduce_scatter(
+                grads, self.scatter_op, self.scatter_ranks, self.scatter_group
+            )
+        if self.reduce_group is not None:
+            grads = _compat.traced_all_reduce(grads, self.reduce_op, self.reduce_group)
+        if self.after is not None:
+            grads = grads / self.after
+        return grads.to(self.stored)
+
+
+@dataclass(eq=False)
+class Segment:
+    """What a graph needs of a segment.
+
+    Attributes:
+        cut: how its parameters lie.
+        how: its collectives.
+        reshard: forward frees the parameters.
+        shard: this rank's part, the memory that the optimizer updates.
+        route: a leaf without memory; its gradient is the reduced shard.
+        whole: another; its gradient is what a backward without synchronisation leaves.
+        earlier: the sum of what such backwards left.
+        places: by parameter, the dicts and names under which modules hold it.
+        wraps: by parameter, the arguments of its tensor-parallel form, or None.
+    """
+
+    cut: Cut
+    how: Collectives
+    reshard: bool
+    shard: Tensor
+    route: Tensor
+    whole: Tensor
+    places: list[list[tuple[dict[str, Any], str]]]
+    wraps: list[dict[str, Any] | None]
+    earlier: Tensor | None = None
+
+
+class _Gather(torch.autograd.Function):
+    """A segment's parameters from its shard; backward reduces their gradients to the leaf's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: Tensor, earlier: Tensor | None, shard: Tensor, segment: Segment, sync: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.segment, ctx.sync, ctx.has_earlier = segment, sync, earlier is not None
+        if earlier is not None:
+            ctx.save_for_backward(earlier)
+        views = segment.cut.views(segment.how.gather(shard))
+        ctx.mark_non_differentiable(*[v for v, t in zip(views, segment.cut.trains, strict=True) if not t])
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        how = ctx.segment.how
+        reduced = ctx.segment.cut.flatten(grads, how.dtype, how.device)
+        if ctx.sync:
+            if ctx.has_earlier:
+                reduced = ctx.saved_tensors[0] + reduced
+            reduced = how.reduce(reduced)
+        return reduced, None, None, None, None
+
+
+def _gather(leaf: Tensor, earlier: Tensor | None, shard: Tensor, segment: Segment, sync: bool) -> Any:
+    return _Gather.apply(leaf, earlier, shard, segment, sync)  # type: ignore[no-untyped-call]
+
+
+def _unshard(segment: Segment, sync: bool) -> Any:
+    leaf, earlier = (segment.route, segment.earlier) if sync else (segment.whole, None)
+    if segment.reshard and torch.is_grad_enabled():
+        return checkpoint(_gather, leaf, earlier, segment.shard, segment, sync, use_reentrant=False)
+    return _gather(leaf, earlier, segment.shard, segment, sync)
+
+
+def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a sharded module's `forward`, while a compiler traces.
+
+    Args:
+        state: the module's `FSDPState`, whose groups have their segments.
+        forward: what `nn.Module.__call__` does.
+    """
+    if state.is_root and state.device.type != "cpu":
+        args, kwargs = map_tensors(lambda t: t.to(state.device, non_blocking=True), (args, kwargs))
+    if state.input_dtype is not None:
+        args, kwargs = cast((args, kwargs), state.input_dtype)
+    hidden = []
+    for group in state.groups:
+        sync = group.settings.reduce_grads
+        for segment in group.traced:
+            views = _unshard(segment, sync)
+            for view, places, wrap in zip(views, segment.places, segment.wraps, strict=True):
+                whole = view if wrap is None else DTensor.from_local(view, run_check=False, **wrap)
+                for parameters, name in places:
+                    hidden.append((parameters, name, parameters[name]))
+                    _show(parameters, name, whole)
+    output = forward(*args, **kwargs)
+    for parameters, name, param in hidden:
+        _show(parameters, name, param)
+    return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
+
+
+def _show(parameters: dict[str, Any], name: str, value: Any) -> None:
+    _compat.traced_side_effect(_set, parameters, name, value)
+
+
+def _set(parameters: dict[str, Any], name: str, value: Any) -> None:
+    parameters[name] = value
