@@ -35,6 +35,8 @@ from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState, state_of
 from shardwise.mesh import FSDPMeshInfo
 
+_COMPILED = "_shardwise_compiled"
+
 
 class FSDPModule(nn.Module):
     """A module whose parameters `fully_shard` has sharded.
@@ -52,7 +54,16 @@ class FSDPModule(nn.Module):
         state: FSDPState = self.__dict__["_shardwise_state"]
         if torch.compiler.is_compiling():
             return _run_traced(state, self, super().__call__, args, kwargs)
+        if _COMPILED in self.__dict__:
+            return self.__dict__[_COMPILED](*args, **kwargs)
         return _run(state, self, super().__call__, args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile calls of this module, its gather and its reductions with them, as `torch.compile` would."""
+        self.__dict__[_COMPILED] = torch.compile(self._call_traced, *args, **kwargs)
+
+    def _call_traced(self, *args: Any, **kwargs: Any) -> Any:
+        return _run_traced(self.__dict__["_shardwise_state"], self, super().__call__, args, kwargs)
 
     # Gathering by hand
 
@@ -374,7 +385,7 @@ def _run_traced(
     state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     _compat.while_tracing(_prepare, state)
-    if all([isinstance(group.traced, list) for group in state.groups]):
+    if all(isinstance(group.traced, list) for group in state.groups):
         return traced.run(state, forward, args, kwargs)
     args, kwargs = _enter(state, module, args, kwargs)
     try:
