@@ -414,6 +414,13 @@ def traced_object(context: Any) -> Any:
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
 
 
+def leave_graph(why: str) -> None:
+    """Break the graph being traced; with `fullgraph=True` the compiler raises with the reason."""
+    from torch._dynamo import graph_break
+
+    graph_break(why)
+
+
 def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
     """Call a setter inside a checkpointed region, where tracers refuse changes of outer objects.
 
@@ -443,3 +450,74 @@ def with_backward(
         decompose_custom_triton_ops=False,
     )
     return made
+
+
+# shardwise.graph: what torch.compile's backends keep private.
+
+
+def group_ranks(group_name: str) -> int:
+    """The size of the process group that functional collectives know by this name; 0 if there is none.
+
+    An all-reduce in a graph says nothing of it.
+    """
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        return int(_resolve_process_group(group_name).size())
+    except (RuntimeError, ValueError, TypeError, LookupError):
+        return 0
+
+
+def aot_eager(
+    graph_module: Any, inputs: Any, *, edit: Callable[[torch.fx.Graph], None], decompose: bool
+) -> Callable[..., Any]:
+    """What backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition" does; graphs are edited first.
+
+    The second of these offers no way in between its partitioner and its compiler.
+    """
+    from functools import partial
+
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
+
+    def compiler(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
+        edit(made.graph)
+        made.recompile()
+        return cast(Callable[..., Any], boxed_nop(made, fakes))
+
+    if not decompose:
+        backend = aot_autograd(
+            fw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
+        )
+        return cast(Callable[..., Any], backend(graph_module, inputs))
+    from torch._inductor.compile_fx import select_decomp_table
+
+    with config.patch(unlift_effect_tokens=True):
+        backend = aot_autograd(
+            fw_compiler=compiler,
+            decompositions=select_decomp_table(),
+            partition_fn=partial(partition, compiler="inductor"),
+        )
+        return cast(Callable[..., Any], backend(graph_module, inputs))
+
+
+def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
+    """What `torch.compile(backend="inductor", options=options)` calls with a graph, for a backend around it."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    return cast(Callable[..., Any], wrapper(None, options, dynamic))
+
+
+def inductor_pass(edit: Callable[[torch.fx.Graph], None], uuid: str) -> Any:
+    """A pass over inductor's graphs; the `uuid` tells its caches of compiled graphs what the pass does."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            edit(graph)
+
+        def uuid(self) -> str:
+            return uuid
+
+    return Pass()

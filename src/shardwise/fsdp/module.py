@@ -387,6 +387,9 @@ def _run_traced(
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups):
         return traced.run(state, forward, args, kwargs)
+    for group in state.groups:
+        if isinstance(group.traced, str):
+            _compat.leave_graph(f"a sharded module has {group.traced}, which only runs eagerly")
     args, kwargs = _enter(state, module, args, kwargs)
     try:
         output = forward(*args, **kwargs)

@@ -92,6 +92,8 @@ class FSDPState:
         self.inside = False  # some module around this one is sharded too
         self.below: list[FSDPState] = []  # root only: the states of the modules inside it
         self.guards: list[guard.Guard] = []
+        self.lists: list[FSDPState] = []  # tracing, root only: the states below of several modules
+        self.shown: Any = None  # tracing, lists only: what hides the gathered parameters again
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
         self.prefetch_in_forward: list[weakref.ref[FSDPState]] = []
         self.prefetch_in_backward: list[weakref.ref[FSDPState]] = []
@@ -137,6 +139,7 @@ class FSDPState:
             state.name = name if not state.name or state is self else f"{state.name}, {name}"
         states = list(below)
         self.below, self.is_root = states[1:], True
+        self.lists = [state for state in self.below if len(state.modules) > 1]
         if self.reshard_is_automatic:
             for group in self.groups:
                 group.post_forward = None  # backward would gather it again at once

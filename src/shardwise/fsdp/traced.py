@@ -196,6 +196,24 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors(lambda t: t.to(state.device, non_blocking=True), (args, kwargs))
     if state.input_dtype is not None:
         args, kwargs = cast((args, kwargs), state.input_dtype)
+    several = len(state.modules) > 1
+    if not several:
+        hidden = _show(state)
+        output = forward(*args, **kwargs)
+        _hide(hidden)
+    else:  # the first of a list to run gathers for all
+        if state.shown is None:
+            _change(state, "shown", _show(state))
+        output = forward(*args, **kwargs)
+    for below in state.lists:
+        if below.shown is not None:
+            _hide(below.shown)
+            _change(below, "shown", None)
+    return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
+
+
+def _show(state: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Gather, and put whole parameters where modules look for theirs; returns what was there."""
     hidden = []
     for group in state.groups:
         sync = group.settings.reduce_grads
@@ -205,16 +223,18 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 whole = view if wrap is None else DTensor.from_local(view, run_check=False, **wrap)
                 for parameters, name in places:
                     hidden.append((parameters, name, parameters[name]))
-                    _show(parameters, name, whole)
-    output = forward(*args, **kwargs)
+                    _compat.traced_side_effect(_set_item, parameters, name, whole)
+    return hidden
+
+
+def _hide(hidden: list[tuple[dict[str, Any], str, Any]]) -> None:
     for parameters, name, param in hidden:
-        _show(parameters, name, param)
-    return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
+        _compat.traced_side_effect(_set_item, parameters, name, param)
 
 
-def _show(parameters: dict[str, Any], name: str, value: Any) -> None:
-    _compat.traced_side_effect(_set, parameters, name, value)
-
-
-def _set(parameters: dict[str, Any], name: str, value: Any) -> None:
+def _set_item(parameters: dict[str, Any], name: str, value: Any) -> None:
     parameters[name] = value
+
+
+def _change(state: Any, name: str, value: Any) -> None:
+    _compat.traced_side_effect(setattr, state, name, value)

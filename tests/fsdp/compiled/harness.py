@@ -1,0 +1,142 @@
+"""Train one model twice, eager and compiled, on the same ranks and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from shardwise import fully_shard
+
+Model = Callable[[], nn.Module]
+Shard = Callable[..., nn.Module]
+WORDS = 13
+
+
+@dataclass
+class Run:
+    """How to train.
+
+    Attributes:
+        model: makes the model, the same on each call after the same seed.
+        shard: `shard(model, **options)`.
+        options: of `fully_shard`.
+        mesh: axes' sizes and names; None is all ranks.
+        compile: what to compile: makes the callable that is trained.
+        sizes: of the batches, (rows, words), in turn.
+        microbatches: the last one synchronises.
+        change: called before each step with the model and the step's number.
+    """
+
+    model: Model
+    shard: Shard
+    options: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, int] | None = None
+    compile: Callable[[nn.Module], Callable[..., Any]] = torch.compile
+    sizes: tuple[tuple[int, int], ...] = ((4, 5),)
+    microbatches: int = 1
+    steps: int = 5
+    change: Callable[[nn.Module, int], None] = lambda model, step: None
+
+
+def compiled(backend: str, *, fullgraph: bool = True, **options: Any) -> Callable[[nn.Module], Any]:
+    return partial(torch.compile, backend=backend, fullgraph=fullgraph, **options)
+
+
+def by_block(model: nn.Module, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor._local
+
+
+def batch(step: int, rows: int, words: int) -> Tensor:
+    made = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return torch.randint(0, WORDS, (rows, words), generator=made)
+
+
+def loss_of(model: Callable[..., Any], words: Tensor) -> Tensor:
+    output = model(words)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits.float().flatten(0, 1), words.flatten())
+
+
+@dataclass
+class Trained:
+    losses: list[Tensor]
+    gradients: list[list[Tensor | None]]
+    parameters: list[Tensor]
+    model: nn.Module
+
+
+def train(run: Run, *, eager: bool, exactly: bool) -> Trained:
+    torch.manual_seed(0)
+    model, options = run.model(), dict(run.options)
+    if run.mesh is not None:
+        mesh: DeviceMesh = init_device_mesh("cpu", tuple(run.mesh.values()), mesh_dim_names=tuple(run.mesh))
+        options["mesh"] = mesh
+    run.shard(model, **options)
+    call = model if eager else run.compile(model)
+    if exactly:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    else:  # Adam would make a whole step of the rounding of a gradient of zero, as those of keys' biases are
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trained = Trained([], [], [], model)
+    for step in range(run.steps):
+        run.change(model, step)
+        for micro in range(run.microbatches):
+            if run.microbatches > 1:
+                model.set_requires_gradient_sync(micro == run.microbatches - 1)
+            words = batch(step * run.microbatches + micro, *run.sizes[step % len(run.sizes)])
+            loss = loss_of(call, words)
+            loss.backward()
+            trained.losses.append(loss.detach())
+        grads = [param.grad for param in model.parameters()]
+        trained.gradients.append([None if grad is None else local(grad).clone() for grad in grads])
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.parameters = [local(param.detach()).clone() for param in model.parameters()]
+    return trained
+
+
+def compare(run: Run, *, graphs: int = 1, breaks: int = 0, tolerance: float = 0.0) -> Trained:
+    """Train both ways; the compiled one made `graphs` graphs and `breaks` breaks, and has the same numbers.
+
+    Returns:
+        The compiled run.
+    """
+    expected = train(run, eager=True, exactly=not tolerance)
+    torch.compiler.reset()
+    counters.clear()
+    found = train(run, eager=False, exactly=not tolerance)
+    assert counters["stats"]["unique_graphs"] == graphs, counters["stats"]
+    assert sum(counters["graph_break"].values()) == breaks, counters["graph_break"]
+    assert_close(found.losses, expected.losses, tolerance)
+    for step, (ours, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+        assert_close(ours, theirs, tolerance, f"step {step}: ")
+    assert_close(found.parameters, expected.parameters, tolerance)
+    return found
+
+
+def assert_close(
+    found: list[Tensor | None], expected: list[Tensor | None], tolerance: float, where: str = ""
+) -> None:
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (ours is None) == (theirs is None), f"{where}{index}"
+        if ours is None or theirs is None or not ours.numel():
+            continue
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), f"{where}{index}"
+        difference = (ours - theirs).abs().max().item()
+        assert difference <= tolerance, f"{where}{index}: {difference} > {tolerance}"

@@ -1,0 +1,160 @@
+"""What users do with compiled sharded modules: mix them with eager ones, change settings, shard otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
+from fsdp.compiled.models import Mlp, Transformer
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.comm import DefaultAllGather
+from shardwise.errors import LifecycleError
+
+TRANSFORMER = Run(Transformer, by_block, options={"layout": "contiguous"}, compile=compiled("aot_eager"))
+SMALL = Run(Mlp, fully_shard, options={"layout": "contiguous"}, compile=compiled("aot_eager"))
+
+
+@on_ranks(2)
+def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
+    def each_block(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        return model
+
+    regional = replace(TRANSFORMER, model=lambda: Transformer(depth=10), compile=each_block, steps=3)
+    compare(regional)  # 10 blocks, and torch compiles a function 8 times at most
+    found = compare(replace(regional, options={"layout": "interleaved"}))
+    assert type(found.model.blocks[0].up) is nn.Linear
+
+
+@on_ranks(2)
+def test_compiled_and_eager_steps_take_turns() -> None:
+    def every_other(model: nn.Module) -> Any:
+        made = torch.compile(model, backend="aot_eager", fullgraph=True)
+        calls = iter(range(100))
+        return lambda words: (made if next(calls) % 2 else model)(words)
+
+    compare(replace(TRANSFORMER, compile=every_other))
+    compare(replace(TRANSFORMER, compile=every_other, options={"layout": "interleaved"}, microbatches=1))
+
+
+@on_ranks(2)
+def test_evaluation_between_steps_has_a_graph_of_its_own() -> None:
+    model = by_block(Transformer(), layout="contiguous")
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    words = batch(0, 4, 5)
+    counters.clear()
+    for _ in range(3):
+        model.eval()
+        with torch.no_grad():
+            assert torch.equal(made(words), model(words))
+        model.train()
+        loss_of(made, words).backward()
+    assert counters["stats"]["unique_graphs"] == 2
+    model.compile(backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(model(words), made(words))
+
+
+@on_ranks(4)
+def test_beside_tensor_parallelism() -> None:
+    class Feed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.down(torch.relu(self.up(x))))
+
+    results = []
+    for layout in ("interleaved", "contiguous"):
+        for compiles in (False, True):
+            torch.compiler.reset()
+            counters.clear()
+            torch.manual_seed(0)
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            model = nn.Sequential(Feed(), Feed())
+            for block in model:
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+                fully_shard(block, mesh=mesh["dp"], layout=layout)
+            fully_shard(model, mesh=mesh["dp"], layout=layout)
+            call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                made = torch.Generator().manual_seed(10 * mesh["dp"].get_local_rank() + step)
+                call(torch.randn(4, 8, generator=made)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([local(param.detach()).clone() for param in model.parameters()])
+        assert counters["stats"]["unique_graphs"] == 1
+        eager, found = results[-2:]
+        assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+
+
+class Mine(DefaultAllGather):
+    pass
+
+
+@on_ranks(2)
+def test_what_cannot_be_traced_leaves_the_graph_and_is_named() -> None:
+    def with_mine(model: nn.Module, **options: Any) -> nn.Module:
+        fully_shard(model, **options).set_custom_all_gather(Mine())
+        return model
+
+    with pytest.raises(Unsupported, match="custom all-gather Mine"):
+        train(replace(SMALL, shard=with_mine), eager=False, exactly=True)
+    partly = replace(SMALL, shard=with_mine, compile=compiled("aot_eager", fullgraph=False), steps=2)
+    torch.compiler.reset()
+    eager, found = (train(partly, eager=eager, exactly=True) for eager in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(eager.parameters, found.parameters, strict=True))
+
+
+@on_ranks(2)
+def test_parameters_that_are_frozen_later_are_named_and_moved_ones_are_followed() -> None:
+    model = fully_shard(Mlp(), layout="contiguous")
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    words = batch(0, 4, 5)
+    loss_of(made, words).backward()
+    model.double()  # other memory
+    expected = model(words)
+    assert torch.equal(made(words), expected)
+    loss_of(made, words).backward()
+    model.reshard()
+    model.up.weight.requires_grad_(False)
+    with pytest.raises(LifecycleError, match=r"up.weight.*changed after compilation"):
+        loss_of(made, words).backward()
+    torch.compiler.reset()
+    model.reset_iter_state()
+
+
+@on_ranks(2)
+def test_settings_are_followed_without_compiling_again_where_they_are_what_they_were() -> None:
+    model = by_block(Transformer(), layout="interleaved")
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    words = batch(dist.get_rank(), 4, 5)
+
+    def gradient() -> Tensor:
+        loss_of(made, words).backward()
+        found = local(model.blocks[0].up.weight.grad).clone()
+        model.zero_grad()
+        return found
+
+    mean = gradient()
+    counters.clear()
+    model.set_requires_gradient_sync(True)
+    assert torch.equal(gradient(), mean)
+    assert counters["stats"]["unique_graphs"] == 0
+    model.blocks[0].set_gradient_divide_factor(1.0)
+    assert torch.equal(gradient(), 2 * mean)
+    assert counters["stats"]["unique_graphs"] == 1
