@@ -374,11 +374,9 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
     return state.exit_forward(module, output)
 
 
-# A tracer that cannot trace a group leaves the graph for these, and compiles the forward between them.
-_enter, _abandon, _exit = (
-    torch.compiler.disable(step)
-    for step in (FSDPState.enter_forward, FSDPState.abandon_forward, FSDPState.exit_forward)
-)
+# Where a group cannot be traced, a tracer leaves the graph for enter, abandon and exit, and compiles the
+# forward between them. Made when needed: it imports the compiler.
+_outside_graphs: list[Callable[..., Any]] = []
 
 
 def _run_traced(
@@ -390,16 +388,20 @@ def _run_traced(
     for group in state.groups:
         if isinstance(group.traced, str):
             _compat.leave_graph(f"a sharded module has {group.traced}, which only runs eagerly")
-    args, kwargs = _enter(state, module, args, kwargs)
+    enter, abandon, leave = _outside_graphs
+    args, kwargs = enter(state, module, args, kwargs)
     try:
         output = forward(*args, **kwargs)
     except BaseException:
-        _abandon(state)
+        abandon(state)
         raise
-    return _exit(state, module, output)
+    return leave(state, module, output)
 
 
 def _prepare(context: Any) -> None:
+    if not _outside_graphs:
+        steps = (FSDPState.enter_forward, FSDPState.abandon_forward, FSDPState.exit_forward)
+        _outside_graphs.extend(torch.compiler.disable(step) for step in steps)
     trace_plan.prepare(_compat.traced_object(context))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
         return fn(value)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(fn, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if _unchanged(items, value):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
         new = {key: map_tensors(fn, item) for key, item in value.items()}
-        if all(new[key] is item for key, item in value.items()):
+        if _unchanged(new.values(), value.values()):
             return value
         if type(value) is dict:
             return new
+        if dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
+            return type(value)(**new)
         copied = copy.copy(value)
         for key, item in new.items():
             copied[key] = item
@@ -42,6 +44,11 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
                 changes[field.name] = item
         return dataclasses.replace(value, **changes) if changes else value
     return value
+
+
+def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
+    # Tracers compare tensors by identity but no containers.
+    return not torch.compiler.is_compiling() and all(a is b for a, b in zip(items, value, strict=True))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -122,8 +122,8 @@ def _segment(
     if trains:
         myself = weakref.ref(segment)
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
-        give = reducer.giver(index, trained)
-        segment.route.register_post_accumulate_grad_hook(partial(_give, myself, give, tuple(params)))
+        segment.give = partial(_give, myself, reducer.giver(index, trained), tuple(params))
+        segment.route.register_post_accumulate_grad_hook(partial(_pass_on, myself))
         segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself))
     return segment
 
@@ -137,11 +137,18 @@ def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) ->
     return torch.zeros((), dtype=dtype, device=device).expand(numel).requires_grad_(trains)
 
 
-def _give(segment: weakref.ref[Segment], give: Any, params: Sequence[ShardedParam], leaf: Tensor) -> None:
-    """A backward reduced: hand the shard to the parameters."""
+def _pass_on(segment: weakref.ref[Segment], leaf: Tensor) -> None:
+    """A backward reduced: what it left on the leaf is for the parameters."""
     alive, grad = segment(), leaf.grad
     leaf.grad = None
-    if alive is None or grad is None:
+    if alive is not None and alive.give is not None and grad is not None:
+        alive.give(grad)
+
+
+def _give(segment: weakref.ref[Segment], give: Any, params: Sequence[ShardedParam], grad: Tensor) -> None:
+    """Hand a reduced shard to the parameters."""
+    alive = segment()
+    if alive is None:
         return
     alive.earlier = None
     trains = tuple(param.sharded.requires_grad for param in params)

@@ -136,6 +136,7 @@ class Segment:
         earlier: the sum of what such backwards left.
         places: by parameter, the dicts and names under which modules hold it.
         wraps: by parameter, the arguments of its tensor-parallel form, or None.
+        give: hands a reduced shard to the sharded parameters; None where none trains.
     """
 
     cut: Cut
@@ -147,6 +148,7 @@ class Segment:
     places: list[list[tuple[dict[str, Any], str]]]
     wraps: list[dict[str, Any] | None]
     earlier: Tensor | None = None
+    give: Callable[[Tensor], None] | None = None
 
 
 class _Gather(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Mlp, Transformer
 from ranks import on_ranks
-from shardwise import fully_shard
+from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm import DefaultAllGather
 from shardwise.errors import LifecycleError
 
@@ -158,3 +159,32 @@ def test_settings_are_followed_without_compiling_again_where_they_are_what_they_
     model.blocks[0].set_gradient_divide_factor(1.0)
     assert torch.equal(gradient(), 2 * mean)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@dataclass
+class Answer(OrderedDict):  # as transformers' outputs are
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        self["value"] = self.value
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, scale: Tensor) -> Answer:
+        return Answer(self.linear(pair[0] + pair[1]) * scale)
+
+
+@on_ranks(2)
+def test_inputs_and_outputs_in_containers_are_cast() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(Answering(), mp_policy=policy)
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inputs = (torch.randn(2, 4), torch.randn(2, 4))
+    expected, found = (call(inputs, scale=torch.ones(1)) for call in (model, made))
+    assert type(found) is Answer
+    assert found.value.dtype == found["value"].dtype == torch.float32
+    assert torch.equal(found.value, expected.value)
