@@ -322,34 +322,6 @@ def test_inputs_and_outputs_in_nested_containers_are_marked_and_cast() -> None:
     assert model.lin.weight.grad is not None
 
 
-@on_ranks(2)
-def test_compiled_blocks_inside_a_sharded_model_give_the_same_numbers() -> None:
-    eager, compiled = sharded_net(), sharded_net()
-    for index, block in enumerate(compiled.blocks):
-        compiled.blocks[index] = torch.compile(block, backend="eager")
-    for _ in range(3):
-        assert torch.equal(step(eager), step(compiled))
-    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
-
-
-@on_ranks(2)
-def test_a_compiled_model_breaks_its_graph_at_sharded_modules_and_gives_the_same_numbers() -> None:
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    eager, sharded = sharded_net(), sharded_net()
-    compiled = torch.compile(sharded, backend=count)
-    for _ in range(3):
-        assert torch.equal(step(eager), step(compiled))
-    assert graphs, "nothing was compiled"
-    for ours, theirs in zip(sharded.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
-
-
 @on_ranks(3)
 def test_a_sharded_gradient_belongs_to_the_same_ranks_as_its_parameter() -> None:
     net = fully_shard(nn.Linear(2, 1))  # one row over three ranks: two ranks hold nothing

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -359,9 +360,16 @@ _CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """The subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
     if cls not in _CLASSES:
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        own = {name: _own_code(vars(FSDPModule)[name]) for name in ("__call__", "_call_traced")}
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, **own})
         _CLASSES[cls] = cast(type[FSDPModule], made)
     return _CLASSES[cls]
+
+
+def _own_code(function: Any) -> FunctionType:
+    """A copy of `function` with a code object of its own: compilers keep so many graphs for one, not more."""
+    code = function.__code__.replace(co_name=function.__name__)
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
 def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

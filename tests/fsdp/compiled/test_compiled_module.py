@@ -40,6 +40,19 @@ def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
 
 
 @on_ranks(2)
+def test_more_classes_of_modules_than_one_function_is_compiled_for() -> None:
+    classes = [type(f"Linear{index}", (nn.Linear,), {}) for index in range(10)]
+    model = nn.Sequential(*(made(4, 4) for made in classes))
+    for module in model:
+        fully_shard(module, layout="contiguous").compile(backend="eager", fullgraph=True)
+    fully_shard(model, layout="contiguous")
+    counters.clear()
+    for _ in range(2):
+        model(torch.randn(2, 4)).square().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 10
+
+
+@on_ranks(2)
 def test_compiled_and_eager_steps_take_turns() -> None:
     def every_other(model: nn.Module) -> Any:
         made = torch.compile(model, backend="aot_eager", fullgraph=True)
