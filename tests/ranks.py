@@ -306,7 +306,7 @@ def _call(call: dict[str, Any]) -> Any:
         timeout=timedelta(seconds=call["timeout"] + 60),  # the pool's timeout comes first
     )
     random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed asks every kind of accelerator, for a millisecond
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.filters.extend(filters)  # type: ignore[attr-defined]
@@ -334,6 +334,9 @@ def _load(name: str, file: str | None) -> types.ModuleType:
     return module
 
 
+_frozen = [0]  # how many modules were there when objects were last put out of collections' way
+
+
 def _clean_up() -> None:
     """Leave nothing to the next call that this one may have set."""
     import torch
@@ -350,6 +353,9 @@ def _clean_up() -> None:
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # type: ignore[attr-defined]
     gc.collect()
+    if len(sys.modules) != _frozen[0]:  # what was imported since need not be visited again either
+        _frozen[0] = len(sys.modules)
+        gc.freeze()
 
 
 def _describe(error: BaseException) -> str:
