@@ -306,7 +306,7 @@ def _call(call: dict[str, Any]) -> Any:
         timeout=timedelta(seconds=call["timeout"] + 60),  # the pool's timeout comes first
     )
     random.seed(0)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed asks every kind of accelerator, for a millisecond
+    torch.default_generator.manual_seed(0)  # torch.manual_seed also asks every accelerator: 1 ms
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.filters.extend(filters)  # type: ignore[attr-defined]
