@@ -163,8 +163,8 @@ def test_the_command_finds_a_wrong_gradient_in_a_real_run():
 
 
 def test_the_command_says_that_a_script_has_no_case():
-    ended = shell("verify", str(CASES / "no_case.py"))
-    assert ended.returncode == 2, ended.stdout
+    ended = run("verify", str(CASES / "no_case.py"))
+    assert ended.exit_code == 2, ended.stdout
     assert "no_case.py has no function `verify_case()`" in ended.stderr
     assert ended.stdout == ""
 

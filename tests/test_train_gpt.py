@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import train_gpt
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from ranks import on_ranks
 
@@ -50,11 +52,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(script: Path, *, text: Path, cwd: Path) -> str:
+def train(*, text: Path, cwd: Path) -> str:
     """stdout of the script under torchrun on two ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [*launcher, script, *TINY, "--data", text],
+        [*launcher, SCRIPT, *TINY, "--data", text],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -66,30 +68,43 @@ def train(script: Path, *, text: Path, cwd: Path) -> str:
     return ended.stdout
 
 
-def train_here(*flags: str, text: Path, cwd: Path) -> str:
+def train_here(*flags: str, text: Path, cwd: Path, script: Any = train_gpt) -> str:
     """What this rank of an existing process group prints."""
     printed = io.StringIO()
     with contextlib.chdir(cwd), contextlib.redirect_stdout(printed):
-        args = train_gpt.parse_arguments([*TINY, "--data", str(text), *flags])
-        train_gpt.run(args, torch.device("cpu"))
+        args = script.parse_arguments([*TINY, "--data", str(text), *flags])
+        script.run(args, torch.device("cpu"))
     return printed.getvalue()
+
+
+def train_copy_here(copy: Path, *, text: Path, cwd: Path) -> str:
+    """The same with a changed copy of the script."""
+    spec = importlib.util.spec_from_file_location(copy.stem, copy)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.fully_shard is torch_fully_shard
+    return train_here(text=text, cwd=cwd, script=script)
 
 
 @pytest.fixture(scope="module")
 def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """stdout and folder of one uninterrupted run on two ranks."""
     cwd = tmp_path_factory.mktemp("straight")
-    return train(SCRIPT, text=text, cwd=cwd), cwd / "run"
+    return train(text=text, cwd=cwd), cwd / "run"
 
 
 def test_torchs_fully_shard_in_the_same_script_prints_the_same(
-    run: tuple[str, Path], text: Path, tmp_path: Path
+    run: tuple[str, Path], ranks: Any, text: Path, tmp_path: Path
 ) -> None:
     source = SCRIPT.read_text()
     assert source.count(OURS) == 1
-    copy = tmp_path / "train_gpt.py"
+    copy = tmp_path / "train_gpt_with_torchs.py"
     copy.write_text(source.replace(OURS, TORCHS))
-    assert train(copy, text=text, cwd=tmp_path) == run[0]
+    printed, silent = ranks(train_copy_here, copy, text=text, cwd=tmp_path, world_size=2)
+    assert silent == ""
+    assert printed == run[0]
 
 
 def test_a_run_prints_every_loss_the_baseline_and_a_sample(run: tuple[str, Path]) -> None:

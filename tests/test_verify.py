@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from ranks import RankPool
 from shardwise.verify import Case, CaseError, VerifyResult, load_case, verdict, verify, write_json
 from shardwise.verify.case import apply_shard, split_spec
 from shardwise.verify.compare import (
@@ -305,6 +310,21 @@ def test_a_mesh_that_does_not_exist_is_refused_before_anything_starts(arguments,
 # ---------------------------------------------------------------- whole verifications
 
 
+def on_this_rank(target: Callable[..., Any], *args: Any) -> Any:
+    with mock.patch.object(sys, "argv", sys.argv):  # loading a case sets it
+        return target(lambda: None, *args)
+
+
+@pytest.fixture
+def pooled(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` runs on the ranks that all tests share: for tests of what it finds, not of its processes."""
+
+    def run_pooled(target: Callable[..., Any], *args: Any, world_size: int, **_: Any) -> list[Any]:
+        return ranks(on_this_rank, target, *args, world_size=world_size)
+
+    monkeypatch.setattr("shardwise.verify.run.run_ranks", run_pooled)
+
+
 def test_a_right_case_is_within_tolerance_on_three_ranks():
     result = verify(RIGHT, ranks=3, steps=3)
     assert result.ok
@@ -320,6 +340,7 @@ def test_a_right_case_is_within_tolerance_on_three_ranks():
     assert all(result.largest("parameter", step)[0] > 0 for step in range(3))  # the runs are two
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_right_case_is_within_tolerance_on_replicas_of_shards():
     assert verify(f"{RIGHT}:with_sgd", ranks=4, replicas=2, steps=2).ok
 
@@ -328,14 +349,16 @@ def test_the_layout_reaches_the_case_through_every_process():
     assert verify(f"{RIGHT}:with_layout", ranks=2, steps=1, layout="contiguous").ok
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (4, 2)])
-def test_a_right_case_is_within_tolerance_in_the_contiguous_layout(ranks, replicas):
-    result = verify(RIGHT, ranks=ranks, replicas=replicas, steps=3, layout="contiguous")
+@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2)])
+@pytest.mark.usefixtures("pooled")
+def test_a_right_case_is_within_tolerance_in_the_contiguous_layout(world, replicas):
+    result = verify(RIGHT, ranks=world, replicas=replicas, steps=3, layout="contiguous")
     assert result.ok, verdict(result)
     assert all(result.largest("parameter", step)[0] > 0 for step in range(3))  # the runs are two
-    assert f"{ranks} ranks (contiguous layout) follow one process" in verdict(result)
+    assert f"{world} ranks (contiguous layout) follow one process" in verdict(result)
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_case_that_is_wrong_in_the_contiguous_layout_only_is_found_there():
     case = f"{WRONG}:normed_by_rows"
     assert verify(case, ranks=2, steps=1, layout="interleaved").ok
@@ -346,6 +369,7 @@ def test_a_case_that_is_wrong_in_the_contiguous_layout_only_is_found_there():
     assert "Beyond tolerance (contiguous layout), first at step 0" in verdict(result)
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_gradient_scaled_on_one_parameter_from_one_step_on_is_named_by_both(tmp_path):
     result = verify(f"{WRONG}:scaled_gradient", ranks=2, steps=3)
     assert result.first is not None
@@ -364,11 +388,13 @@ def test_a_gradient_scaled_on_one_parameter_from_one_step_on_is_named_by_both(tm
     assert len(report["differences"]) == len(result.differences)
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_parameter_that_is_not_updated_is_named_with_its_gradients_right():
     result = verify(f"{WRONG}:forgotten_by_the_optimizer", ranks=2, steps=1)
     assert [(d.kind, d.step, d.name) for d in result.differences if d.beyond] == [("parameter", 0, GUILTY)]
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_parameter_changed_by_sharding_is_named_before_the_first_step():
     result = verify(f"{WRONG}:changed_before_the_first_step", ranks=2, steps=1)
     assert result.first is not None
@@ -376,6 +402,7 @@ def test_a_parameter_changed_by_sharding_is_named_before_the_first_step():
     assert result.first_parameter is result.first
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_lost_tie_and_a_lost_gradient_are_named_as_such():
     result = verify(f"{WRONG}:untied_and_frozen", ranks=2, steps=1)
     problems = {(d.kind, d.name): d.problem for d in result.differences if d.problem}
@@ -385,12 +412,14 @@ def test_a_lost_tie_and_a_lost_gradient_are_named_as_such():
     }
 
 
+@pytest.mark.usefixtures("pooled")
 def test_replicas_that_never_exchange_gradients_are_found():
     result = verify(f"{WRONG}:replicas_apart", ranks=2, replicas=2, steps=1)
     assert result.first is not None
     assert (result.first.kind, result.first.step) == ("gradient", 0)
 
 
+@pytest.mark.usefixtures("pooled")
 def test_the_tolerance_given_decides():
     strict = verify(f"{RIGHT}:with_sgd", ranks=2, steps=1, tolerance=0.0)
     loose = verify(f"{WRONG}:scaled_gradient", ranks=2, steps=2, tolerance=0.6)

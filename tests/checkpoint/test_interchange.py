@@ -218,17 +218,25 @@ def restored(shard: Shard, path: Path, through: str) -> tuple[Any, nn.Module, to
 
 
 @pytest.mark.parametrize(
-    ("through", "writers", "readers"),
-    [("shardwise", 2, 3), ("shardwise", 3, 1), ("shardwise", 1, 4), ("torch", 4, 2), ("torch", 1, 3)],
+    ("number", "through", "writers", "readers"),
+    [
+        (0, "shardwise", 2, 3),
+        (1, "shardwise", 3, 1),
+        (2, "shardwise", 1, 4),
+        (3, "torch", 4, 2),
+        (4, "torch", 1, 3),
+    ],
 )
 @pytest.mark.parametrize("saver", KINDS)
 def test_a_checkpoint_of_one_kind_on_some_ranks_loads_into_every_kind_on_others(
-    ranks: Any, tmp_path: Path, saver: Shard, writers: int, readers: int, through: str
+    ranks: Any, tmp_path: Path, saver: Shard, number: int, writers: int, readers: int, through: str
 ) -> None:
+    """Half of the kinds at a time: each loads what each saved through both, and at every row's ranks."""
+    loaders = [kind for i, kind in enumerate(KINDS) if (i + KINDS.index(saver) + number) % 2 == 0]
     saved = ranks(train_and_write, saver, tmp_path, through, world_size=writers)[0]
     assert_trained(saved)
-    for by_loader in ranks(read_into, KINDS, tmp_path, through, world_size=readers):
-        for loader, found in zip(KINDS, by_loader, strict=True):
+    for by_loader in ranks(read_into, loaders, tmp_path, through, world_size=readers):
+        for loader, found in zip(loaders, by_loader, strict=True):
             assert_equal(found, saved, loader.__name__)
 
 

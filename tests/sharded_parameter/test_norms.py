@@ -26,14 +26,14 @@ SHAPES = [(7, 5), (3,), (1, 4), (5, 2, 3)]
 
 
 def wholes(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    torch.manual_seed(2)
+    torch.default_generator.manual_seed(2)
     return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in SHAPES]
 
 
 def check_clipping(cut: Cut) -> None:
     utils = torch.nn.utils
     pieces = {shape: cut(shape) for shape in SHAPES}
-    for p, foreach in itertools.product(NORMS, (True, False, None)):
+    for p, foreach in [*itertools.product(NORMS, (True, False)), (2.0, None)]:
         ours = [parameter(whole, lambda shape: pieces[shape]) for whole in wholes()]
         theirs = [torch.nn.Parameter(whole) for whole in wholes()]
         plain = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +62,7 @@ def whole_step(model: nn.Module, *, backward: bool = True) -> Tensor:
     return loss.detach()
 
 
-def assert_trains_like_one_process(model: nn.Module, reference: nn.Module, *, steps: int = 4) -> None:
+def assert_trains_like_one_process(model: nn.Module, reference: nn.Module, *, steps: int = 3) -> None:
     """Losses' gradients and parameters within fp32 rounding through some steps of SGD with momentum."""
     ours = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
@@ -77,6 +79,30 @@ def assert_trains_like_one_process(model: nn.Module, reference: nn.Module, *, st
         theirs.zero_grad()
     for name, value in full(model).items():
         torch.testing.assert_close(value, reference.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
+
+
+def each_case(*worlds: int, **choices: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test on `worlds` ranks with every combination of `choices`, all in one call of the ranks."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def every() -> None:
+            for values in itertools.product(*choices.values()):
+                case = dict(zip(choices, values, strict=True))
+                try:
+                    body(**case)
+                except Exception as error:
+                    error.add_note(f"case: {case}")
+                    raise
+
+        del every.__wrapped__  # whose parameters pytest would look for
+        return on_ranks(*worlds)(every)
+
+    return decorate
+
+
+def all_strategies(*worlds: int, **choices: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return each_case(*worlds, strategy=STRATEGIES, **choices)
 
 
 # Form
@@ -195,8 +221,7 @@ def placed(placement: Any) -> Callable[[nn.Parameter], Any]:
     return lambda param: placement if param.ndim == 2 else None
 
 
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("block", [2, 3, 8, 100])
+@each_case(1, 2, 3, 4, block=[2, 3, 8, 100])
 def test_blocks_of_rows_stay_together_and_train(block: int) -> None:
     model = net(shard_placement_fn=placed(RaggedShard(block)))
     for name, param in model.named_parameters():
@@ -207,8 +232,7 @@ def test_blocks_of_rows_stay_together_and_train(block: int) -> None:
     assert_trains_like_one_process(model, lone())
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("rank", [None, 0, -1], ids=["any rank", "rank 0", "last rank"])
+@each_case(2, 3, 4, rank=[None, 0, -1])
 def test_owned_parameters_are_whole_on_one_rank_and_train(rank: int | None) -> None:
     ranks = dist.get_world_size()
     owner = None if rank is None else rank % ranks
@@ -226,20 +250,12 @@ def test_owned_parameters_are_whole_on_one_rank_and_train(rank: int | None) -> N
 # Strategies
 
 
-def all_strategies(*worlds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        return on_ranks(*worlds)(pytest.mark.parametrize("strategy", STRATEGIES)(body))
-
-    return decorate
-
-
 @all_strategies(1, 2, 3)
 def test_every_strategy_trains_like_one_process(strategy: str) -> None:
     assert_trains_like_one_process(net(strategy=strategy), lone())
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("strategy", ["hsdp", "hierarchical_fsdp"])
+@each_case(4, strategy=["hsdp", "hierarchical_fsdp"])
 def test_every_strategy_of_two_axes_trains_like_one_process(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert_trains_like_one_process(net(strategy=strategy, mesh=mesh), lone())
@@ -270,8 +286,7 @@ def test_frozen_parameters_lie_apart_and_the_rest_trains(strategy: str) -> None:
     assert_trains_like_one_process(model, freeze_some(lone()))
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("strategy", ["hsdp", "hierarchical_fsdp"])
+@each_case(4, strategy=["hsdp", "hierarchical_fsdp"])
 def test_frozen_parameters_over_two_axes(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert_trains_like_one_process(
@@ -425,8 +440,7 @@ def test_offloading_on_cpu_changes_nothing(strategy: str) -> None:
     assert_trains_like_one_process(model, lone())
 
 
-@all_strategies(2)
-@pytest.mark.parametrize("stepped", [False, True], ids=["before any step", "after a step"])
+@all_strategies(2, stepped=[False, True])
 def test_an_assigned_state_dict_is_used(strategy: str, stepped: bool) -> None:
     source, model = net(strategy=strategy), net(strategy=strategy)
     with torch.no_grad():
@@ -474,9 +488,7 @@ def test_a_parameter_used_only_before_the_last_backward_keeps_its_gradient() -> 
 # Conversion and initialisation
 
 
-@all_strategies(2, 3)
-@pytest.mark.parametrize("stepped", [False, True], ids=["before any step", "after a step"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@all_strategies(2, 3, stepped=[False, True], dtype=[torch.float64, torch.bfloat16])
 def test_a_converted_model_keeps_its_rows_and_computes_in_the_new_dtype(
     strategy: str, stepped: bool, dtype: torch.dtype
 ) -> None:
@@ -509,8 +521,7 @@ def initialise(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies(1, 2, 3, 4)
 def test_a_model_made_on_meta_and_initialised_in_place_equals_one_process(strategy: str) -> None:
     reference = Net()
     initialise(reference)

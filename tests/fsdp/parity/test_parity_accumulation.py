@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.parity.harness import Case, by_block, compare, two_axes
+from fsdp.parity.harness import Case, by_block, train, two_axes
 from fsdp.parity.models import LANGUAGE, RESIDUAL, UNEVEN, Batch, Task, freeze
 from ranks import RankPool
 
@@ -118,8 +118,8 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
 }
 
 
-def train(name: str) -> None:
-    compare(CASES[name][1])
+def run(name: str) -> None:
+    train(CASES, name)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +128,4 @@ def train(name: str) -> None:
 def test_accumulated_gradients_equal_torchs_and_one_batch(
     ranks: RankPool, name: str, world_size: int
 ) -> None:
-    ranks(train, name, world_size=world_size)
+    ranks(run, name, world_size=world_size)

@@ -14,6 +14,7 @@ from fsdp.parity.harness import (
     Case,
     assert_bit_equal,
     assert_close_to_single_process,
+    assert_same_run,
     by_block,
     one_axis,
     run_training,
@@ -29,9 +30,10 @@ def next_up(tensor: Tensor) -> Tensor:
 @on_ranks(1)
 def test_differences_are_found() -> None:
     case = Case(RESIDUAL, by_block(), steps=2)
-    record = run_training(OURS, case, one_axis(1), whole=True)
+    record = run_training(OURS, case, one_axis(1))
     assert_bit_equal(record, deepcopy(record))
-    assert_close_to_single_process(record, case)
+    assert_same_run(record, deepcopy(record), rounding=None)
+    assert_close_to_single_process({"ours": record}, case)
 
     for kind in ("gradient_pieces", "parameter_pieces"):
         other = deepcopy(record)
@@ -39,13 +41,26 @@ def test_differences_are_found() -> None:
         pieces["outward.bias"] = next_up(pieces["outward.bias"])
         with pytest.raises(AssertionError, match=r"outward\.bias"):
             assert_bit_equal(record, other)
+        assert_same_run(record, other, rounding=None)  # which looks at whole tensors only
         pieces["outward.bias"] = None
         with pytest.raises(AssertionError, match="absent"):
             assert_bit_equal(record, other)
 
+    for kind in ("full_gradients", "full_parameters"):
+        other = deepcopy(record)
+        wholes = getattr(other, kind)[1]
+        wholes["outward.bias"] = next_up(wholes["outward.bias"])
+        with pytest.raises(AssertionError, match=r"outward\.bias"):
+            assert_same_run(record, other, rounding=None)
+        assert_same_run(record, other, rounding=case.rounding)
+        wholes["outward.bias"] *= 1.001
+        with pytest.raises(AssertionError, match=r"outward\.bias: more than"):
+            assert_same_run(record, other, rounding=case.rounding)
+
     slower = replace(case, task=RESIDUAL.but(lambda model: model.outward.bias.data.add_(1e-3)))
-    with pytest.raises(AssertionError, match="mean loss"):
-        assert_close_to_single_process(record, slower)
+    with pytest.raises(AssertionError, match="ours: mean loss"):
+        assert_close_to_single_process({"ours": record}, slower)
+    untouched = deepcopy(record)
     record.full_gradients[0]["outward.bias"] *= 1.001
-    with pytest.raises(AssertionError, match=r"gradient at step 0 outward\.bias"):
-        assert_close_to_single_process(record, case)
+    with pytest.raises(AssertionError, match=r"ours: gradient at step 0 outward\.bias"):
+        assert_close_to_single_process({"right": untouched, "ours": record}, case)

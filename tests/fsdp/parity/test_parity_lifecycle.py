@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.parity.harness import Case, by_block, compare, compare_with_one_process, one_pass
+from fsdp.parity.harness import Case, by_block, compare_with_one_process, one_pass, train
 from fsdp.parity.models import BRANCHES, DEEP, LANGUAGE, RESIDUAL, ROWS, Batch, Residual, Task, pairs, seeded
 from ranks import RankPool, on_ranks
 
@@ -273,8 +273,8 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
 }
 
 
-def train(name: str) -> None:
-    compare(CASES[name][1])
+def run(name: str) -> None:
+    train(CASES, name)
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")  # an attention ends in a linear layer over 3-d input
@@ -282,7 +282,7 @@ def train(name: str) -> None:
     ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
 )
 def test_unusual_order_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
-    ranks(train, name, world_size=world_size)
+    ranks(run, name, world_size=world_size)
 
 
 @on_ranks(2, 3)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.parity.harness import BF16, FP16, Case, by_block, compare, two_axes
+from fsdp.parity.harness import BF16, FP16, Case, by_block, train, two_axes
 from fsdp.parity.models import LANGUAGE, RESIDUAL, UNEVEN, Batch, freeze, squared_error
 from ranks import RankPool
 
@@ -124,12 +124,12 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
 }
 
 
-def train(name: str) -> None:
-    compare(CASES[name][1])
+def run(name: str) -> None:
+    train(CASES, name)
 
 
 @pytest.mark.parametrize(
     ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
 )
 def test_mixed_precision_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
-    ranks(train, name, world_size=world_size)
+    ranks(run, name, world_size=world_size)
