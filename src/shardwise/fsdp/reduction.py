@@ -238,7 +238,7 @@ class InterleavedReducer(GradReducer):
 
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
         shard = self._to_home(params, shard)
-        offset = 0
+        offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
         for param in params:
             param.set_sharded_grad(shard.as_strided(param.shard_shape, param.shard_stride, offset))
             offset += param.padded_shard_numel
