@@ -434,7 +434,7 @@ def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
 def with_backward(
     program: torch.export.ExportedProgram, *, loss: int, decompositions: dict[Any, Any]
 ) -> torch.export.ExportedProgram:
-    """`program` with the backward of its output number `loss` in it, which must be a scalar; returns gradients.
+    """`program` with the backward of its output number `loss`, a scalar, in it: it returns gradients too.
 
     `torch.export.experimental`'s function for this takes no table of decompositions, and torch's own table
     takes attention apart, whose matrices of scores are then kept for the backward.
@@ -460,10 +460,11 @@ def group_ranks(group_name: str) -> int:
 
     An all-reduce in a graph says nothing of it.
     """
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     try:
-        return int(_resolve_process_group(group_name).size())
+        return int(resolve(group_name).size())
     except (RuntimeError, ValueError, TypeError, LookupError):
         return 0
 
@@ -471,7 +472,7 @@ def group_ranks(group_name: str) -> int:
 def aot_eager(
     graph_module: Any, inputs: Any, *, edit: Callable[[torch.fx.Graph], None], decompose: bool
 ) -> Callable[..., Any]:
-    """What backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition" does; graphs are edited first.
+    """Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition", whose graphs are edited first.
 
     The second of these offers no way in between its partitioner and its compiler.
     """
@@ -485,14 +486,14 @@ def aot_eager(
     def compiler(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
         edit(made.graph)
         made.recompile()
-        return cast(Callable[..., Any], boxed_nop(made, fakes))
+        return boxed_nop(made, fakes)
 
     if not decompose:
         backend = aot_autograd(
             fw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
         )
-        return cast(Callable[..., Any], backend(graph_module, inputs))
-    from torch._inductor.compile_fx import select_decomp_table
+        return backend(graph_module, inputs)
+    from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(unlift_effect_tokens=True):
         backend = aot_autograd(
@@ -500,11 +501,11 @@ def aot_eager(
             decompositions=select_decomp_table(),
             partition_fn=partial(partition, compiler="inductor"),
         )
-        return cast(Callable[..., Any], backend(graph_module, inputs))
+        return backend(graph_module, inputs)
 
 
 def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
-    """What `torch.compile(backend="inductor", options=options)` calls with a graph, for a backend around it."""
+    """What `torch.compile(backend="inductor", options=options)` gives a graph to, for a backend around it."""
     wrapper: Any = torch._TorchCompileInductorWrapper
     return cast(Callable[..., Any], wrapper(None, options, dynamic))
 
@@ -521,3 +522,73 @@ def inductor_pass(edit: Callable[[torch.fx.Graph], None], uuid: str) -> Any:
             return uuid
 
     return Pass()
+
+
+@contextmanager
+def tracing_autograd() -> Iterator[None]:
+    """Calls in here that compile trace `torch.autograd.grad`, which torch leaves off by default.
+
+    Torch's own recomputation in the graphs that come of it is left out: it takes one run of nodes for
+    backward, refuses regions with random numbers, and keeps what views of recomputed tensors hold.
+    """
+    from torch._dynamo import config as tracer
+    from torch._functorch import config as graphs
+
+    name = "remat_using_tags_for_fwd_loss_bwd_graph"
+    with tracer.patch(trace_autograd_ops=True), graphs.patch({name: False} if hasattr(graphs, name) else {}):
+        yield
+
+
+def why_untraceable(error: Exception) -> str | None:
+    """Why a compiler cannot make one graph of a function, in a line; None if `error` does not say that."""
+    from torch._dynamo.exc import Unsupported
+
+    return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
+
+
+def aot_then(
+    graph_module: Any, inputs: Any, *, edit: Callable[[torch.fx.Graph], None], compiler: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What a backend of `torch.compile` makes of the graphs of operators of a graph, edited first."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+
+    def compile_edited(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
+        edit(made.graph)
+        made.recompile()
+        return cast(Callable[..., Any], make_boxed_func(compiler(made, fakes)))
+
+    backend: Any = aot_autograd(fw_compiler=compile_edited, keep_inference_input_mutations=True)
+    return cast(Callable[..., Any], backend(graph_module, inputs))
+
+
+def compiled_frame() -> tuple[int, int] | None:
+    """While a backend runs: the number of the frame it compiles, and how often that was compiled before."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    if current is None or current.frame_id is None or current.frame_compile_id is None:
+        return None
+    return current.frame_id, current.frame_compile_id
+
+
+def graph_breaks() -> int:
+    """How often a tracer has left a graph in this process; there is no public counter."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def aoti_compile(program: torch.export.ExportedProgram, path: str) -> None:
+    """Compile an exported program to machine code in one file; AOTInductor has no public name yet."""
+    from torch import _inductor
+
+    cast(Any, _inductor).aoti_compile_and_package(program, package_path=path)
+
+
+def aoti_load(path: str) -> Callable[..., Any]:
+    """The function of a file that `aoti_compile` wrote."""
+    from torch import _inductor
+
+    found: Callable[..., Any] = cast(Any, _inductor).aoti_load_package(path)
+    return found

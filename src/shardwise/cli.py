@@ -140,9 +140,11 @@ def tp_export(
     device: Annotated[str, typer.Option(help="Kind of device that will run it.")] = "cpu",
     strict: Annotated[bool, typer.Option(help="Refuse operations without a rule.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a folder that is there.")] = False,
+    aot: Annotated[bool, typer.Option(help="Also compile each to machine code, by AOTInductor.")] = False,
 ) -> None:
     """Cut an exported program over ranks: one program a rank, in one folder."""
     from shardwise.errors import ShardingError
+    from shardwise.tensor_parallel.aot import compile_package
     from shardwise.tensor_parallel.package import export_command
 
     try:
@@ -155,6 +157,9 @@ def tp_export(
             strict=strict,
             overwrite=overwrite,
         )
+        if aot:
+            compile_package(out)
+            printed += f"Compiled {ranks} programs\n"
     except ShardingError as error:
         _print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None

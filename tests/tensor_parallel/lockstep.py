@@ -1,12 +1,14 @@
 """Run every rank's exported program in this one process, node by node, with collectives worked out here.
 
-Each rank is a generator that gives out the tensor of every collective it comes to and gets back the result.
-All ranks must come to the same collectives in the same order, or `run` raises: so it finds what would hang.
+Each rank is a generator that gives out the tensor of every collective it comes to and gets back the result;
+going backward, a thread that meets the others in each. All ranks must come to the same collectives in the
+same order, or it raises: so it finds what would hang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +16,23 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Collective = tuple[str, Tensor, tuple[Any, ...]]
 _NAMESPACE = "_c10d_functional"
+_SECONDS = 60.0  # that a rank waits for the others before it is sure that they do not come
 
 
 def run(programs: Sequence[ExportedProgram], *args: Any, **kwargs: Any) -> list[list[Any]]:
     """What each rank's program returns for the same inputs, flattened; its state dict is written to."""
-    ranks = [_rank(program, args, kwargs) for program in programs]
+    return run_each(programs, [(args, kwargs)] * len(programs))
+
+
+def run_each(
+    programs: Sequence[ExportedProgram], inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> list[list[Any]]:
+    """The same, each rank on inputs of its own."""
+    ranks = [_rank(program, *given) for program, given in zip(programs, inputs, strict=True)]
     results: list[list[Any] | None] = [None] * len(ranks)
     answers: list[Any] = [None] * len(ranks)
     while True:
@@ -37,6 +48,59 @@ def run(programs: Sequence[ExportedProgram], *args: Any, **kwargs: Any) -> list[
             raise AssertionError(f"ranks {sorted(asked)} wait in a collective that the others do not come to")
         answers = _collective([asked[rank] for rank in range(len(ranks))])
     return [result for result in results if result is not None]
+
+
+def backward(losses: Sequence[Tensor]) -> dict[str, int]:
+    """Go backward from each rank's loss, all together; returns how many of each collective that took."""
+    found: dict[str, int] = {}
+    asked: list[Any] = [None] * len(losses)
+    answers: list[Any] = [None] * len(losses)
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(losses), timeout=_SECONDS)
+
+    def meet(rank: int, what: Collective) -> Tensor:
+        asked[rank] = what
+        if barrier.wait() == 0:
+            answers[:] = _collective(asked)
+            if what[0] != "end":
+                found[what[0]] = found.get(what[0], 0) + 1
+        barrier.wait()
+        answer: Tensor = answers[rank]
+        return answer
+
+    def work(rank: int) -> None:
+        try:
+            with _Meeting(lambda what: meet(rank, what)):
+                losses[rank].backward()
+            meet(rank, ("end", torch.empty(0), ()))
+        except threading.BrokenBarrierError:
+            errors.append(AssertionError(f"rank {rank} waits backward in {asked[rank]} for the others"))
+        except BaseException as error:
+            errors.insert(0, error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(losses))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+class _Meeting(TorchDispatchMode):
+    """Functional collectives of this thread, by a function."""
+
+    def __init__(self, meet: Callable[[Collective], Tensor]) -> None:
+        super().__init__()
+        self.meet = meet
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != _NAMESPACE:
+            return func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1]
+        return args[0] if name == "wait_tensor" else self.meet((name, args[0], tuple(args[1:])))
 
 
 def collectives(program: ExportedProgram) -> dict[str, int]:
@@ -61,17 +125,28 @@ def _collective(asked: list[Collective]) -> list[Tensor]:
     same = [(name, tensor.shape, tensor.dtype, rest) for name, tensor, rest in asked]
     if any(each != same[0] for each in same):
         raise AssertionError(f"ranks come to different collectives: {same}")
+    rest = asked[0][2]
+    if names[0] == "end":
+        return tensors
     if names[0] == "all_reduce":
-        assert asked[0][2][0] == "sum"
-        total = torch.stack(tensors).sum(0, dtype=tensors[0].dtype)
+        total = _reduced(tensors, rest[0])
         return [total.clone() for _ in asked]
     if names[0] == "reduce_scatter_tensor":
-        assert asked[0][2][:2] == ("sum", len(asked))
-        return list(torch.stack(tensors).sum(0, dtype=tensors[0].dtype).chunk(len(asked)))
+        assert rest[1] == len(asked)
+        return [part.clone() for part in _reduced(tensors, rest[0]).chunk(len(asked))]
     assert names[0] == "all_gather_into_tensor", names[0]
-    assert asked[0][2][0] == len(asked)
+    assert rest[0] == len(asked)
     assert all(tensor.is_contiguous() for tensor in tensors)
     return [torch.cat(tensors) for _ in asked]
+
+
+def _reduced(tensors: list[Tensor], how: str) -> Tensor:
+    stacked = torch.stack([tensor.detach() for tensor in tensors])
+    return {
+        "sum": lambda: stacked.sum(0, dtype=stacked.dtype),
+        "max": lambda: stacked.amax(0),
+        "min": lambda: stacked.amin(0),
+    }[how]()
 
 
 def _rank(program: ExportedProgram, args: Any, kwargs: Any) -> Generator[Collective, Tensor, list[Any]]:

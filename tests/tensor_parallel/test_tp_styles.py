@@ -145,11 +145,13 @@ def test_a_function_chooses_by_name_and_shape_and_may_leave_a_parameter_alone() 
         ({"layers.0.up": 3}, r"'layers.0.up' is 3; expected ColwiseParallel"),
         ({"layers.0.up": lambda name, tensor: 3}, r"'layers.0.up \(layers.0.up.weight\)' is 3"),
         ({"layers.0.up": peer.PrepareModuleOutput(
-            output_layouts=Shard(0), desired_output_layouts=Replicate())}, "expected ColwiseParallel"),
+            output_layouts=(Shard(0), Shard(0)), desired_output_layouts=(Shard(1), Replicate()))},
+            "says where 2 outputs are to be"),
+        ({"layers.0.up": peer.PrepareModuleInput}, "is PrepareModuleInput; give an instance"),
         ({"layers.0.up": ColwiseParallel(output_layouts=Partial())}, "has the layout Partial"),
         ({"layers.0.up": ColwiseParallel(input_layouts=3)}, "has the layout 3"),
         ({"layers.0": peer.PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=Shard(0))}, "wants the module's inputs cut"),
+            input_layouts=Replicate(), desired_input_layouts=Partial())}, "has the layout Partial"),
         ({"layer": peer.PrepareModuleInput(
             input_layouts=Shard(0), desired_input_layouts=Replicate())}, "fits no parameter"),
     ],
@@ -188,6 +190,67 @@ def test_sequence_parallel_plans_cut_the_activations_between_layers() -> None:
     assert counts(one[0]) == counts(made[0])
 
 
+def shapes(program: ExportedProgram, op: str) -> list[tuple[int, ...]]:
+    return [tuple(node.meta["val"].shape) for node in program.graph.nodes if op in node.name]
+
+
+def test_a_modules_input_and_output_are_moved_where_they_are_wanted() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(MLP(), MLP()), torch.randn(2, 6, 8)
+    rows = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}
+    whole = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
+    one = check(model, {"1.norm": peer.PrepareModuleInput(**rows)}, x, strict=True)
+    assert shapes(one[0], "layer_norm")[1:] == [(2, 3, 8)]
+    assert counts(one[0]) == {"all_gather_into_tensor": 1}
+    both = peer.PrepareModuleInputOutput(**rows, **whole)
+    two = check(model, {"1.norm": both, "1.up": ColwiseParallel, "1.down": RowwiseParallel}, x, strict=True)
+    assert shapes(two[0], "layer_norm")[1:] == [(2, 3, 8)]
+    assert counts(two[0]) == {"all_gather_into_tensor": 1, "all_reduce": 1}
+    (gather, _) = explain(two[0]).collectives
+    assert gather.module == "1.norm"
+    by_name = peer.PrepareModuleInput(
+        input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"x": Shard(0)}
+    )
+    three = check(model, {"1": by_name}, x, strict=True)
+    assert shapes(three[1], "layer_norm")[-1] == (1, 6, 8)
+    scattered = {
+        "0.down": RowwiseParallel,
+        "0.up": ColwiseParallel,
+        "1.norm": peer.PrepareModuleInput(**rows),
+    }
+    four = check(model, scattered, x, strict=True)
+    assert counts(four[0]) == {"all_reduce": 1, "all_gather_into_tensor": 1}
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Two(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum, self.act = Sum(), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sum(x, self.down(self.act(self.up(x))))
+
+
+def test_modules_without_parameters_are_moved_too_and_two_inputs_are_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(2, 6, 8)
+    out = peer.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    made = check(model, {"act": out}, x, strict=True)
+    assert shapes(made[0], "linear") == [(2, 6, 16), (2, 3, 8)]
+    rows = peer.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+    with pytest.raises(
+        ShardingError, match=r"input of sum is to be moved, but it takes 2 tensors \(x, linear_1\)"
+    ):
+        parts(exported(model, x), {"sum": rows})
+    with pytest.raises(ShardingError, match="fits no parameter"):
+        parts(exported(model, x), {"summ": rows})
+
+
 def test_output_layouts_that_no_program_can_have_are_refused() -> None:
     x = torch.randn(2, 4, 8)
     dynamic = export(MLP(), (x,), dynamic_shapes=({1: torch.export.Dim("s", min=2)},))
@@ -214,22 +277,32 @@ def test_output_layouts_that_no_program_can_have_are_refused() -> None:
         ({"head": RowwiseParallel}, 1, {"all_gather_into_tensor": 1, "all_reduce": 1}),
     ],
 )
-def test_tied_weights_are_one_shard_cut_by_either_name(
+def test_tied_weights_are_one_shard_cut_by_either_name_also_where_the_graph_has_one(
     plan: Any, dim: int, collectives: dict[str, int]
 ) -> None:
     torch.manual_seed(0)
-    made = check(Tied(), plan, torch.randint(12, (2, 3)), ranks=3, strict=True)
-    assert counts(made[0]) == collectives
-    assert made[2].state_dict["embed.weight"] is made[2].state_dict["head.weight"]
-    assert placed(made[0], "embed.weight") == placed(made[0], "head.weight")
-    assert placed(made[0], "head.weight").dim == dim
-    assert made[0].state_dict["head.weight"].shape[dim] == (12, 8)[dim] // 3 + ((12, 8)[dim] % 3 > 0)
-    assert explain(made[0]).bytes_whole == (12 * 8 + 8 * 8 + 8) * 4
+    model, ids = Tied(), torch.randint(12, (2, 3))
+    names = []
+    for strict in (False, True):  # of torch.export, which then keeps one name in the graph
+        program = export(copy.deepcopy(model), (ids,), strict=strict)
+        names.append(sum(spec.target == "head.weight" for spec in program.graph_signature.input_specs))
+        made = parts(program, plan, ranks=3, strict=True)
+        for (result,) in lockstep.run(made, ids):
+            torch.testing.assert_close(result, model(ids), rtol=1e-5, atol=1e-5)
+        assert counts(made[0]) == collectives
+        assert made[2].state_dict["embed.weight"] is made[2].state_dict["head.weight"]
+        assert placed(made[0], "embed.weight") == placed(made[0], "head.weight")
+        assert placed(made[0], "head.weight").dim == dim
+        assert made[0].state_dict["head.weight"].shape[dim] == (12, 8)[dim] // 3 + ((12, 8)[dim] % 3 > 0)
+        assert explain(made[0]).bytes_whole == (12 * 8 + 8 * 8 + 8) * 4
+    assert names == [1, 0]
 
 
-def test_tied_weights_to_be_cut_in_two_ways_are_refused() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_tied_weights_to_be_cut_in_two_ways_are_refused(strict: bool) -> None:
+    program = export(Tied(), (torch.randint(12, (2, 3)),), strict=strict)
     with pytest.raises(ShardingError, match=r"embed.weight and head.weight are one tensor, .*dim 0.*dim 1"):
-        parts(exported(Tied(), torch.randint(12, (2, 3))), {"embed": "rowwise", "head": "rowwise"})
+        parts(program, {"embed": "rowwise", "head": "rowwise"})
 
 
 @pytest.mark.parametrize(("style", "dim"), [("colwise", 1), ("rowwise", 0)])

@@ -1,68 +1,126 @@
 """Every model of the zoo, cut over ranks, computes what the whole one does at the cost it should have.
 
-Each is measured in one form of its program on one number of ranks, which go round from model to model;
-`python tests/tensor_parallel/zoo.py --all` does all.
+A model is met in several cases, or in one. Over these it is cut for 2, 3 and 4 ranks, with strict and
+without, for inference and for training, but not for each of these with each; `zoo.py --all` does that.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
+import warnings
+
 import pytest
 import torch
 import zoo
+import zoo_own
 import zoo_transformers
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ranks import on_ranks
+from shardwise.tensor_parallel import Prices, choose
 
-OWN = [name for name, case in zoo.CASES.items() if case.tolerance < 1e-6]
-FAMILIES = [
-    "Llama, grouped keys",
-    "GPT-2, tied by vocabulary",
-    "BERT",
-    "ViT",
-    "T5",
-    "Qwen3",
-    "GPT-NeoX",
-    "OPT",
-]
+assert zoo_own.Block
 assert zoo_transformers.VOCABULARY
 
+Point = tuple[int, bool]  # ranks, training
 
-@pytest.mark.parametrize("name", OWN)
-def test_the_ranks_together_compute_what_the_whole_model_does(name: str) -> None:
-    index = OWN.index(name)
-    form = zoo.FORMS[index % 4]
+
+def model_of(name: str) -> str:
+    """The model that a case is one of."""
+    name = re.sub(r"\d+ key heads for \d+", "key heads", name.partition(",")[0])
+    name = re.sub(r"( of \d+ heads| ?\d+)$", "", name)
+    return re.sub(r"^language by .*", "language", name)
+
+
+def covering() -> list[tuple[str, zoo.Form, list[Point]]]:
+    """Cases and their forms, each with the points at which to measure it."""
+    found: list[tuple[str, zoo.Form, list[Point]]] = []
+    for number, (_, grouped) in enumerate(itertools.groupby(sorted(zoo.CASES, key=model_of), model_of)):
+        names = list(grouped)
+        # one case twice, two cases once each with one of them at two points, or each case at one point
+        for index, name in enumerate(names * 2 if len(names) == 1 else names):
+            strict = (index + number) % 2 == 1
+            training = (index + index // 2 + number // 2) % 2 == 1
+            points = [(2 + (index + number) % 3, training)]
+            if len(names) < 3 and index == 0:
+                points.append((2 + (2 + number) % 3, not training))
+            decomposed = (index + number) % 8 in (1, 4) and zoo.CASES[name].decomposes
+            found.append((name, (strict and zoo.CASES[name].strict, decomposed), points))
+    return found
+
+
+COVERING = covering()
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "points"),
+    COVERING,
+    ids=[f"{name}{', strict' * form[0]}{', decomposed' * form[1]}" for name, form, _ in COVERING],
+)
+def test_the_ranks_together_compute_what_the_whole_model_does(
+    name: str, form: zoo.Form, points: list[Point]
+) -> None:
     exported = zoo.export(zoo.CASES[name], form)
-    ranks = 2 + index % 3
-    result = zoo.measure(zoo.CASES[name], ranks, form, exported)
-    assert zoo.problems(zoo.CASES[name], result, ranks) == []
+    for ranks, training in points:
+        result = zoo.measure(exported, ranks, training=training)
+        assert zoo.problems(zoo.CASES[name], result, ranks) == [], (ranks, training)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_ranks_together_compute_what_a_transformer_of_a_known_family_does(name: str) -> None:
-    form = (False, FAMILIES.index(name) % 2 == 1)
-    result = zoo.measure(zoo.CASES[name], 3, form)
-    assert zoo.problems(zoo.CASES[name], result, 3) == []
+def test_every_model_is_cut_for_every_number_of_ranks_both_ways() -> None:
+    met: dict[str, set[tuple[str, int | bool]]] = {}
+    pairs = set()
+    for name, (strict, decomposed), points in COVERING:
+        for ranks, training in points:
+            told = {"strict": strict, "decomposed": decomposed, "ranks": ranks, "training": training}
+            met.setdefault(model_of(name), set()).update(told.items())
+            pairs.update(itertools.combinations(told.items(), 2))
+    for model, values in met.items():
+        lacks = {("ranks", 2), ("ranks", 3), ("ranks", 4), ("training", False), ("training", True)} - values
+        assert lacks == set(), model
+        strict = any(case.strict for name, case in zoo.CASES.items() if model_of(name) == model)
+        assert {("strict", False), ("strict", strict)} <= values, model
+    assert {name for name, _, _ in COVERING} == set(zoo.CASES)
+    assert len(pairs) == 2 * 2 + 2 * 3 + 2 * 2 + 2 * 3 + 2 * 2 + 3 * 2
 
 
-@on_ranks(2, 3)
-def test_the_programs_run_on_real_ranks() -> None:
-    for name in ("mlp", "conv net", "qkv by h3d, dynamic", "2 key heads for 6 by gqa", "language, tied"):
+@on_ranks(2)
+def test_the_programs_run_on_real_ranks_also_compiled() -> None:
+    warnings.filterwarnings("ignore", module="torch")
+    for name in ("conv net", "2 key heads for 6 by gqa", "language, tied"):
         case = zoo.CASES[name]
-        program, model, args, kwargs = zoo.export(case, (False, False))
+        exported = zoo.export(case, (False, False))
         ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        mine = zoo.tensor_parallel_transformation(program, rank, ranks, "cpu", case.plan).module()
+        mine = zoo.tensor_parallel_transformation(exported.program, rank, ranks, "cpu", case.plan).module()
+        compiled = torch.compile(mine, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
-            found, expected = (pytree.tree_leaves(m(*args, **kwargs)) for m in (mine, model))
-        for one, other in zip(found, expected, strict=True):
+            found, again, expected = (
+                pytree.tree_leaves(m(*exported.args, **exported.kwargs))
+                for m in (mine, compiled, exported.model)
+            )
+        for one, two, other in zip(found, again, expected, strict=True):
             assert isinstance(one, Tensor)
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(two, other, rtol=1e-10, atol=1e-10)
+
+
+def test_convolutions_and_experts_are_chosen_for_too() -> None:
+    for name, expected in (
+        ("conv net", {"a": "column", "b": "row", "c": "column", "top": "row"}),
+        ("Mixtral, experts cut", {"experts.gate_up_proj": "column", "experts.down_proj": "row"}),
+    ):
+        program = zoo.export(zoo.CASES[name], (False, False)).program
+        plan = choose(program, 2, prices=Prices(latency=1e-9))
+        found = {name.removesuffix(".weight"): style for name, style in plan.strategies.items()}
+        for module, style in expected.items():
+            chosen = {kind for each, kind in found.items() if f".{each}".endswith(f".{module}")}
+            assert chosen == {style}, module
 
 
 def test_cutting_a_program_leaves_it_as_it_was() -> None:
     case = zoo.CASES["block, dynamic"]
-    program, *_ = zoo.export(case, (False, True))
+    program = zoo.export(case, (False, True)).program
     before = str(program), dict(program.range_constraints)
     weights = {name: tensor.clone() for name, tensor in program.state_dict.items()}
     zoo.cut(program, case.plan, 3)

@@ -1,25 +1,34 @@
 """Exported programs cut over ranks: one program for each."""
 
+from shardwise.tensor_parallel.aot import compile_package, load_compiled
 from shardwise.tensor_parallel.auto import ChosenPlan, Prices, choose
 from shardwise.tensor_parallel.explain import counts, explain
 from shardwise.tensor_parallel.materialize import materialize, missing_weights
 from shardwise.tensor_parallel.package import bind, load, save
+from shardwise.tensor_parallel.partition import Partition
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
 from shardwise.tensor_parallel.rules import rule
 from shardwise.tensor_parallel.styles import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
 __all__ = [
+    "PARTIAL",
+    "REPLICATE",
     "ChosenPlan",
     "ColwiseParallel",
+    "Partition",
     "Prices",
     "Replicate",
     "RowwiseParallel",
     "SequenceParallel",
+    "Split",
     "bind",
     "choose",
+    "compile_package",
     "counts",
     "explain",
     "load",
+    "load_compiled",
     "materialize",
     "missing_weights",
     "rule",

@@ -5,6 +5,7 @@ checks of sizes and strides         dropped: this rank's sizes are others
 keyword arguments                   positional, where the operation has them so
 addmm(b, x, permute(w)), matmul, ... linear(x, w, b), where w is a parameter
 views and expands that change nothing   dropped
+copy(x, y)                          y, in the shape and dtype of x: it has no derivative
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
         return
     _positional(node)
+    if name == "copy":
+        _as_copied(graph, node)
+        return
     x = node.args[0] if node.args else None
     if name in _NOTHING and isinstance(x, fx.Node) and _same_shape(node, x):
         node.replace_all_uses_with(x)
@@ -78,6 +82,24 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
         linear = graph.call_function(aten.linear.default, found)
     linear.meta = dict(node.meta)
     node.replace_all_uses_with(linear)
+    graph.erase_node(node)
+
+
+def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
+    """Let users of `copy(x, y)` use y."""
+    x, y, *_ = node.args
+    assert isinstance(x, fx.Node)
+    assert isinstance(y, fx.Node)
+    value, made = y.meta["val"], y
+    with graph.inserting_before(node):
+        if value.dtype != node.meta["val"].dtype:
+            value = node.meta["val"].new_empty(value.shape)
+            made = graph.call_function(aten.to.dtype, (made, value.dtype))
+            made.meta = {**node.meta, "val": value}
+        if not _same_shape(node, made):
+            made = graph.call_function(aten.expand_as.default, (made, x))
+            made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.node import map_arg
 
 from shardwise.errors import ShardingError
@@ -115,11 +115,10 @@ class _Exploration:
     def outputs(self, node: fx.Node, signature: ExportGraphSignature) -> None:
         """Each output is a step of its own."""
         by_name = {parameter.name: each for each, parameter in self.parameters.items()}
-        writes = (OutputKind.BUFFER_MUTATION, OutputKind.GRADIENT_TO_PARAMETER)
         for spec, value in zip(signature.output_specs, node.args[0], strict=True):  # type: ignore[arg-type]
             if not isinstance(value, fx.Node):
                 continue
-            owner = by_name.get(spec.target or "") if spec.kind in writes else None
+            owner = by_name.get(spec.target or "") if spec.kind in transform.WRITES else None
 
             def build(p: Partition, value: fx.Node = value, owner: fx.Node | None = owner) -> None:
                 where = None if owner is None else p.parameters[owner].placement

@@ -115,7 +115,7 @@ def load(
             f"{here()}: {place} has programs for ranks 0 to {ranks - 1}, asked for rank {rank}"
         )
     path = place / manifest["files"][rank]["name"]
-    found = _sha256(path) if path.is_file() else "no such file"
+    found = sha256(path) if path.is_file() else "no such file"
     if found != manifest["files"][rank]["sha256"]:
         raise ShardingError(
             f"{here()}: {path} is not what was saved: sha256 {found[:16]}, expected"
@@ -241,7 +241,7 @@ def _beside(place: Path) -> Path:
 def _write(program: ExportedProgram, folder: Path, rank: int) -> dict[str, Any]:
     path = folder / f"rank-{rank}.pt2"
     torch.export.save(program, path)
-    return {"name": path.name, "sha256": _sha256(path), "bytes": path.stat().st_size}
+    return {"name": path.name, "sha256": sha256(path), "bytes": path.stat().st_size}
 
 
 def _finish(temporary: Path, place: Path, record: dict[str, Any], files: list[dict[str, Any]]) -> None:
@@ -277,7 +277,14 @@ def _manifest(place: Path) -> dict[str, Any]:
     return found
 
 
-def _sha256(path: Path) -> str:
+def ranks_of(folder: Path) -> int:
+    """For how many ranks a folder has programs."""
+    found: int = _manifest(folder)["world_size"]
+    return found
+
+
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

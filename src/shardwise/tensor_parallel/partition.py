@@ -86,6 +86,9 @@ class Partition:
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, Value] = field(default_factory=dict)
     replicated: list[Replicated] = field(default_factory=list)
+    waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # see `rules.loss`
+    row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
+    transposed: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of a matrix that will be cut: which
     _moved: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
 
     # ------------------------------------------------------------ what is known of the whole program
@@ -110,7 +113,7 @@ class Partition:
 
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls `op` on nodes of this rank's program."""
-        with self.fake_mode, self._no_guards():
+        with self.fake_mode, self._no_guards(), torch.no_grad():
             result = op(*map_arg(args, _value), **map_arg(kwargs, _value))
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
@@ -178,6 +181,9 @@ class Partition:
         parameter = self.parameters.get(node)
         if parameter is not None and parameter.placement is None:
             self._place(parameter, placement)
+        source = self.transposed.get(node)
+        if source is not None and self.parameters[source].placement is None:
+            self._place(self.parameters[source], REPLICATE)
         value = self.values[node]
         if value.placement == placement:
             return value.node
@@ -213,7 +219,20 @@ class Partition:
             sizes = list(whole.shape)
             sizes[placement.dim] = placement.size(self.rank)
             with self.fake_mode:
-                value.node.meta["val"] = torch.empty(sizes, dtype=whole.dtype, device=whole.device)
+                value.node.meta["val"] = torch.empty(
+                    sizes, dtype=whole.dtype, device=whole.device, requires_grad=whole.requires_grad
+                )
+            for view in [view for view, source in self.transposed.items() if source is node]:
+                made: Any = self.values[view].node
+                made.meta["val"] = value.node.meta["val"].detach().t()
+                self.values[view].placement = placement.on(1 - placement.dim)
+
+    def transpose_later(self, node: fx.Node) -> None:
+        """A transposed matrix whose cut a later use decides; whole, should it itself be used before."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        self.transposed[node] = source
+        self.keep(node, self.emit(aten.t.default, self.values[source].node), REPLICATE)
 
     def _move(self, node: fx.Node, value: Value, target: Placement) -> fx.Node:
         source = value.placement
@@ -254,9 +273,9 @@ class Partition:
         ranges = tuple(tuple(local) for _ in range(self.ranks))
         return self.cut(node, Split(target.dim, ranges, source.size(self.rank) if source.block else None))
 
-    def all_reduce(self, node: fx.Node) -> fx.Node:
-        """The sum of every rank's `node`."""
-        started = self.emit(c10d.all_reduce.default, node, "sum", self.group)
+    def all_reduce(self, node: fx.Node, kind: str = "sum") -> fx.Node:
+        """The sum, or the "max", of every rank's `node`."""
+        started = self.emit(c10d.all_reduce.default, node, kind, self.group)
         return self.emit(c10d.wait_tensor.default, started)
 
     def reduce_scatter(self, node: fx.Node, dim: int) -> fx.Node:

@@ -75,6 +75,16 @@ class Split:
         intervals = sorted(interval for held in self.ranges for interval in held)
         return all(one[1] <= other[0] for one, other in pairwise(intervals))
 
+    def once(self) -> Split:
+        """Every element on the first of the ranks that have it."""
+        taken: list[Interval] = []
+        ranges = []
+        for held in self.ranges:
+            own = [piece for interval in held for piece in _without(interval, taken)]
+            ranges.append(normal(own))
+            taken += own
+        return Split(self.dim, tuple(ranges), self.block)
+
     def inside(self, other: Split) -> bool:
         """Does every rank that holds `other` hold all of this?"""
         if self.dim != other.dim or self.block != other.block:
@@ -116,6 +126,17 @@ def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
         else:
             joined.append((begin, end))
     return tuple(joined)
+
+
+def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
+    """The parts of `interval` outside of all of `taken`."""
+    begin, end = interval
+    found = []
+    for b, e in sorted(taken):
+        if begin < min(b, end):
+            found.append((begin, min(b, end)))
+        begin = max(begin, e)
+    return [*found, (begin, end)] if begin < end else found
 
 
 def covers_once(ranges: Ranges, size: int) -> bool:

@@ -31,6 +31,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.styles import Plan
 
 RECORD = "shardwise.tensor_parallel"  # key in graph_module.meta["custom"]
 RECORD_VERSION = 1
@@ -46,10 +47,16 @@ def fake_mode_of(program: ExportedProgram) -> Any:
 
 
 def tied(program: ExportedProgram) -> dict[str, str]:
-    """The first name of the same tensor, for parameters and buffers that have another name before theirs."""
+    """The first name of the same tensor, for parameters and buffers that have another name before theirs.
+
+    Names that the graph has come first: strict export drops others.
+    """
     first: dict[Any, str] = {}
     found = {}
-    for name, tensor in [*program.state_dict.items(), *program.constants.items()]:
+    named = {**program.state_dict, **program.constants}
+    in_graph = {spec.target for spec in program.graph_signature.input_specs}
+    for name in sorted(named, key=lambda name: name not in in_graph):
+        tensor = named[name]
         if not isinstance(tensor, Tensor):
             continue
         earlier = first.setdefault(_identity(tensor), name)
@@ -101,21 +108,17 @@ def shards_of(program: ExportedProgram, partition: Partition) -> tuple[dict[str,
     made: dict[str, Any] = {}
     for name, whole in [*program.state_dict.items(), *program.constants.items()]:
         if name in first:
-            made[name] = made[first[name]]
-        elif isinstance(whole, Tensor):
-            made[name] = held(whole, placements.get(name), partition.rank)
-        else:
-            made[name] = whole
+            continue
+        made[name] = held(whole, placements.get(name), partition.rank) if isinstance(whole, Tensor) else whole
+    made.update({name: made[other] for name, other in first.items()})
     return {name: made[name] for name in program.state_dict}, {name: made[name] for name in program.constants}
 
 
 # ------------------------------------------------------------ the program
 
 
-def program_of(
-    program: ExportedProgram, partition: Partition, *, asked: dict[str, str] | None = None
-) -> ExportedProgram:
-    """The exported program of `partition`, which was made of `program` by strategies described as `asked`."""
+def program_of(program: ExportedProgram, partition: Partition, *, plan: Plan) -> ExportedProgram:
+    """The exported program of `partition`, which was made of `program` by `plan`."""
     graph = partition.graph
     graph.eliminate_dead_code(_is_impure)
     _name_sources(graph)
@@ -123,7 +126,7 @@ def program_of(
     module = fx.GraphModule(_submodules(program.graph_module, graph), graph)
     module.meta.update(program.graph_module.meta)
     custom = dict(module.meta.get("custom") or {})
-    module.meta["custom"] = {**custom, RECORD: _record(program, partition, asked or {})}
+    module.meta["custom"] = {**custom, RECORD: _record(program, partition, plan)}
     return ExportedProgram(
         root=module,
         graph=graph,
@@ -215,24 +218,27 @@ def _is_impure(node: fx.Node) -> bool:
 # ------------------------------------------------------------ what is written down with it
 
 
-def _record(program: ExportedProgram, partition: Partition, asked: dict[str, str]) -> dict[str, Any]:
+def _record(program: ExportedProgram, partition: Partition, plan: Plan) -> dict[str, Any]:
     first = tied(program)
+    by_name = {parameter.name: parameter for parameter in partition.parameters.values()}
+    dropped = [name for name, other in first.items() if name not in by_name and other in by_name]
     parameters = {}
-    for parameter in partition.parameters.values():
+    for name in (*by_name, *dropped):
+        parameter = by_name.get(name) or by_name[first[name]]
         whole = parameter.node.meta["val"]
-        parameters[parameter.name] = {
+        parameters[name] = {
             "shape": [int(size) for size in whole.shape],
             "dtype": str(whole.dtype).removeprefix("torch."),
-            "style": parameter.style,
+            "style": plan.styles.get(name),
             "placement": placement_to_json(parameter.placement),
-            "tied": first.get(parameter.name),
+            "tied": first.get(name),
         }
     return {
         "version": RECORD_VERSION,
         "rank": partition.rank,
         "world_size": partition.ranks,
         "group": partition.group,
-        "strategies": asked,
+        "strategies": plan.asked,
         "parameters": parameters,
     }
 

@@ -7,7 +7,9 @@
 How a weight lies in memory ([out, in] or [in, out]) is seen from its use, not asked for. Every value of an
 exported program means the whole one, wherever its elements are, as a DTensor does: so `input_layouts` only
 say what a module may meet, any value being moved to where it is needed, and `use_local_output` says nothing.
-`output_layouts` are done: the module's outputs are moved there, whoever uses them.
+`output_layouts` are done: the module's outputs are moved there, whoever uses them. So are the desired
+layouts of torch's PrepareModuleInput and PrepareModuleOutput, for modules with one tensor in or out; where
+these come from, their other layouts, is known.
 
 Where several entries fit a parameter, the last one decides.
 """
@@ -94,11 +96,13 @@ class Plan:
 
     Attributes:
         styles: "column" or "row", by parameter; those not named stay whole.
-        outputs: where the outputs of modules are to be, by fully qualified name.
+        inputs: where the one input of modules is to be, by fully qualified name.
+        outputs: where the outputs of modules are to be.
         asked: every entry as text, in order.
     """
 
     styles: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, Layout] = field(default_factory=dict)
     outputs: dict[str, Layout] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
 
@@ -118,15 +122,20 @@ _WORDS = {
 }
 
 
-def plan_of(strategies: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Plan:
+def plan_of(
+    strategies: Mapping[str, Any], parameters: Mapping[str, Tensor], *, modules: Iterable[str] = ()
+) -> Plan:
     """What `strategies` ask of a program with `parameters`.
 
     Args:
         strategies: by fully qualified name of a module or parameter, or a pattern of them in which `*` is any
             text: a style's class or instance, ours or torch's of the same name; a word ("colwise", "rowwise",
             "replicate", ...); or a function of (parameter's name, tensor without memory) that returns one of
-            these, or None to leave the parameter as other entries say.
+            these, or None to leave the parameter as other entries say. Torch's PrepareModuleInput,
+            PrepareModuleOutput and PrepareModuleInputOutput stand beside the style of the same module's
+            parameters only under another pattern, as every name has one entry.
         parameters: every parameter and buffer of the program; only shapes and dtypes are looked at.
+        modules: of the program, those without parameters too.
 
     Raises:
         ShardingError: a name that fits nothing, with the nearest ones; something that is no style; layouts
@@ -135,8 +144,11 @@ def plan_of(strategies: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
     plan = Plan()
     for asked, entry in strategies.items():
         plan.asked[asked] = described(entry)
-        if _prepares(entry, asked):
-            _matching_modules(asked, parameters)
+        if _kind(entry).startswith("Prepare"):
+            for place, layout in _prepared(entry, asked).items():
+                getattr(plan, place).update(
+                    dict.fromkeys(_matching_modules(asked, parameters, modules), layout)
+                )
             continue
         for name in _matching(asked, parameters):
             found = _style_for(entry, name, parameters[name], asked)
@@ -201,24 +213,34 @@ def style_of(entry: Any, *, asked: str) -> Style:
 def _kind(entry: Any) -> str:
     """The name of the style's class, or of the one that it is derived from."""
     kinds = entry.__mro__ if inspect.isclass(entry) else type(entry).__mro__
-    known = ("ColwiseParallel", "RowwiseParallel", "SequenceParallel", "Replicate", "PrepareModuleInput")
+    known = {"ColwiseParallel", "RowwiseParallel", "SequenceParallel", "Replicate"}
+    known |= {"PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"}
     return next((kind.__name__ for kind in kinds if kind.__name__ in known), "")
 
 
-def _prepares(entry: Any, asked: str) -> bool:
-    """Is `entry` a PrepareModuleInput? One that wants inputs whole is what a program does by itself."""
-    if _kind(entry) != "PrepareModuleInput":
-        return False
+def _prepared(entry: Any, asked: str) -> dict[str, Layout]:
+    """Where a PrepareModule... wants the module's "inputs", "outputs" or both to be."""
     if inspect.isclass(entry):
-        return True
-    wanted = [*_several(getattr(entry, "desired_input_layouts", None))]
-    wanted += (getattr(entry, "desired_input_kwarg_layouts", None) or {}).values()
-    if any(layout is not None and _layout(layout, asked=asked) != REPLICATED for layout in wanted):
         raise ShardingError(
-            f"the strategy for {asked!r} wants the module's inputs cut ({described(entry)}); inputs are moved"
-            " to where they are needed, so give a style to the module before or within it instead"
+            f"the strategy for {asked!r} is {entry.__name__}; give an instance, with its layouts"
         )
-    return True
+    found = {}
+    sides = {"inputs": getattr(entry, "prepare_module_input", entry)}
+    sides["outputs"] = getattr(entry, "prepare_module_output", entry)
+    for place, side in sides.items():
+        one = place.removesuffix("s")
+        wanted = _several(getattr(side, f"desired_{one}_layouts", None))
+        wanted += (getattr(side, f"desired_{one}_kwarg_layouts", None) or {}).values()
+        layouts = {_layout(layout, asked=asked) for layout in wanted if layout is not None}
+        if not layouts:
+            continue
+        if len(wanted) > 1 and layouts != {REPLICATED}:
+            raise ShardingError(
+                f"the strategy for {asked!r} says where {len(wanted)} {place} are to be, which a program does"
+                " not tell apart; give output_layouts to the modules that make them"
+            )
+        found[place] = layouts.pop()
+    return found
 
 
 def _several(layouts: Any) -> list[Any]:
@@ -258,15 +280,16 @@ def _matching(asked: str, names: Iterable[str]) -> list[str]:
     return matching or _no_match(asked, known)
 
 
-def _matching_modules(asked: str, names: Iterable[str]) -> list[str]:
+def _matching_modules(asked: str, names: Iterable[str], modules: Iterable[str]) -> list[str]:
     """The modules, those with none but modules within too, that `asked` names."""
-    modules = dict.fromkeys(
+    known = dict.fromkeys(
         ".".join(parts[:depth])
         for name in names
         for parts in [name.split(".")]
         for depth in range(len(parts))
     )
-    matching = [module for module in modules if module == asked or fnmatch.fnmatchcase(module, asked)]
+    known.update(dict.fromkeys(modules))
+    matching = [module for module in known if module == asked or fnmatch.fnmatchcase(module, asked)]
     return matching or _no_match(asked, list(names))
 
 

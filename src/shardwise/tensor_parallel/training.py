@@ -36,12 +36,14 @@ def differentiable(p: Partition, signature: ExportGraphSignature) -> None:
     """Put the operators into a finished partition that make its gradients those of the whole program.
 
     Local, and alike on every rank. The gradient of a parameter or input that is whole is whole on every rank.
+    A program that returns its gradients itself stays as it is.
 
     Args:
         p: with its output node.
         signature: the whole program's; says which placeholders are buffers, which have no gradients.
     """
-    _Pass(p, signature).run()
+    if not _returns_gradients(signature):
+        _Pass(p, signature).run()
 
 
 def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
@@ -50,8 +52,7 @@ def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
     A program that returns its gradients itself stays as it is.
     """
     marked = _Pass(p, signature)
-    joint = any(spec.kind in _GRADIENTS for spec in signature.output_specs)
-    if joint or not any(marked.is_cut(node) for node in p.graph.nodes):
+    if _returns_gradients(signature) or not any(marked.is_cut(node) for node in p.graph.nodes):
         return
     (output,) = p.graph.find_nodes(op="output")
     returned: Any = list(output.args[0])
@@ -60,6 +61,11 @@ def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
             with p.graph.inserting_before(output):
                 returned[index] = p.emit(ops.untrainable.default, returned[index])
     output.args = (tuple(returned),)
+
+
+def _returns_gradients(signature: ExportGraphSignature) -> bool:
+    """Is the backward in the program, cut as the rest of it?"""
+    return any(spec.kind in _GRADIENTS for spec in signature.output_specs)
 
 
 class _Pass:

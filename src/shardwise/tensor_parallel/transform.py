@@ -6,6 +6,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -14,20 +15,21 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from shardwise import _compat
-from shardwise.errors import ShardingError
-from shardwise.tensor_parallel import state
+from shardwise.errors import ShardingError, here
+from shardwise.tensor_parallel import moves, state
 from shardwise.tensor_parallel import training as gradients
 from shardwise.tensor_parallel.canonical import canonical, functional
 from shardwise.tensor_parallel.partition import Parameter, Partition, Replicated, Value
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, even
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, name_of, pointwise
-from shardwise.tensor_parallel.styles import REPLICATED, Layout, Plan, plan_of
+from shardwise.tensor_parallel.styles import Plan, plan_of
 
 OFFLINE_GROUP = "shardwise_tensor_parallel"
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 # Outputs that belong to a parameter or buffer, and are as it is cut.
-_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.GRADIENT_TO_PARAMETER)
+_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+WRITES = (*_MUTATIONS, OutputKind.GRADIENT_TO_PARAMETER)
 
 
 def tensor_parallel_transformation(
@@ -55,8 +57,8 @@ def tensor_parallel_transformation(
         device_type: where it will run: state, constants and devices named in the graph are moved there.
         parallel_strategies: styles by module, see `styles.plan_of`; or "auto": those of `choose`, at its own
             prices.
-        group_name: of the process group that it communicates over; by default the default group's. Where
-            there is none yet, `package.bind` names it later.
+        group_name: of the process group that it communicates over; by default the default group's, which
+            must have `world_size` ranks. Where there is none yet, `package.bind` names it later.
         strict: raise where an operation has no rule, in place of gathering its inputs; where a weight with a
             style was not cut; and where some rank has nothing of a weight.
         training: have backward through the result's module give the whole program's gradients. Without it
@@ -67,7 +69,7 @@ def tensor_parallel_transformation(
         parts of the parameters. Buffers that it writes are whole.
 
     Raises:
-        ShardingError: a rank, name or style that does not fit.
+        ShardingError: a rank, world size, name or style that does not fit.
     """
     if not 0 <= rank < world_size:
         raise ShardingError(f"rank {rank} is not one of {world_size} ranks")
@@ -78,13 +80,17 @@ def tensor_parallel_transformation(
         parallel_strategies = choose(program, world_size).strategies
     graph = canonical(program)
     parameters = parameters_of(program, graph)
-    plan = plan_of(parallel_strategies, {p.name: p.node.meta["val"] for p in parameters.values()})
+    dropped = _dropped(program, parameters)
+    named = {p.name: node for node, p in parameters.items()} | dropped
+    modules = list(dict.fromkeys(name for node in graph.nodes for name in _modules(node)))
+    known = {name: node.meta["val"] for name, node in named.items()}
+    plan = plan_of(parallel_strategies, known, modules=modules)
     aliases = untie(program, graph, parameters)
-    _give_styles(plan, parameters, aliases, _written(program.graph_signature))
-    partition = Partition(
-        rank, world_size, group_name or _default_group(), state.fake_mode_of(program), parameters
-    )
-    moves = _moves(plan, graph)
+    written = _written(program.graph_signature)
+    _give_styles(plan, parameters, aliases, written, dropped=dropped)
+    group = group_name or _default_group(world_size)
+    partition = Partition(rank, world_size, group, state.fake_mode_of(program), parameters)
+    moved = moves.enter(plan, graph, program.graph_signature) | moves.leave(plan, graph)
     for node in graph.nodes:
         if node.op == "output":
             _outputs(partition, node, program.graph_signature)
@@ -93,24 +99,33 @@ def tensor_parallel_transformation(
             last = next(iter(reversed(partition.graph.nodes)), None)
             build(partition, node, strict=strict)
             _name_source(partition, node, last)
-        if node in moves:
-            _move(partition, node, *moves[node])
+        if node in moved:
+            moves.move(partition, node, *moved[node])
     for alias, first in aliases.items():
         _place_alias(partition, alias, first)
-    for parameter in parameters.values():
-        parameter.style = plan.styles.get(parameter.name)
-    _report(partition, strict=strict)
+    words: dict[fx.Node, str | None] = {}
+    for name, node in named.items():  # those of names that are dropped last
+        words[node] = words.get(node) or plan.styles.get(name)
+    for node, parameter in parameters.items():
+        parameter.style = words[node]
+    _report(partition, written, strict=strict)
     if training:
         gradients.differentiable(partition, program.graph_signature)
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in program.state_dict.values()):
         gradients.untrainable(partition, program.graph_signature)
-    made = state.program_of(program, partition, asked=plan.asked)
+    made = state.program_of(program, partition, plan=plan)
     return _on_device(made, device_type)
 
 
-def _default_group() -> str:
+def _default_group(world_size: int) -> str:
     if not dist.is_initialized() or dist.group.WORLD is None:
         return OFFLINE_GROUP
+    if dist.group.WORLD.size() != world_size:
+        raise ShardingError(
+            f"{here()}: world_size is {world_size}, but the default process group has"
+            f" {dist.group.WORLD.size()} ranks; give the name of the group that will run it,"
+            " group_name=group.group_name, or any name and `bind` the result to a group later"
+        )
     return dist.group.WORLD.group_name
 
 
@@ -124,6 +139,13 @@ def parameters_of(program: ExportedProgram, graph: fx.Graph) -> dict[fx.Node, Pa
         for spec in program.graph_signature.input_specs
         if spec.kind in _STATE and spec.target is not None
     }
+
+
+def _dropped(program: ExportedProgram, parameters: dict[fx.Node, Parameter]) -> dict[str, fx.Node]:
+    """Names that strict export drops from the graph: the placeholder of the tensor's other name."""
+    by_name = {parameter.name: node for node, parameter in parameters.items()}
+    tied = state.tied(program).items()
+    return {name: by_name[first] for name, first in tied if name not in by_name and first in by_name}
 
 
 def untie(
@@ -142,12 +164,17 @@ def untie(
 
 def _written(signature: ExportGraphSignature) -> list[str]:
     return [
-        spec.target for spec in signature.output_specs if spec.kind in _WRITES[:1] and spec.target is not None
+        spec.target for spec in signature.output_specs if spec.kind in _MUTATIONS and spec.target is not None
     ]
 
 
 def _give_styles(
-    plan: Plan, parameters: dict[fx.Node, Parameter], aliases: dict[fx.Node, fx.Node], written: list[str]
+    plan: Plan,
+    parameters: dict[fx.Node, Parameter],
+    aliases: dict[fx.Node, fx.Node],
+    written: list[str],
+    *,
+    dropped: Mapping[str, fx.Node] = MappingProxyType({}),
 ) -> None:
     """Write its style on each parameter: the word that cuts it, at its first use, along the dim asked for.
 
@@ -155,22 +182,23 @@ def _give_styles(
     "column" as the other.
     """
     wanted: dict[fx.Node, tuple[int | None, str, str]] = {}
-    for node, parameter in parameters.items():
-        word = plan.styles.get(parameter.name)
-        if word is None or parameter.name in written:
+    named = [(parameter.name, node) for node, parameter in parameters.items()] + list(dropped.items())
+    for name, node in named:
+        word = plan.styles.get(name)
+        if word is None or parameters[node].name in written:
             continue
         first = aliases.get(node, node)
-        used = _use(first, parameter.name.rpartition(".")[0])
+        used = _use(first, name.rpartition(".")[0])
         dim = None if used is None else _dim(word, used, first)
         if first in wanted and wanted[first][0] != dim:
             raise ShardingError(
-                f"{wanted[first][2]} and {parameter.name} are one tensor, to be cut along dim"
+                f"{wanted[first][2]} and {name} are one tensor, to be cut along dim"
                 f" {wanted[first][0]} by one style and along dim {dim} by the other; give one of them, or"
                 " such that cut it alike"
             )
-        wanted[first] = (dim, word, parameter.name)
+        wanted[first] = (dim, word, name)
     for node, (dim, word, _) in wanted.items():
-        use = next(iter(node.users), None)
+        use = min(node.users, default=None)  # in the graph's order
         other = {"column": "row", "row": "column"}[word]
         flips = dim is not None and use is not None and _dim(word, use, node) not in (dim, None)
         parameters[node].style = other if flips else word
@@ -178,7 +206,7 @@ def _give_styles(
 
 def _use(weight: fx.Node, module: str) -> fx.Node | None:
     """The operation by which `module` uses a weight; the first of all if it uses it by none."""
-    users = list(weight.users)
+    users = sorted(weight.users)
     return next((user for user in users if module in _modules(user)[-1:]), users[0] if users else None)
 
 
@@ -195,26 +223,6 @@ def _dim(word: str, user: fx.Node, weight: fx.Node) -> int | None:
 def _modules(node: fx.Node) -> list[str]:
     """Names of the modules that `node` lies in, the innermost last; without the number of the call."""
     return [str(entry[0]).partition("@")[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
-
-
-def _moves(plan: Plan, graph: fx.Graph) -> dict[fx.Node, tuple[str, Layout]]:
-    """The last operation of each call of a module whose outputs are to be moved: the module, and where to."""
-    moves: dict[fx.Node, tuple[str, Layout]] = {}
-    for module, layout in plan.outputs.items():
-        last: dict[str, fx.Node] = {}
-        for node in graph.nodes:
-            calls = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
-            call = next((name for name in calls if name.partition("@")[0] == module), None)
-            if call is not None and node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
-                last[call] = node
-        if not last:
-            raise ShardingError(
-                f"the outputs of {module} are to be moved, but no operation of the program says that it"
-                " belongs to it (it was not called, or a pass has dropped nn_module_stack); leave"
-                " output_layouts out"
-            )
-        moves.update((node, (module, layout)) for node in last.values())
-    return moves
 
 
 # ------------------------------------------------------------ node by node
@@ -269,7 +277,7 @@ def _outputs(p: Partition, node: fx.Node, signature: ExportGraphSignature) -> No
     placements = {x.name: x.placement for x in p.parameters.values()}
     returned = []
     for spec, value in zip(signature.output_specs, node.args[0], strict=True):  # type: ignore[arg-type]
-        belongs = spec.kind in _WRITES and spec.target in placements
+        belongs = spec.kind in WRITES and spec.target in placements
         where: Placement = (placements[spec.target] if belongs else None) or REPLICATE  # type: ignore[index]
         returned.append(p.take(value, where))
     p.graph.output(tuple(returned))
@@ -292,28 +300,6 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
     p.repeat(node)
 
 
-def _move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
-    """Have the value of `node` where the style of `module` wants its outputs."""
-    at = p.placement(node)
-    wanted: Placement = REPLICATE
-    if layout != REPLICATED:
-        sizes, dim = p.shape(node), int(layout)
-        if not -len(sizes) <= dim < len(sizes):
-            raise ShardingError(
-                f"the outputs of {module} have {len(sizes)} dims; Shard({dim}) is none of them"
-            )
-        dim %= len(sizes)
-        if isinstance(at, Split) and at.dim == dim:
-            return
-        if not isinstance(sizes[dim], int):
-            raise ShardingError(
-                f"the outputs of {module} cannot be cut along dim {dim}, whose size is not known before the"
-                " program runs; export with that dim static, or leave output_layouts out"
-            )
-        wanted = Split(dim, even(sizes[dim], p.ranks))
-    p.values[node] = Value(p.take(node, wanted), wanted)
-
-
 def _place_alias(p: Partition, alias: fx.Node, first: fx.Node) -> None:
     """A placeholder without uses has the shard of the one that shares its tensor."""
     p.parameters[alias].placement = p.parameters[first].placement
@@ -323,7 +309,7 @@ def _place_alias(p: Partition, alias: fx.Node, first: fx.Node) -> None:
 # ------------------------------------------------------------ after
 
 
-def _report(p: Partition, *, strict: bool) -> None:
+def _report(p: Partition, written: list[str], *, strict: bool) -> None:
     for lost in p.replicated:
         _warn(
             f"{lost.op} ({lost.node}, {lost.source}) has no tensor-parallel rule: its inputs are gathered,"
@@ -334,6 +320,7 @@ def _report(p: Partition, *, strict: bool) -> None:
         shape = tuple(x.node.meta["val"].shape)
         if x.style is not None and len(shape) >= 2 and not isinstance(x.placement, Split):
             why = "nothing uses it" if x.placement is None else "its first use has no way to use a part of it"
+            why = "the program writes to it" if x.name in written else why
             whole.append(
                 f"{x.name} of shape {shape} has the style {x.style!r} but stays whole on every rank: {why}"
             )

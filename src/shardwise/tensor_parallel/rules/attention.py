@@ -36,12 +36,12 @@ def attention(p: Partition, node: fx.Node) -> None:
 def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **changed: Any) -> None:
     q, _, _, *rest = node.args
     ndim = len(p.shape(q))  # type: ignore[arg-type]
-    others = [_bias(p, x, cut, ndim=ndim) for x in rest]
-    kwargs = {name: _bias(p, x, cut, ndim=ndim) for name, x in node.kwargs.items()} | changed
+    others = [mask_for(p, x, cut, ndim=ndim) for x in rest]
+    kwargs = {name: mask_for(p, x, cut, ndim=ndim) for name, x in node.kwargs.items()} | changed
     p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), p.like(node, cut))
 
 
-def _bias(p: Partition, x: Any, cut: Split, *, ndim: int) -> Any:
+def mask_for(p: Partition, x: Any, cut: Split, *, ndim: int) -> Any:
     """A mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
     if not is_tensor(x):
         return p.take(x)
@@ -57,15 +57,24 @@ def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
     dim = len(p.shape(q)) - 3  # type: ignore[arg-type]
     if not isinstance(at, Split) or at.dim != dim:
         at = p.evenly(q, dim)  # type: ignore[arg-type]
-    needed = Split(dim, tuple(tuple((b // group, -(-e // group)) for b, e in held) for held in at.ranges))
-    needed = needed.within(0, p.hints(k)[dim])  # type: ignore[arg-type]
-    keys, values = p.take(k, needed), p.take(v, needed)
-    whole_groups = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
+    needed, whole_groups = key_heads(p, at, group=group, count=p.hints(k)[dim])  # type: ignore[arg-type]
     alone = all(needed.size(rank) == 1 for rank in range(p.ranks))
     if whole_groups or alone:
-        return _emit(p, node, at, keys, values)
-    repeated = needed.scaled(group)
-    keys, values = (
-        p.inside(p.emit(aten.repeat_interleave.self_int, x, group, dim), repeated, at) for x in (keys, values)
-    )
-    return _emit(p, node, at, keys, values, enable_gqa=False)
+        return _emit(p, node, at, p.take(k, needed), p.take(v, needed))
+    keys, values = (for_queries(p, x, needed, at, group=group) for x in (k, v))
+    changed = {"enable_gqa": False} if node.target is aten.scaled_dot_product_attention.default else {}
+    return _emit(p, node, at, keys, values, **changed)
+
+
+def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split, bool]:
+    """The heads of keys that heads of queries cut by `at` use, and is that on each rank all uses of them?"""
+    ranges = tuple(tuple((b // group, -(-e // group)) for b, e in held) for held in at.ranges)
+    needed = Split(at.dim, ranges).within(0, count)
+    whole = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
+    return needed, whole
+
+
+def for_queries(p: Partition, x: Any, needed: Split, at: Split, *, group: int) -> fx.Node:
+    """Keys or values once for each head of queries that this rank has."""
+    repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, needed), group, at.dim)
+    return p.inside(repeated, needed.scaled(group), at)

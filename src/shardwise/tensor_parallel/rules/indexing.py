@@ -8,6 +8,7 @@ from torch import fx
 
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE
+from shardwise.tensor_parallel.rules.loss import by_intervals, by_rows, choose, is_chosen, placed
 from shardwise.tensor_parallel.rules.parts import slice_begin
 from shardwise.tensor_parallel.rules.registry import rule
 from shardwise.tensor_parallel.rules.views import is_tensor
@@ -54,6 +55,12 @@ def gather(p: Partition, node: fx.Node) -> None:
     dim, chosen = (args[2], args[1]) if names == "take_along_dim" else (args[1], args[2])
     x = args[0]
     at = p.cut_of(x, *[a for a in args[1:] if is_tensor(a)])
+    if at is not None and p.placement(x) == at and is_chosen(p, node, at.dim):
+        if names == "gather" and (x in p.waiting or by_rows(p, x, at.dim)):
+            return choose(p, node)
+        single = str(node.target) == "aten.scatter.value" and p.shape(chosen)[at.dim] == 1
+        if single and by_intervals(at, at.dim):
+            return placed(p, node)
     alike = is_tensor(chosen) and isinstance(dim, int) and len(p.shape(chosen)) == len(p.shape(x))
     if at is None or not alike or at.dim == dim % len(p.shape(x)):
         return p.repeat(node)

@@ -151,9 +151,19 @@ def _where(p: Partition, node: fx.Node, a: Any, b: Any) -> tuple[Placement, Plac
         return at_a, REPLICATE, at_a.on(ndim - 2)
     if isinstance(at_b, Split) and at_b.dim == ndim_b - 1:
         return REPLICATE, at_b, at_b.on(ndim - 1)
-    if isinstance(at_a, Split) and isinstance(at_b, Split) and at_a.on(0) == at_b.on(0) and at_a.disjoint:
-        return at_a, at_b, PARTIAL
+    if isinstance(at_a, Split) and isinstance(at_b, Split) and at_a.on(0) == at_b.on(0):
+        return at_a.once(), at_b.once(), PARTIAL
+    if isinstance(at_b, Split) and at_a == REPLICATE and _is_weight(p, b):
+        once = at_b.once()
+        return once.on(ndim_a - 1), once, PARTIAL
     return REPLICATE, REPLICATE, REPLICATE
+
+
+def _is_weight(p: Partition, x: Any) -> bool:
+    """Is `x` a parameter, maybe transposed, and so rather used in parts than gathered?"""
+    while x not in p.parameters and str(x.target).startswith(("aten.t.", "aten.transpose.", "aten.permute.")):
+        x = x.args[0]
+    return x in p.parameters
 
 
 def _aligned(p: Partition, x: Any, cut: Split, ndim: int) -> Placement:

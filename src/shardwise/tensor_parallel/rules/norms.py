@@ -28,11 +28,7 @@ def norm(p: Partition, node: fx.Node) -> None:
 
 # Where the dim, or dims, that must be whole stand among the arguments; or how many of the last dims.
 _DIM_AT = {
-    "softmax": 1,
-    "_softmax": 1,
     "_safe_softmax": 1,
-    "log_softmax": 1,
-    "_log_softmax": 1,
     "cumsum": 1,
     "cumprod": 1,
     "logcumsumexp": 1,

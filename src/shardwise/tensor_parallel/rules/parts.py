@@ -86,7 +86,8 @@ def getitem(p: Partition, node: fx.Node) -> None:
     value = p.values[whole]
     if not isinstance(value.placement, tuple):
         return p.repeat(node)
-    made = p.emit(operator.getitem, value.node, index)
+    several = isinstance(value.node, tuple)  # made one by one
+    made = value.node[index] if several else p.emit(operator.getitem, value.node, index)
     return p.keep(node, made, value.placement[index])
 
 

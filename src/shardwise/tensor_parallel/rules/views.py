@@ -88,10 +88,20 @@ def permute(p: Partition, node: fx.Node) -> None:
     order = order_of(node, len(p.shape(x)))
     if x in p.parameters and (wanted := expert_cut(p, node)) is not None:
         p.take(x, wanted.on(order[wanted.dim]))
+    elif order == [1, 0] and _is_cut_later(p, x):
+        return p.transpose_later(node)
     here, at = start(p, x)
     made = p.emit(node.target, here, *rest)
     p.keep(node, made, at.on(order.index(at.dim)) if isinstance(at, Split) else at)
     return None
+
+
+def _is_cut_later(p: Partition, x: fx.Node) -> bool:
+    """Is `x` a matrix that a linear layer will cut, transposed for the backward before?"""
+    parameter = p.parameters.get(x)
+    if parameter is None or parameter.style is None or parameter.placement is not None:
+        return False
+    return any(user.target is aten.linear.default and user.args[1] is x for user in x.users)
 
 
 @rule("aten::unsqueeze")

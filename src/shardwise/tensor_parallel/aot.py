@@ -1,0 +1,125 @@
+"""Ranks' programs as machine code, compiled ahead of time by AOTInductor, in the folder that `save` wrote.
+
+    folder/rank-0.aot.pt2     of rank-0.pt2, with its weights
+    folder/compiled.json      the name of the process group, every file's sha256
+
+Collectives are compiled as calls of torch's functional ones, over a job's default group, by the name that
+torch gives it. Weights must be there: `materialize` before `save`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.export import ExportedProgram
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.tensor_parallel import package
+from shardwise.tensor_parallel.materialize import missing_weights
+from shardwise.tensor_parallel.operators import ops
+
+COMPILED = "compiled.json"
+
+
+def compile_package(folder: str | Path) -> None:
+    """Compile all ranks' programs in a folder by `save`, for inference on machines like this one. Local.
+
+    Needs a C++ compiler, and no process group: for as long as it takes, one of this process alone stands in.
+
+    Args:
+        folder: the folder; files are added to it.
+
+    Raises:
+        ShardingError: a process group that is there already, weights that are not, or a folder that cannot be
+            read.
+    """
+    place = Path(folder)
+    ranks = package.ranks_of(place)
+    written = []
+    with _stand_in() as group_name:
+        for rank in range(ranks):
+            program = package.load(place, rank=rank, world_size=ranks)
+            missing = missing_weights(program)
+            if missing:
+                raise ShardingError(
+                    f"the program of rank {rank} has no weights yet ({', '.join(missing[:3])}); materialize"
+                    " all ranks' programs, save them, then compile"
+                )
+            path = place / f"rank-{rank}.aot.pt2"
+            _compat.aoti_compile(_for_inference(package.bind(program, group_name)), str(path))
+            written.append({"name": path.name, "sha256": package.sha256(path)})
+    (place / COMPILED).write_text(json.dumps({"group": group_name, "files": written}, indent=1) + "\n")
+
+
+def load_compiled(
+    folder: str | Path, *, rank: int | None = None, group: dist.ProcessGroup | None = None
+) -> Callable[..., Any]:
+    """This rank's function from a folder that `compile_package` completed; called as the model is. Local.
+
+    Args:
+        folder: the folder. It holds machine code: load only those whom you would let run code.
+        rank: of the process within its group; by default asked of `group`.
+        group: that it communicates over; must have the name that it was compiled for, as a default group has.
+
+    Raises:
+        ShardingError: a group of another name or size; a file that is missing or damaged.
+    """
+    place = Path(folder)
+    ranks = package.ranks_of(place)
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ShardingError("there is no default process group; call init_process_group first")
+    if not (place / COMPILED).is_file():
+        raise ShardingError(f"{here()}: {place} has no compiled programs; compile_package it before the job")
+    known = json.loads((place / COMPILED).read_text())
+    own = dist.get_rank(group)
+    asked = own if rank is None else rank
+    if group.size() != ranks or asked != own:
+        raise ShardingError(
+            f"{here()}: {place} has programs for {ranks} ranks, asked for rank {asked} in a group of"
+            f" {group.size()}, in which this process is {own}"
+        )
+    if group.group_name != known["group"]:
+        raise ShardingError(
+            f"{here()}: {place} was compiled for a default group, by the name {known['group']!r}, not"
+            f" {group.group_name!r}; load the program itself by `load`, and compile it by torch.compile"
+        )
+    file = known["files"][own]
+    path = place / file["name"]
+    if not path.is_file() or package.sha256(path) != file["sha256"]:
+        raise ShardingError(f"{here()}: {path} is not what was compiled; copy the folder again")
+    return _compat.aoti_load(str(path))
+
+
+def _for_inference(program: ExportedProgram) -> ExportedProgram:
+    """Without what refuses backward, which compiled programs have none of; changed in place."""
+    for node in list(program.graph.nodes):
+        if node.target is ops.untrainable.default:
+            node.replace_all_uses_with(node.args[0])
+            program.graph_signature.replace_all_uses(node.name, node.args[0].name)
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+@contextmanager
+def _stand_in() -> Iterator[str]:
+    """A default group of this process alone: the compiler looks groups up by name. Its name."""
+    if dist.is_initialized():
+        raise ShardingError(
+            f"{here()}: compile_package was called with a process group; call it in a process of its own"
+            " before the job, such as by `shardwise tp export --aot`"
+        )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()

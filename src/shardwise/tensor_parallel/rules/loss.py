@@ -1,0 +1,359 @@
+"""Softmax and cross-entropy over a cut dim, such as a vocabulary: ranks exchange sums of rows, not rows.
+
+Of each row x, cut over ranks:
+
+    max(x)                  one all-reduce of maxima; x less its maximum is this rank's alone
+    sum(exp(x)), x[target]  terms of sums, side by side in one all-reduce
+    loss = log(sum(exp(x))) - x[target]
+
+The maximum is no part of the result, so no gradient flows through it. Where softmax's logarithm is an
+operation of its own and a loss is first to use it, it waits: `Partition.waiting` has, by what the loss takes,
+all views of it so far. These are less their maximum only, until their sums go along with the loss's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.tensor_parallel.heads import order_of
+from shardwise.tensor_parallel.partition import Partition, aten
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, regroup, same_size
+from shardwise.tensor_parallel.rules.registry import rule
+from shardwise.tensor_parallel.rules.views import is_tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+_NLL = ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
+_NONE, _MEAN = 0, 1  # reductions
+
+
+# ------------------------------------------------------------ softmax
+
+
+@rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax")
+def softmax(p: Partition, node: fx.Node) -> None:
+    args: Any = node.args
+    x, dim = args[0], args[1] % max(1, len(p.shape(args[0])))
+    at = p.cut_of(x)
+    if at is not None and at.dim != dim:
+        return p.keep(node, p.emit(node.target, p.take(x, at), *args[1:], **node.kwargs), at)
+    if at is None or not by_rows(p, x, dim):
+        return p.repeat(node)
+    here = _less_maximum(p, x, at, dtype=node.meta["val"].dtype)
+    if not _name(node).endswith("log_softmax"):
+        powers = p.emit(aten.exp.default, here)
+        made = p.emit(aten.div.Tensor, powers, p.all_reduce(_row_sum(p, powers, dim)))
+        return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), at)
+    path = _to_loss(p, node, at)
+    if path is None:
+        total = p.all_reduce(_row_sum(p, p.emit(aten.exp.default, here), dim))
+        made = p.emit(aten.sub.Tensor, here, p.emit(aten.log.default, total))
+        return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), at)
+    p.waiting[path[-1]] = path
+    return p.keep(node, here, at)
+
+
+def by_rows(p: Partition, x: Any, dim: int) -> bool:
+    """Has each rank one interval of `dim` of `x`, of which the whole is nowhere needed yet?"""
+    at = p.placement(x)
+    return isinstance(at, Split) and by_intervals(at, dim) and not p.is_gathered(x)
+
+
+def by_intervals(at: Split, dim: int) -> bool:
+    """Has each rank one interval of `dim`, or nothing?"""
+    return at.dim == dim and at.block is None and at.disjoint and all(len(held) <= 1 for held in at.ranges)
+
+
+def _less_maximum(p: Partition, x: Any, at: Split, *, dtype: torch.dtype) -> fx.Node:
+    """This rank's part of `x` less the maxima of whole rows, in `dtype`, or in float32 if that is shorter."""
+    here = as_dtype(p, p.take(x, at), torch.float32 if dtype in _HALF else dtype)
+    apart = p.emit(aten.detach.default, here)
+    if at.size(p.rank):
+        most = p.emit(aten.amax.default, apart, [at.dim], True)
+    else:
+        most = p.emit(aten.full_like.default, _row_sum(p, apart, at.dim), float("-inf"))
+    return p.emit(aten.sub.Tensor, here, p.all_reduce(most, "max"))
+
+
+def _row_sum(p: Partition, here: fx.Node, dim: int) -> fx.Node:
+    return p.emit(aten.sum.dim_IntList, here, [dim], True)
+
+
+def as_dtype(p: Partition, here: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return here if here.meta["val"].dtype == dtype else p.emit(aten.to.dtype, here, dtype)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
+
+
+# ------------------------------------------------------------ from a logarithm to the loss that it waits for
+
+
+def _to_loss(p: Partition, node: fx.Node, at: Split) -> list[fx.Node] | None:
+    """`node` and views of it, the last of which goes to a loss, if that is first to use its elements."""
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
+    seen = {node: at}
+    turned = False  # then not only the sizes of a row's sum differ
+    while True:
+        users = {user: x for x in seen for user in x.users if user not in seen}
+        user = min(users, key=order.__getitem__, default=None)
+        if user is None or not user.args or user.args[0] is not users[user]:
+            return None
+        x = users[user]
+        if _is_loss(p, user, seen[x].dim):
+            return None if turned and len(users) > 1 else [*(each for each in seen if each is not x), x]
+        found = _seen(p, user, seen[x])
+        if found is None or found.block is not None:
+            return None
+        turned = turned or _name(user) in ("transpose", "permute")
+        seen[user] = found
+
+
+def _seen(p: Partition, user: fx.Node, at: Split) -> Split | None:
+    """Where the result of `user` is cut if it is its input in another shape."""
+    name = _name(user)
+    if name in ("contiguous", "clone", "alias", "detach"):
+        return at
+    if name in ("view", "reshape", "_unsafe_view") and not str(user.target).endswith("view.dtype"):
+        return regroup(at, p.shape(user.args[0]), p.shape(user))  # type: ignore[arg-type]
+    if name in ("transpose", "permute"):
+        return at.on(order_of(user, len(p.shape(user))).index(at.dim))
+    return None
+
+
+def _is_loss(p: Partition, user: fx.Node, dim: int) -> bool:
+    args: Any = user.args
+    if _name(user) in _NLL:
+        return dim == class_dim(p, args[0]) and len(p.shape(args[1])) == len(p.shape(args[0])) - 1
+    return _name(user) == "gather" and is_chosen(p, user, dim)
+
+
+def _summed(p: Partition, x: fx.Node, here: fx.Node, terms: Sequence[fx.Node], dim: int) -> list[fx.Node]:
+    """The logarithm of each row's sum of exp(here), and the sums of `terms` over ranks: one all-reduce."""
+    powers = _row_sum(p, p.emit(aten.exp.default, here), dim)
+    sums = p.all_reduce(p.emit(aten.cat.default, [powers, *terms], dim))
+    found, begin = [], 0
+    for term in (powers, *terms):
+        end = begin + term.meta["val"].shape[dim]
+        found.append(p.emit(aten.slice.Tensor, sums, dim, begin, end))
+        begin = end
+    logarithm = p.emit(aten.log.default, found[0])
+    _end_waiting(p, x, logarithm)
+    return [logarithm, *found[1:]]
+
+
+def _end_waiting(p: Partition, x: fx.Node, logarithm: fx.Node) -> None:
+    """Give what has waited its true value, for those who use it later."""
+    waiting = p.waiting.pop(x, [])
+    for each in waiting:
+        at = p.placement(each)
+        assert isinstance(at, Split)
+        if all(user in waiting for user in each.users) or (each is x and len(x.users) == 1):
+            continue
+        here = p.take(each, at)
+        rows = p.shape(each)
+        rows[at.dim] = 1
+        less = logarithm if each is x else p.emit(aten.reshape.default, logarithm, rows)
+        p.keep(each, as_dtype(p, p.emit(aten.sub.Tensor, here, less), each.meta["val"].dtype), at)
+
+
+# ------------------------------------------------------------ elements by index along the cut dim
+
+
+def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
+    """Does the gather `node` take elements along `dim` from every row of its input, with int indices?"""
+    args: Any = node.args
+    x, along, index = args[:3]
+    if not is_tensor(index) or len(p.shape(index)) != len(p.shape(x)) or not p.shape(x):
+        return False
+    sizes = enumerate(zip(p.shape(index), p.shape(x), strict=True))
+    alike = all(d == dim or same_size(one, other) for d, (one, other) in sizes)
+    return alike and int(along) % len(p.shape(x)) == dim
+
+
+def choose(p: Partition, node: fx.Node) -> None:
+    """x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
+    x, _, index = node.args[:3]
+    assert isinstance(x, fx.Node)
+    at = p.placement(x)
+    assert isinstance(at, Split)
+    here = p.take(x, at)
+    term = chosen(p, here, at, p.take(index))
+    if x not in p.waiting:
+        return p.keep(node, term, PARTIAL)
+    logarithm, picked = _summed(p, x, here, [term], at.dim)
+    made = p.emit(aten.sub.Tensor, picked, logarithm)
+    return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), REPLICATE)
+
+
+def chosen(p: Partition, here: fx.Node, at: Split, index: fx.Node) -> fx.Node:
+    """The elements of `here`, cut by `at`, at `index` along the cut dim; zeros for those of other ranks."""
+    if not at.ranges[p.rank]:  # no elements, but gradients flow here as on the other ranks
+        return p.emit(aten.expand_as.default, _row_sum(p, here, at.dim), index)
+    local, elsewhere = own_index(p, at, index)
+    found = p.emit(aten.gather.default, here, at.dim, local)
+    return p.emit(aten.masked_fill.Scalar, found, elsewhere, 0)
+
+
+def placed(p: Partition, node: fx.Node) -> None:
+    """x.scatter(dim, index, value) along the cut dim, of one value a row: on the rank that has the place."""
+    x, _, index, value = node.args
+    assert isinstance(x, fx.Node)
+    at = p.placement(x)
+    assert isinstance(at, Split)
+    here = p.take(x, at)
+    if at.ranges[p.rank]:
+        local, elsewhere = own_index(p, at, p.take(index))
+        before = p.emit(aten.gather.default, here, at.dim, local)
+        after = p.emit(aten.full_like.default, before, value)
+        after = p.emit(aten.where.self, elsewhere, before, after)
+        here = p.emit(aten.scatter.src, here, at.dim, local, after)
+    return p.keep(node, here, at)
+
+
+def own_index(p: Partition, at: Split, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Indices among this rank's elements, of which there are some; and which are those of other ranks."""
+    ((begin, end),) = at.ranges[p.rank]
+    local = p.emit(aten.sub.Tensor, index, begin)
+    below, above = p.emit(aten.lt.Scalar, local, 0), p.emit(aten.ge.Scalar, local, end - begin)
+    elsewhere = p.emit(aten.logical_or.default, below, above)
+    return p.emit(aten.masked_fill.Scalar, local, elsewhere, 0), elsewhere
+
+
+# ------------------------------------------------------------ losses
+
+
+def class_dim(p: Partition, x: Any) -> int:
+    return 1 if len(p.shape(x)) > 1 else 0
+
+
+@rule("aten::cross_entropy_loss")
+def cross_entropy(p: Partition, node: fx.Node) -> None:
+    args: Any = [*node.args, *(None, None, _MEAN, -100, 0.0)[len(node.args) - 1 :]]
+    x, target, weight, reduction, ignored, smoothing = args
+    dim = class_dim(p, x)
+    if not by_rows(p, x, dim) or not isinstance(smoothing, (int, float)):
+        return p.repeat(node)
+    at = p.placement(x)
+    assert isinstance(at, Split)
+    dtype = node.meta["val"].dtype
+    if target.meta["val"].is_floating_point():
+        here = _less_maximum(p, x, at, dtype=dtype)
+        rows = _of_probabilities(p, x, here, at, target, weight, smoothing)
+        made = rows if reduction == _NONE else p.emit(_over_rows(reduction), rows)
+        return p.keep(node, as_dtype(p, made, dtype), REPLICATE)
+    if len(p.shape(target)) != len(p.shape(x)) - 1:
+        return p.repeat(node)
+    here = _less_maximum(p, x, at, dtype=dtype)
+    index = p.emit(aten.unsqueeze.default, as_dtype(p, p.take(target), torch.int64), dim)
+    terms = [chosen(p, here, at, index)]
+    if smoothing:
+        terms.append(_row_sum(p, _weighted(p, here, weight, at), dim))
+    logarithm, picked, *rest = _summed(p, x, here, terms, dim)
+    loss = p.emit(aten.sub.Tensor, logarithm, picked)
+    every = None
+    if smoothing:
+        classes = p.shape(x)[dim]
+        total = classes if weight is None else p.emit(aten.sum.default, p.take(weight))
+        every = p.emit(aten.sub.Tensor, p.emit(aten.mul.Tensor, logarithm, total), rest[0])
+        every = p.emit(aten.mul.Tensor, every, smoothing / classes)
+        loss = p.emit(aten.mul.Tensor, loss, 1 - smoothing)
+    made, _ = _of_rows(p, loss, index, dim, weight, reduction, ignored, every=every)
+    return p.keep(node, as_dtype(p, made, dtype), REPLICATE)
+
+
+@rule(*(f"aten::{name}" for name in _NLL))
+def nll(p: Partition, node: fx.Node) -> None:
+    """Of logarithms of probabilities; cross-entropy where these have waited."""
+    args: Any = [*node.args, *(None, _MEAN, -100)[max(0, len(node.args) - 2) :]]
+    x, target, weight, reduction, ignored = args
+    dim = class_dim(p, x)
+    if x not in p.waiting and (not by_rows(p, x, dim) or len(p.shape(target)) != len(p.shape(x)) - 1):
+        return p.repeat(node)
+    at = p.placement(x)
+    assert isinstance(at, Split)
+    index = p.emit(aten.unsqueeze.default, as_dtype(p, p.take(target), torch.int64), dim)
+    here = p.take(x, at)
+    term = chosen(p, here, at, index)
+    if x in p.waiting:
+        loss = p.emit(aten.sub.Tensor, *_summed(p, x, here, [term], dim))
+    else:
+        loss = p.emit(aten.neg.default, p.all_reduce(term))
+    made, total = _of_rows(p, loss, index, dim, weight, reduction, ignored)
+    value = node.meta["val"]
+    if not isinstance(value, (tuple, list)):
+        return p.keep(node, as_dtype(p, made, value.dtype), REPLICATE)
+    if reduction == _NONE:  # as torch says it then
+        total = p.emit(aten.zeros_like.default, total)
+    return p.keep(
+        node, (as_dtype(p, made, value[0].dtype), as_dtype(p, total, value[1].dtype)), (REPLICATE, REPLICATE)
+    )
+
+
+def _of_rows(
+    p: Partition,
+    loss: fx.Node,
+    index: fx.Node,
+    dim: int,
+    weight: Any,
+    reduction: int,
+    ignored: Any,
+    *,
+    every: fx.Node | None = None,
+) -> tuple[fx.Node, fx.Node]:
+    """The loss of whole rows, and the sum of their weights; `every`: what is added to weighted losses."""
+    skipped = p.emit(aten.eq.Scalar, index, ignored)
+    weights = loss_weights(p, weight, index, skipped, dtype=loss.meta["val"].dtype)
+    if weight is not None:
+        loss = p.emit(aten.mul.Tensor, loss, weights)
+    if every is not None:
+        loss = p.emit(aten.add.Tensor, loss, every)
+    loss = p.emit(aten.masked_fill.Scalar, loss, skipped, 0)
+    total = p.emit(aten.sum.default, weights)
+    if reduction == _NONE:
+        return p.emit(aten.squeeze.dim, loss, dim), total
+    loss = p.emit(aten.sum.default, loss)
+    return (p.emit(aten.div.Tensor, loss, total) if reduction == _MEAN else loss), total
+
+
+def loss_weights(
+    p: Partition, weight: Any, index: fx.Node, skipped: fx.Node, *, dtype: torch.dtype
+) -> fx.Node:
+    """The weight of each target's class; 1 if there are none, 0 for those skipped."""
+    if weight is None:
+        return p.emit(aten.to.dtype, p.emit(aten.logical_not.default, skipped), dtype)
+    safe = p.emit(aten.masked_fill.Scalar, index, skipped, 0)
+    found = p.emit(aten.index.Tensor, as_dtype(p, p.take(weight), dtype), [safe])
+    return p.emit(aten.masked_fill.Scalar, found, skipped, 0)
+
+
+def _weighted(p: Partition, here: fx.Node, weight: Any, at: Split) -> fx.Node:
+    """This rank's elements by the weights of their classes."""
+    if weight is None:
+        return here
+    sizes = [1] * here.meta["val"].ndim
+    sizes[at.dim] = at.size(p.rank)
+    return p.emit(aten.mul.Tensor, here, p.emit(aten.reshape.default, p.take(weight, at.on(0)), sizes))
+
+
+def _of_probabilities(
+    p: Partition, x: fx.Node, here: fx.Node, at: Split, target: fx.Node, weight: Any, smoothing: float
+) -> fx.Node:
+    """Each row's loss where targets are probabilities of the classes."""
+    wanted = p.take(target, at)
+    if smoothing:
+        wanted = p.emit(aten.mul.Tensor, wanted, 1 - smoothing)
+        wanted = p.emit(aten.add.Tensor, wanted, smoothing / p.shape(x)[at.dim])
+    wanted = _weighted(p, wanted, weight, at)
+    terms = [_row_sum(p, p.emit(aten.mul.Tensor, here, wanted), at.dim), _row_sum(p, wanted, at.dim)]
+    logarithm, products, sums = _summed(p, x, here, terms, at.dim)
+    found = p.emit(aten.sub.Tensor, p.emit(aten.mul.Tensor, logarithm, sums), products)
+    return p.emit(aten.squeeze.dim, found, at.dim)
+
+
+def _over_rows(reduction: int) -> Any:
+    return aten.mean.default if reduction == _MEAN else aten.sum.default

@@ -1,0 +1,209 @@
+"""Programs with their backward in them: cut before it was put in, and cut as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lockstep
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_tp_training import APART, COL, FUSED, LANGUAGE, ROW, Block, Language
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from ranks import on_ranks
+from shardwise import _compat
+from shardwise.comm.count import CommCounter
+from shardwise.tensor_parallel import counts, tensor_parallel_transformation
+from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+
+Build = Callable[[], nn.Module]
+
+
+class Llama(nn.Module):
+    """RMS norms, rotated queries and keys, `keys` heads of keys for 8 of queries, a gated MLP."""
+
+    def __init__(self, *, keys: int = 4, fused: bool = False) -> None:
+        super().__init__()
+        self.keys, size, kv = keys, 32, 4 * keys
+        self.first, self.second = nn.RMSNorm(size), nn.RMSNorm(size)
+        if fused:
+            self.qkv = nn.Linear(size, size + 2 * kv, bias=False)
+        else:
+            self.q, self.k, self.v = (nn.Linear(size, n, bias=False) for n in (size, kv, kv))
+        self.o = nn.Linear(size, size, bias=False)
+        self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.register_buffer("angles", torch.rand(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, kv = self.first(x), 4 * self.keys
+        if hasattr(self, "qkv"):
+            parts = self.qkv(h).split([32, kv, kv], -1)
+        else:
+            parts = self.q(h), self.k(h), self.v(h)
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
+        q, k = self.rotated(q), self.rotated(k)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.keys != 8)
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        h = self.second(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def rotated(self, x: Tensor) -> Tensor:
+        a = self.angles[: x.shape[2]]
+        one, other = x.chunk(2, -1)
+        return x * a.cos() + torch.cat([-other, one], -1) * a.sin()
+
+
+class Squared(nn.Module):
+    """A block and a scalar of its outputs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).square().mean()
+
+
+class Untied(Language):
+    """With a head of its own: torch gives no joint program of a model with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+def within(plan: dict[str, Any]) -> dict[str, Any]:
+    return {f"block.{name}": style for name, style in plan.items()}
+
+
+GATED = {"gate": COL, "up": COL, "down": ROW, "o": ROW}
+SPLIT = {"q": COL, "k": COL, "v": COL, **GATED}
+MODELS: dict[str, tuple[Build, dict[str, Any]]] = {
+    "GPT": (lambda: Squared(Block(width=4)), within(APART)),
+    "GPT, fused": (lambda: Squared(Block(fused=True)), within(FUSED)),
+    "Llama": (lambda: Squared(Llama(keys=8)), within(SPLIT)),
+    "Llama, grouped heads": (lambda: Squared(Llama()), within(SPLIT)),
+    "Llama, grouped heads, fused": (lambda: Squared(Llama(fused=True)), within({"qkv": COL, **GATED})),
+    "Llama, key heads shared by ranks": (lambda: Squared(Llama(keys=2)), within(SPLIT)),
+    "language model": (Untied, {**LANGUAGE, "head": COL}),
+}
+
+
+def exported(name: str) -> tuple[nn.Module, tuple[Tensor, ...], ExportedProgram]:
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    if name == "language model":
+        args = (torch.randint(17, (3, 5)),)
+    else:
+        args = (torch.randn(2, 6, 32 if "Llama" in name else 24),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, args, torch.export.export(model, args)
+
+
+def with_backward(program: ExportedProgram, *, core: bool = False) -> ExportedProgram:
+    """The joint program; attention stays whole either way."""
+    table: dict[Any, Any] = dict(torch.export.default_decompositions()) if core else {}
+    table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _compat.with_backward(program, loss=0, decompositions=table)
+
+
+def cut(program: ExportedProgram, name: str, rank: int, ranks: int, **how: Any) -> ExportedProgram:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return tensor_parallel_transformation(program, rank, ranks, "cpu", MODELS[name][1], **how)
+
+
+def check(
+    model: nn.Module, args: Any, program: ExportedProgram, returned: Sequence[Tensor], parts: Any
+) -> None:
+    """The loss, and of every gradient this rank's part."""
+    loss = model(*args)
+    names = [name for name, _ in model.named_parameters()]
+    whole = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    found = set()
+    for spec, value in zip(program.graph_signature.output_specs, returned, strict=True):
+        if spec.kind == OutputKind.LOSS_OUTPUT:
+            torch.testing.assert_close(value, loss, rtol=1e-5, atol=1e-5)
+        else:
+            assert spec.kind == OutputKind.GRADIENT_TO_PARAMETER
+            wanted = held(
+                whole[spec.target], placement_from_json(parts[spec.target]["placement"]), parts["rank"]
+            )
+            torch.testing.assert_close(
+                value, wanted, rtol=1e-5, atol=1e-5, msg=lambda m, n=spec.target: f"{n}: {m}"
+            )
+            found.add(spec.target)
+    assert found == set(names)
+
+
+def parts_of(program: ExportedProgram) -> dict[str, Any]:
+    record = record_of(program)
+    return {**record["parameters"], "rank": record["rank"]}
+
+
+def all_reduces(name: str, ranks: int) -> dict[str, int]:
+    """Two for a block and two for its backward, and two where ranks share heads of keys and values: their
+    gradients' terms. A language model's loss takes two (maxima and sums), its embedding one, and one the
+    gradient of the head's inputs."""
+    shared = name == "Llama, key heads shared by ranks" and ranks > 2
+    return {"all_reduce": 8 if name == "language model" else 4 + 2 * shared}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_joint_program_is_cut_forward_and_backward(name):
+    model, args, program = exported(name)
+    joint = with_backward(program)
+    for ranks in (2, 4):
+        programs = [cut(joint, name, rank, ranks) for rank in range(ranks)]
+        for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
+            check(model, args, each, returned, parts_of(each))
+            assert counts(each) == all_reduces(name, ranks)
+
+
+@pytest.mark.parametrize("name", ["Llama, grouped heads", "language model"])
+def test_a_decomposed_joint_program_is_cut_forward_and_backward(name):
+    model, args, program = exported(name)
+    joint = with_backward(program, core=True)
+    programs = [cut(joint, name, rank, 2) for rank in range(2)]
+    for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
+        check(model, args, each, returned, parts_of(each))
+        # sums of the loss's gradient in each row are not known to be what they are
+        assert counts(each) == {"all_reduce": 9 if name == "language model" else 4}
+
+
+@pytest.mark.parametrize("name", ["GPT", "GPT, fused", "Llama, grouped heads", "language model"])
+def test_a_program_cut_for_training_has_as_many_all_reduces_with_its_backward(name):
+    model, args, program = exported(name)
+    programs = [cut(program, name, rank, 2, training=True) for rank in range(2)]
+    joint = [with_backward(each) for each in programs]
+    for whole, each, returned in zip(programs, joint, lockstep.run(joint, *args), strict=True):
+        check(model, args, each, returned, parts_of(whole))
+        assert counts(each) == all_reduces(name, 2)
+
+
+def test_training_changes_nothing_of_a_joint_program():
+    _, _, program = exported("GPT")
+    joint = with_backward(program)
+    one, other = (cut(joint, "GPT", 0, 2, training=training) for training in (False, True))
+    assert [str(node) for node in one.graph.nodes] == [str(node) for node in other.graph.nodes]
+
+
+@on_ranks(2)
+def test_a_joint_program_runs_over_gloo():
+    model, args, program = exported("language model")
+    mine = cut(with_backward(program), "language model", dist.get_rank(), 2)
+    store = {**mine.constants, **mine.state_dict}  # torch's own module of a joint program does not run
+    inputs = [store[spec.target] for spec in mine.graph_signature.input_specs if spec.target in store]
+    with CommCounter() as counter, torch.no_grad():
+        returned = mine.graph_module(*inputs, *args)
+    check(model, args, mine, returned, parts_of(mine))
+    assert [call.kind for call in counter.calls] == ["all_reduce"] * 8

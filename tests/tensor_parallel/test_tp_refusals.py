@@ -1,0 +1,182 @@
+"""Operations with a user's rule and without one, and what is refused of a program, ranks and groups."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lockstep
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram, export
+
+from ranks import on_ranks
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel import (
+    PARTIAL,
+    REPLICATE,
+    Partition,
+    Split,
+    bind,
+    counts,
+    explain,
+    rule,
+    tensor_parallel_transformation,
+)
+from shardwise.tensor_parallel.rules.registry import RULES
+
+# torch's own decompositions copy what it calls deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+
+
+@torch.library.custom_op("shardwise_test::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """Each row's elements times its first row's mean: no rule can be guessed for it."""
+    return x * x[..., :1, :].mean()
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("shardwise_test::contracted", mutates_args=())
+def contracted(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, in] times weight [in, out]."""
+    return x @ weight
+
+
+@contracted.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(turned(y))
+
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def parts(program: ExportedProgram, plan: Any, *, ranks: int = 2, **options: Any) -> list[ExportedProgram]:
+    return [
+        tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options) for rank in range(ranks)
+    ]
+
+
+@pytest.fixture
+def rules() -> Iterator[None]:
+    """Rules registered by a test are gone after it."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def test_an_operation_without_a_rule_is_named_with_its_line_and_the_bytes_it_gathers() -> None:
+    torch.manual_seed(0)
+    model, x = Turning(), torch.randn(3, 6)
+    program = export(model, (x,))
+    node = next(node for node in program.graph.nodes if "turned" in str(node.target))
+    told = rf"shardwise_test::turned.default \({node.name}, .*return self.down\(turned\(y\)\)"
+    with pytest.warns(
+        UserWarning, match=rf"{told}.* has no tensor-parallel rule.*, {3 * 10 * 4} bytes a call"
+    ):
+        made = parts(program, PLAN)
+    for (result,) in lockstep.run(made, x):
+        torch.testing.assert_close(result, model(x), rtol=1e-5, atol=1e-5)
+    assert counts(made[0]) == {"all_gather_into_tensor": 1, "all_reduce": 1}
+    with pytest.raises(ShardingError, match=rf"{told}.* would gather {3 * 10 * 4} bytes; register a rule"):
+        parts(program, PLAN, strict=True)
+
+
+@pytest.mark.usefixtures("rules")
+def test_a_rule_of_ones_own_builds_what_ranks_do_of_an_operation() -> None:
+    @rule("shardwise_test::contracted")
+    def contracted_rule(p: Partition, node: fx.Node) -> None:
+        x, weight = node.all_input_nodes
+        at = p.cut_of(x)
+        if at is None or at.dim != 1:
+            return p.repeat(node)
+        made = p.emit(node.target, p.take(x, at), p.take(weight, at.on(0)))
+        return p.keep(node, made, PARTIAL)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.inner = nn.Linear(6, 10), nn.Module()
+            self.inner.weight = nn.Parameter(torch.randn(10, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return contracted(self.up(x).relu(), self.inner.weight)
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(3, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        made = parts(export(model, (x,)), {"up": "colwise", "inner": "rowwise"}, ranks=3, strict=True)
+    for (result,) in lockstep.run(made, x):
+        torch.testing.assert_close(result, model(x), rtol=1e-5, atol=1e-5)
+    assert counts(made[0]) == {"all_reduce": 1}
+    assert [row.bytes_here for row in explain(made[0]).parameters if "inner" in row.name] == [4 * 4 * 4]
+    whole = parts(export(model, (x,)), {}, strict=True)
+    assert counts(whole[0]) == {}
+
+
+def test_placements_are_what_a_rule_says_of_values() -> None:
+    assert Split(1, (((0, 4),), ((4, 10),))).size(1) == 6
+    assert REPLICATE != PARTIAL
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.last = nn.Module()
+        self.last.register_buffer("seen", torch.zeros(3, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.seen.copy_(self.up(x))
+        x.mul_(2)
+        return self.up(x) + self.last.seen
+
+
+def test_what_a_program_writes_stays_whole_and_a_style_for_it_is_told() -> None:
+    torch.manual_seed(0)
+    model, x = Writing(), torch.randn(3, 6)
+    program = export(model, (x.clone(),))
+    with pytest.warns(
+        UserWarning, match=r"last.seen of shape \(3, 10\).* stays whole.*the program writes to it"
+    ):
+        made = parts(program, {"up": "colwise", "last": "rowwise"})
+    expected = model(x.clone())
+    for (mutated, result), part in zip(lockstep.run(made, x.clone()), made, strict=True):
+        torch.testing.assert_close((mutated, result), (2 * x, expected))
+        torch.testing.assert_close(part.state_dict["last.seen"], model.last.seen)
+    with pytest.raises(ShardingError, match="the program writes to it; leave its style out"):
+        parts(program, {"up": "colwise", "last": "rowwise"}, strict=True)
+
+
+@on_ranks(2)
+def test_ranks_and_groups_that_do_not_fit_are_refused() -> None:
+    rank = dist.get_rank()
+    program = export(nn.Sequential(nn.Linear(6, 4)), (torch.randn(2, 6),))
+    for mine, ranks, message in (
+        (2, 2, "rank 2 is not one of 2 ranks"),
+        (-1, 2, "rank -1 is not one of 2 ranks"),
+        (0, 4, rf"rank {rank}.*world_size is 4, but the default process group has 2 ranks"),
+    ):
+        with pytest.raises(ShardingError, match=message):
+            tensor_parallel_transformation(program, mine, ranks, "cpu", {"0": "colwise"})
+    other = tensor_parallel_transformation(program, 0, 4, "cpu", {"0": "colwise"}, group_name="later")
+    with pytest.raises(ShardingError, match=f"rank 0 of 4, but this process is rank {rank} of 2"):
+        bind(other)

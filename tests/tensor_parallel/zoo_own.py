@@ -1,0 +1,425 @@
+"""Models of our own for the zoo: layers, operations, convolutions, transformers fused in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim
+from zoo import COL, ROW, case
+
+# ------------------------------------------------------------ layers
+
+
+class Layers(nn.Module):
+    """Modules by name, and what is done with them."""
+
+    def __init__(self, forward: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.double()
+        self.body = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self, *args, **kwargs)
+
+
+def values(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, dtype=torch.float64)
+
+
+def _mlp(m: Any, x: Tensor) -> Tensor:
+    return m.down(F.gelu(m.up(x)))
+
+
+@case("mlp", plan={"up": COL, "down": ROW}, reduces=1, share=0.55)
+def mlp() -> Any:
+    return Layers(_mlp, up=nn.Linear(12, 48), down=nn.Linear(48, 12)), (values(5, 12),)
+
+
+@case("mlp of 10, 3 and 2 features", plan={"up": COL, "down": ROW, "top": COL, "end": ROW}, reduces=2)
+def uneven_mlp() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.end(m.top(m.down(F.relu(m.up(x)))).sigmoid())
+
+    layers = {
+        "up": nn.Linear(5, 10),
+        "down": nn.Linear(10, 3),
+        "top": nn.Linear(3, 2),
+        "end": nn.Linear(2, 5),
+    }
+    return Layers(body, **layers), (values(4, 5),)
+
+
+@case("column only", plan={"up": COL}, reduces=0, gathers=1)
+def column_only() -> Any:
+    return Layers(lambda m, x: m.up(x).relu(), up=nn.Linear(6, 9)), (values(4, 6),)
+
+
+@case("row only", plan={"down": ROW}, reduces=1)
+def row_only() -> Any:
+    return Layers(lambda m, x: m.down(x).relu(), down=nn.Linear(9, 6)), (values(4, 9),)
+
+
+@case("a layer used twice", plan={"up": COL, "down": ROW}, reduces=2)
+def used_twice() -> Any:
+    return Layers(lambda m, x: _mlp(m, _mlp(m, x)), up=nn.Linear(6, 8), down=nn.Linear(8, 6)), (values(4, 6),)
+
+
+@case("terms added", plan={"a": COL, "b": COL, "c": ROW, "d": ROW}, reduces=1)
+def terms_added() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return (m.c(m.a(x).tanh()) + m.d(m.b(x).relu())) * 0.5
+
+    a, b = nn.Linear(6, 8), nn.Linear(6, 8)
+    c, d = nn.Linear(8, 6, bias=False), nn.Linear(8, 6, bias=False)
+    return Layers(body, a=a, b=b, c=c, d=d), (values(4, 6),)
+
+
+@case("no plan at all", plan={}, reduces=0)
+def no_plan() -> Any:
+    return mlp()
+
+
+# ------------------------------------------------------------ operations
+
+
+@case("a value times itself", plan={"up": COL, "down": ROW}, reduces=1)
+def times_itself() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.up(x)
+        return m.down(y * y + y)
+
+    return Layers(body, up=nn.Linear(6, 8), down=nn.Linear(8, 6)), (values(4, 6),)
+
+
+@case("terms times themselves", plan={"down": ROW}, reduces=1)
+def terms_times_themselves() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.down(x)
+        return y * y
+
+    return Layers(body, down=nn.Linear(8, 6, bias=False)), (values(4, 8),)
+
+
+@case("parts along the cut dim", plan={"up": COL, "down": ROW}, gathers=None)
+def parts() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.up(x)
+        a, b, c = y.split([2, 5, 3], -1)
+        d, e = y.chunk(2, -1)
+        together = torch.cat([a, b, c, d, e], -1)
+        return m.down(together), torch.stack([d, e]), y[:, 1:-2], y[:, ::3], y.select(1, -1), y[..., None, :]
+
+    return Layers(body, up=nn.Linear(6, 10), down=nn.Linear(20, 6)), (values(4, 6),)
+
+
+@case("reductions", plan={"up": COL}, gathers=None)
+def reductions() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.up(x)
+        var, mean = torch.var_mean(y, -1)
+        wholes = (y.sum(), y.mean(), y.amax(-1), y.sum(-1, keepdim=True), y.mean((0, 1)), y.max(), y.prod(-1))
+        others = (y.sum(0), y.var(1), torch.var_mean(y, 1, keepdim=True), y.max(0), y.norm(dim=0), y.std(1))
+        return (
+            var,
+            mean,
+            wholes,
+            others,
+            torch.topk(y, 2),
+            y.argmax(-1),
+            y.softmax(-1),
+            y.sort(0),
+            y.logsumexp(1),
+        )
+
+    return Layers(body, up=nn.Linear(6, 10)), (values(4, 3, 6),)
+
+
+@case("views", plan={"up": COL}, gathers=None)
+def views() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.up(x)
+        z = y.view(4, 3, 6, 2).permute(0, 2, 1, 3)
+        return (
+            z.flatten(1, 2),
+            z.reshape(4, 36),
+            y.unflatten(-1, (2, 3, 2)),
+            y.reshape(-1),
+            z.unsqueeze(1).expand(4, 5, 6, 3, 2),
+            y.reshape(36, 4),
+            y.transpose(1, 2).reshape(4, -1),
+            y.repeat(1, 2, 1),
+            y.repeat(1, 1, 2),
+            y.flip(-1).roll(1, 1),
+            y.unbind(1),
+        )
+
+    return Layers(body, up=nn.Linear(6, 12)), (values(4, 3, 6),)
+
+
+@case("indices", plan={"up": COL}, gathers=None)
+def indices() -> Any:
+    def body(m: Any, x: Tensor, i: Tensor) -> Any:
+        y = m.up(x)
+        some = torch.index_select(y, 1, i), y[:, i], y[i, i], y[..., i], torch.where(y > 0, y, 0.0)
+        return (
+            some,
+            y.gather(1, i[None, :, None].expand(4, 2, 12)),
+            y.masked_fill(y > 0, 0),
+            y[:, :, -1],
+            y.cumsum(1),
+        )
+
+    return Layers(body, up=nn.Linear(6, 12)), (values(4, 3, 6), torch.tensor([2, 0]))
+
+
+@case("operations without a rule", plan={"up": COL}, gathers=None, warned=True)
+def without_rule() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.up(x)
+        return torch.linalg.inv(y[:, :4] + 10 * torch.eye(4, dtype=y.dtype)), torch.cdist(y, y), y.nonzero()
+
+    return Layers(body, up=nn.Linear(6, 10)), (values(4, 6),)
+
+
+@case("outputs of every kind", plan={"up": COL, "down": ROW}, reduces=1, gathers=1)
+def outputs() -> Any:
+    def body(m: Any, x: Tensor, *, scale: Tensor, flag: bool = True) -> Any:
+        y = m.up(x)
+        return {"y": y, "none": None, "pair": (m.down(y * scale), [x]), "number": 3, "size": y.shape[0]}
+
+    return Layers(body, up=nn.Linear(6, 10), down=nn.Linear(10, 2)), (values(4, 6),), {"scale": values(10)}
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(4, 10))
+        self.register_buffer("scale", torch.rand(10))
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.up(x)
+        y.mul_(0.5)
+        self.calls.add_(1)
+        self.last.copy_(y)
+        y[:, 2:5] *= 2
+        return self.down(y * self.scale), self.last + self.calls
+
+
+@case("buffers written", plan={"up": COL, "down": ROW}, reduces=1, gathers=2)
+def buffers() -> Any:
+    return _Counting(), (values(4, 6),)
+
+
+@case(
+    "dynamic rows",
+    plan={"up": COL, "down": ROW},
+    reduces=1,
+    gathers=1,
+    dynamic=(((Dim("rows"), Dim("more"), Dim.STATIC),),),
+    others=lambda: ((values(7, 2, 6),), {}),
+)
+def dynamic_rows() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.up(x)
+        return m.down(y.reshape(-1, 10)).reshape(x.shape), y.mean(0), y.shape[1]
+
+    return Layers(lambda m, x: body(m, x), up=nn.Linear(6, 10), down=nn.Linear(10, 6)), (values(4, 3, 6),)
+
+
+# ------------------------------------------------------------ convolutions
+
+
+@case("conv net", plan={"a": COL, "b": ROW, "c": COL, "top": ROW}, reduces=2, share=0.6)
+def conv_net() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        x = F.relu(m.b(F.max_pool2d(F.relu(m.n(m.a(x))), 2)))
+        return m.top(F.adaptive_avg_pool2d(m.c(x), 2).flatten(1))
+
+    modules = {
+        "a": nn.Conv2d(3, 8, 3, padding=1),
+        "n": nn.BatchNorm2d(8),
+        "b": nn.Conv2d(8, 5, 3),
+        "c": nn.Conv2d(5, 6, 1),
+        "top": nn.Linear(24, 4),
+    }
+    for buffer in modules["n"].buffers():
+        if buffer.dtype.is_floating_point:
+            buffer.uniform_(0.5, 1.5)
+    return Layers(body, **modules), (values(2, 3, 8, 8),)
+
+
+@case("depthwise conv and norms of groups", plan={"a": COL, "b": ROW}, gathers=None)
+def depthwise() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.g(m.d(m.a(x))))
+
+    modules = {
+        "a": nn.Conv1d(3, 12, 1),
+        "d": nn.Conv1d(12, 24, 3, padding=1, groups=12),
+        "g": nn.GroupNorm(6, 24),
+        "b": nn.Conv1d(24, 3, 1),
+    }
+    return Layers(body, **modules), (values(2, 3, 8),)
+
+
+class _Training(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.b = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+        self.double()
+
+    def eval(self) -> nn.Module:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.n(self.a(x)).relu())
+
+
+@case("batch norm in training", plan={"a": COL, "b": ROW}, reduces=1, gathers=None)
+def norm_in_training() -> Any:
+    return _Training(), (values(4, 3, 6, 6),)
+
+
+# ------------------------------------------------------------ transformers of our own
+
+
+class Block(nn.Module):
+    """A transformer layer whose projections are fused in one of several ways."""
+
+    def __init__(
+        self, heads: int, *, fused: str = "", key_heads: int = 0, repeat: str = "", width: int = 8
+    ) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.width = heads, key_heads or heads, width
+        self.fused, self.repeat = fused, repeat
+        size = heads * width
+        if fused:
+            self.qkv = nn.Linear(size, (heads + 2 * self.key_heads) * width)
+        else:
+            self.q = nn.Linear(size, size)
+            self.k, self.v = (nn.Linear(size, self.key_heads * width) for _ in range(2))
+        self.o, self.norm, self.norm2 = nn.Linear(size, size), nn.LayerNorm(size), nn.LayerNorm(size)
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        self.double()
+
+    def project(self, h: Tensor) -> list[Tensor]:
+        b, s, _ = h.shape
+        n, kv, d = self.heads, self.key_heads, self.width
+        if self.fused == "chunk":
+            return [t.view(b, s, n, d).transpose(1, 2) for t in self.qkv(h).chunk(3, -1)]
+        if self.fused == "parts":
+            parts = self.qkv(h).split([n * d, kv * d, kv * d], -1)
+            return [t.view(b, s, -1, d).transpose(1, 2) for t in parts]
+        if self.fused == "slices":
+            y = self.qkv(h)
+            parts = y[..., : n * d], y[..., n * d : (n + kv) * d], y[..., (n + kv) * d :]
+            return [t.view(b, s, -1, d).transpose(1, 2) for t in parts]
+        if self.fused == "3hd":
+            return list(self.qkv(h).view(b, s, 3, n, d).permute(2, 0, 3, 1, 4).unbind(0))
+        if self.fused == "h3d":
+            y = self.qkv(h).view(b, s, n, 3, d)
+            return [y[..., i, :].transpose(1, 2) for i in range(3)]
+        if self.fused == "heads chunk":
+            return list(self.qkv(h).view(b, s, n, 3 * d).transpose(1, 2).chunk(3, -1))
+        return [t.view(b, s, -1, d).transpose(1, 2) for t in (self.q(h), self.k(h), self.v(h))]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = self.heads // self.key_heads
+        if self.repeat == "gqa":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if self.repeat == "interleave":
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        elif group > 1:
+            b, n, s, d = k.shape
+            k, v = (t[:, :, None].expand(b, n, group, s, d).reshape(b, n * group, s, d) for t in (k, v))
+        if self.repeat == "by hand":
+            weights = q @ k.transpose(-1, -2) / self.width**0.5
+            return weights.softmax(-1) @ v
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, e = x.shape
+        y = self.attend(*self.project(self.norm(x)))
+        x = x + self.o(y.transpose(1, 2).reshape(b, s, e))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+_BLOCK = {"q": COL, "k": COL, "v": COL, "o": ROW, "up": COL, "down": ROW}
+_FUSED = {"qkv": COL, "o": ROW, "up": COL, "down": ROW}
+
+
+def _block(name: str, heads: int, *, moves: bool = False, dynamic: bool = False, **kind: Any) -> None:
+    known: dict[str, Any] = {}
+    if dynamic:
+        known["dynamic"] = ((Dim("batch"), Dim("sequence"), Dim.STATIC),)
+        known["others"] = lambda: ((values(3, 7, heads * 8),), {})
+    plan = _FUSED if kind.get("fused") else _BLOCK
+    share = 0.56 if not kind.get("key_heads") else 0.7
+    case(name, plan=plan, reduces=2, gathers=None if moves else 0, share=share, **known)(
+        lambda: (Block(heads, **kind), (values(2, 5, heads * 8),))
+    )
+
+
+_block("block", 4)
+_block("block, dynamic", 4, dynamic=True)
+_block("block, by hand", 6, repeat="by hand")
+_block("block, by hand, dynamic", 6, repeat="by hand", dynamic=True)
+_block("block of 6 heads", 6)
+_block("block of 6 heads, dynamic", 6, dynamic=True)
+_block("block of 2 heads", 2)
+_block("block of 2 heads, dynamic", 2, dynamic=True, moves=True)
+for _kind in ("chunk", "3hd", "h3d", "heads chunk", "slices"):
+    _block(f"qkv by {_kind}", 6, fused=_kind)
+    _block(f"qkv by {_kind}, dynamic", 6, fused=_kind, dynamic=True)
+for _kind in ("gqa", "interleave", "expand", "by hand"):
+    for _heads, _keys in ((8, 4), (6, 3), (6, 2), (4, 1)):
+        _block(f"{_keys} key heads for {_heads} by {_kind}", _heads, key_heads=_keys, repeat=_kind)
+_block("2 key heads for 6 by expand, dynamic", 6, key_heads=2, dynamic=True)
+_block("2 key heads for 6 in one qkv", 6, key_heads=2, fused="parts")
+_block("2 key heads for 6 in slices", 6, key_heads=2, fused="slices")
+
+
+class Language(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, *, tied: bool, vocabulary: int = 22) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 32)
+        self.blocks = nn.ModuleList([Block(4), Block(4, fused="chunk")])
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, vocabulary, bias=False)
+        self.double()
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+_BLOCKS = {f"blocks.*.{name}": style for name, style in (_BLOCK | {"qkv": COL}).items()}
+
+
+def _language(
+    name: str, plan: dict[str, Any], *, tied: bool, reduces: int, gathers: int, **known: Any
+) -> None:
+    case(name, plan=_BLOCKS | plan, reduces=reduces, gathers=gathers, **known)(
+        lambda: (Language(tied=tied), (torch.randint(22, (2, 5)),))
+    )
+
+
+_language("language", {}, tied=False, reduces=4, gathers=0)
+_language("language by vocabulary", {"embed": ROW, "head": COL}, tied=False, reduces=5, gathers=1, share=0.56)
+_language("language by columns", {"embed": COL, "head": COL}, tied=False, reduces=4, gathers=2, share=0.56)
+_language("language, tied", {"embed": ROW, "head": COL}, tied=True, reduces=5, gathers=1, share=0.56)
+_language("language, head by rows", {"head": ROW}, tied=False, reduces=5, gathers=0)
