@@ -1,0 +1,114 @@
+"""What the graphs of compiled sharded models hold, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp.compiled.harness import batch, by_block, loss_of
+from fsdp.compiled.models import Mlp, Nested, Transformer, llama, shard_llama, shard_nested
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.graph import GraphReport, record
+
+
+def graphs_of(
+    make: Callable[[], nn.Module], shard: Callable[..., Any], backend: str = "aot_eager", **options: Any
+) -> tuple[GraphReport, GraphReport]:
+    """The forward and the backward graph, of which there must be one each after two steps."""
+    torch.compiler.reset()
+    model = make()
+    shard(model, **options)
+    recorder = record(backend)
+    compiled = torch.compile(model, backend=recorder, fullgraph=True)
+    for step in range(2):
+        loss_of(compiled, batch(step, 4, 5)).backward()
+    report = recorder.report()
+    assert (report.traced, report.graph_breaks, report.recompiles) == (1, 0, 0)
+    forward, backward = report.graphs
+    assert forward.unsharded_inputs == ()
+    return forward, backward
+
+
+def pairs(graphs: tuple[GraphReport, GraphReport]) -> list[tuple[int, int]]:
+    """Gathers and reduce-scatters of forward and of backward."""
+    return [(graph.counts.gathers, graph.counts.reduce_scatters) for graph in graphs]
+
+
+def group_bytes(model: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_group_is_gathered_once_and_again_in_backward_if_it_was_freed() -> None:
+    for layout in ("contiguous", "interleaved"):
+        freed = pairs(graphs_of(Transformer, by_block, layout=layout))
+        assert freed == [(4, 0), (3, 4)]  # the root's stays
+    kept = pairs(graphs_of(Transformer, by_block, layout="interleaved", reshard_after_forward=False))
+    assert kept == [(4, 0), (0, 4)]
+    assert pairs(graphs_of(llama, shard_llama, layout="contiguous")) == [(3, 0), (2, 3)]
+    assert pairs(graphs_of(Mlp, fully_shard, layout="interleaved")) == [(1, 0), (0, 1)]
+
+
+@on_ranks(2)
+def test_every_use_of_a_module_reduces_its_gradients() -> None:
+    # One root; each block and its second part run twice, its first part four times: 1 + 2 * (2 + 2 + 4).
+    for layout in ("contiguous", "interleaved"):
+        graphs = graphs_of(Nested, shard_nested, layout=layout)
+        assert pairs(graphs) == [(7, 0), (6, 17)]  # equal gathers of one graph are one
+
+
+@on_ranks(2)
+def test_contiguous_parameters_are_used_where_they_are_gathered() -> None:
+    graphs = graphs_of(Transformer, by_block, layout="contiguous")
+    for graph in graphs:
+        assert graph.counts.parameter_copies == graph.counts.resizes == 0
+    single = graphs_of(Mlp, fully_shard, layout="contiguous")
+    assert [graph.counts.copies for graph in single] == [0, 1]  # gradients into the reduction's one buffer
+    # Of the interleaved layout's 33 parameters each is copied out, the tied one once.
+    forward, _ = graphs_of(Transformer, by_block, layout="interleaved")
+    assert forward.counts.parameter_copies == 33
+
+
+@on_ranks(2)
+def test_as_few_groups_are_gathered_at_a_time_as_in_the_eager_path() -> None:
+    model = Transformer()
+    block, whole = group_bytes(model.blocks[0]), group_bytes(model)
+    root = whole - 3 * block
+    padding = 64
+    forward, backward = graphs_of(Transformer, by_block, layout="contiguous")
+    # Eagerly the root and two blocks, of which one is gathered ahead.
+    assert forward.peak_groups == 2
+    assert backward.peak_groups == 1
+    assert max(forward.peak_unsharded_bytes, backward.peak_unsharded_bytes) <= root + block + padding
+    assert root <= forward.saved_bytes <= root + padding  # and no block
+    forward, backward = graphs_of(Transformer, by_block, layout="contiguous", reshard_after_forward=False)
+    assert whole <= forward.saved_bytes <= whole + 4 * padding
+
+
+@on_ranks(2)
+def test_decomposed_graphs_communicate_alike() -> None:
+    graphs = graphs_of(Transformer, by_block, backend="aot_eager_decomp_partition", layout="contiguous")
+    assert pairs(graphs) == [(4, 0), (3, 4)]
+    assert [graph.counts.parameter_copies for graph in graphs] == [0, 0]
+
+
+@on_ranks(4)
+def test_frozen_groups_are_not_reduced_and_replicas_are_all_reduced() -> None:
+    def frozen_but_one() -> nn.Module:
+        model = Transformer()
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith("blocks.1.") and "weight" in name)
+        return model
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layout, more in (("contiguous", 1), ("interleaved", 0)):  # what trains is apart from what does not
+        graphs = graphs_of(frozen_but_one, by_block, layout=layout, mesh=mesh)
+        # What runs before the block that trains has no backward, and what runs behind it no gradients.
+        forward, backward = pairs(graphs)
+        assert forward == (4 + more, 0)
+        assert backward[1] == graphs[1].counts.all_reduces == 1
