@@ -12,7 +12,7 @@ hand views of them to the sharded parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,7 +122,8 @@ def _segment(
     if trains:
         myself = weakref.ref(segment)
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
-        segment.give = partial(_give, myself, reducer.giver(index, trained), tuple(params))
+        give = reducer.giver(index, trained)
+        segment.give = partial(_give, myself, weakref.ref(group), give, tuple(params))
         segment.route.register_post_accumulate_grad_hook(partial(_pass_on, myself))
         segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself))
     return segment
@@ -145,12 +146,20 @@ def _pass_on(segment: weakref.ref[Segment], leaf: Tensor) -> None:
         alive.give(grad)
 
 
-def _give(segment: weakref.ref[Segment], give: Any, params: Sequence[ShardedParam], grad: Tensor) -> None:
-    """Hand a reduced shard to the parameters."""
-    alive = segment()
-    if alive is None:
+def _give(
+    segment: weakref.ref[Segment],
+    group: weakref.ref[ParamGroup],
+    give: Callable[[Tensor], None],
+    params: Sequence[ShardedParam],
+    grad: Tensor,
+) -> None:
+    """Hand a reduced shard to the parameters, which from now on are what modules show."""
+    alive, owner = segment(), group()
+    if alive is None or owner is None:
         return
     alive.earlier = None
+    if owner.is_unsharded:  # by an eager forward before, whose backward never came
+        owner.reshard()
     trains = tuple(param.sharded.requires_grad for param in params)
     if trains != alive.cut.trains:
         changed = [

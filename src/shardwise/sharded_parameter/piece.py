@@ -43,6 +43,9 @@ class Piece:
     tensor_parallel: _compat.DTensorSpec | None = field(default=None, repr=False)
     name: str = ""
 
+    def __deepcopy__(self, memo: object) -> Piece:
+        return self  # nothing in it changes, and process groups cannot be copied
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

@@ -76,6 +76,10 @@ def test_evaluation_between_steps_has_a_graph_of_its_own() -> None:
         model.train()
         loss_of(made, words).backward()
     assert counters["stats"]["unique_graphs"] == 2
+    with torch.no_grad():
+        model(words)  # eager, after which the root stays gathered
+    loss_of(made, words).backward()
+    assert all(param.grad is not None for param in model.parameters())
     model.compile(backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(model(words), made(words))
@@ -201,3 +205,27 @@ def test_inputs_and_outputs_in_containers_are_cast() -> None:
     assert type(found) is Answer
     assert found.value.dtype == found["value"].dtype == torch.float32
     assert torch.equal(found.value, expected.value)
+
+
+model_of_a_script: nn.Module
+
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def step_of_a_script(words: Tensor) -> Tensor:
+    return loss_of(model_of_a_script, words)
+
+
+@on_ranks(2)
+def test_a_compiled_function_that_calls_a_global_model() -> None:
+    global model_of_a_script
+    model_of_a_script = fully_shard(Mlp(), layout="contiguous")
+    counters.clear()
+    for step in range(3):
+        words = batch(step, 4, 5)
+        expected = loss_of(model_of_a_script, words).detach()
+        assert torch.equal(step_of_a_script(words), expected)
+        step_of_a_script(words).backward()
+        torch.optim.SGD(model_of_a_script.parameters(), lr=0.1).step()
+        model_of_a_script.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1
+    del model_of_a_script
