@@ -12,6 +12,9 @@ from shardwise.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwise.graph.compile import compile
+from shardwise.graph.inspect import inspect_graph
+from shardwise.graph.step import compile_step
 from shardwise.layout import Owned, RaggedShard
 from shardwise.mesh import (
     DataParallelMeshDims,
@@ -44,7 +47,10 @@ __all__ = [
     "ShardwiseError",
     "UnshardHandle",
     "clip_grad_norm_",
+    "compile",
+    "compile_step",
     "fully_shard",
+    "inspect_graph",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

@@ -1,0 +1,178 @@
+"""The collectives of an fx graph: where each is issued, where it is waited for, how large it is.
+
+A compiler turns a communicating model into graphs of operators in which a collective is a node that issues it
+and a wait for each of its outputs::
+
+    gather = all_gather_into_tensor(shard)      gather = all_gather_into_tensor_coalesced([a, b])
+    full = wait_tensor(gather)                  full_a = wait_tensor(gather[0])
+                                                full_b = wait_tensor(gather[1])
+
+What lies between them overlaps. Whoever looks at a graph or moves its nodes finds its collectives here.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from shardwise import _compat
+from shardwise.errors import ShardingError
+
+GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+
+# By operator name, with what follows it cut off: `_`, `_out`, `_coalesced`.
+_KINDS = {
+    "all_gather_into_tensor": GATHER,
+    "reduce_scatter_tensor": SCATTER,
+    "all_reduce": REDUCE,
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+_NAMESPACE = "_c10d_functional::"
+_WAIT = _NAMESPACE + "wait_tensor"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a graph.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
+        issue: the node that starts it.
+        waits: the nodes that wait for it, in graph order: one, or one for each tensor if it is coalesced;
+            none if nothing waits in this graph.
+        group: the name of its process group, which differs from rank to rank.
+        ranks: how many ranks the group has; 0 if the operator does not say it of a group unknown here.
+        op: of a reduction, "sum" or "avg" and so on; else "".
+        dtype: of its (first) tensor.
+        bytes: of its whole buffer: what an all-gather puts out, what all others take in.
+    """
+
+    kind: str
+    issue: Node
+    waits: tuple[Node, ...]
+    group: str
+    ranks: int
+    op: str
+    dtype: torch.dtype
+    bytes: int
+
+    @property
+    def wait(self) -> Node:
+        """The first node that waits for it; the issue itself if none does."""
+        return self.waits[0] if self.waits else self.issue
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The tensors it sends: one, or several if it is coalesced."""
+        first = self.issue.args[0]
+        given = (first,) if isinstance(first, Node) else first
+        assert isinstance(given, (list, tuple))
+        return tuple(node for node in given if isinstance(node, Node))
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        """The tensors it puts out, in graph order, which are what its waits return."""
+        return self.waits
+
+
+def collectives(graph: Graph) -> list[Collective]:
+    """All collectives of `graph`, in the order in which it issues them.
+
+    Works on forward and backward graphs of AOTAutograd, and on what inductor makes of these before it
+    generates code. Nodes need the fake tensors that tracing leaves in `meta`.
+
+    Raises:
+        ShardingError: a collective whose input or output has no known shape.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    return [_collective(node, kind, place) for node in graph.nodes if (kind := kind_of(node)) is not None]
+
+
+def kind_of(node: Node) -> str | None:
+    """The kind of collective that `node` issues, or None if it issues none."""
+    name = operator_name(node)
+    if not name.startswith(_NAMESPACE) or name == _WAIT:
+        return None
+    name = name.removeprefix(_NAMESPACE)
+    for suffix in ("_", "_out", "_coalesced"):
+        name = name.removesuffix(suffix)
+    return _KINDS.get(name)
+
+
+def is_wait(node: Node) -> bool:
+    return operator_name(node) == _WAIT
+
+
+def is_coalesced(node: Node) -> bool:
+    """Does the collective that `node` issues take a list of tensors?"""
+    return not isinstance(node.args[0], Node)
+
+
+def operator_name(node: Node) -> str:
+    """`"namespace::name"` of the operator that a node calls, without its overload; "" if it calls none."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return ""
+    if _compat.is_operator(target):
+        return str(target.name()).partition(".")[0]
+    # Graphs of Dynamo, before AOTAutograd, name no overload.
+    return str(target).replace(".", "::", 1) if hasattr(target, "overloads") else ""
+
+
+def nbytes(node: Node) -> int:
+    """Bytes of the tensor or tensors that a node puts out; sizes that vary count as they were traced."""
+    return sum(_numel(value) * value.element_size() for value in values(node))
+
+
+def values(node: Node) -> list[Tensor]:
+    """The fake tensors that a node puts out, as tracing left them.
+
+    Raises ShardingError where it left none.
+    """
+    value = node.meta.get("val", node.meta.get("example_value"))
+    found = [value] if isinstance(value, Tensor) else value
+    if not isinstance(found, (list, tuple)) or not all(isinstance(item, Tensor) for item in found):
+        raise ShardingError(
+            f"node {node.name} ({node.target}) has no fake tensor in its meta, but {value!r}; shardwise.graph"
+            " takes graphs as AOTAutograd or inductor leave them"
+        )
+    return list(found)
+
+
+def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
+    arguments = _arguments(issue)
+    given = arguments["inputs"] if is_coalesced(issue) else [arguments["input"]]
+    made = [issue]
+    if is_coalesced(issue):
+        made = [user for user in issue.users if user.target is operator.getitem]
+    waits = [user for node in made for user in node.users if is_wait(user)]
+    group = str(arguments["group_name"])
+    return Collective(
+        kind,
+        issue,
+        tuple(sorted(waits, key=place.__getitem__)),
+        group,
+        ranks=int(arguments["group_size"]) if "group_size" in arguments else _compat.group_ranks(group),
+        op=str(arguments.get("reduce_op", "")),
+        dtype=values(given[0])[0].dtype,
+        bytes=nbytes(issue) if kind == GATHER else sum(nbytes(node) for node in given),
+    )
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """What a node gives its operator, by the names in the operator's schema."""
+    target: Any = node.target
+    schema: Any = _compat.schema(target if _compat.is_operator(target) else target.default)
+    names = [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _numel(value: Tensor) -> int:
+    numel: Any = value.numel()
+    return int(numel.node.hint or 0) if isinstance(numel, torch.SymInt) else int(numel)

@@ -1,0 +1,168 @@
+"""`shardwise.compile`: `torch.compile` of a sharded model whose graphs communicate early, alike on all ranks.
+
+Around a backend it does two things. Before a graph is compiled, ranks compare the collectives in it: ranks
+that traced different graphs raise instead of waiting for each other. And the graphs of operators that
+AOTAutograd makes of it, one for the forward and one for the backward, go through `shardwise.graph.passes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, ShardwiseError, here
+from shardwise.fsdp import FSDPModule
+from shardwise.fsdp.state import state_of
+from shardwise.graph.passes import Passes
+from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
+from shardwise.mesh import FSDPMeshInfo
+
+BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager")
+MODES = ("full", "regional")
+
+Backend = Callable[..., Any]
+
+
+def compile(
+    model: nn.Module,
+    *,
+    backend: str | Backend = "inductor",
+    mode: str = "full",
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+    prefetch: int = 1,
+    max_unsharded: int | None = None,
+    merge_bytes: int = 0,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Compile a model that `fully_shard` has sharded, its gathers and reductions with it.
+
+    Like `torch.compile` it compiles when the model is first called, and backward when that first runs. Each
+    new graph is compared over the ranks of the sharded parameters' groups before it is compiled, once for
+    graphs with equal collectives: that call is collective, as the model's forward is.
+
+    Args:
+        model: sharded, itself or modules in it.
+        backend: "inductor", "aot_eager" or "aot_eager_decomp_partition" with passes; "eager" and any other
+            backend, as a callable that takes a graph module and example inputs, without: they are given no
+            graph of operators.
+        mode: "full" compiles the whole model into one graph, in which gathers overlap the compute of other
+            groups. "regional" compiles each innermost sharded module in place, and equal ones once: that
+            takes the time of one, but each gathers when it is called.
+        fullgraph: raise where a graph would break.
+        dynamic: as `torch.compile` has it.
+        prefetch: gather parameters this many groups ahead; 0: where they are needed.
+        max_unsharded: gather no more groups than this at a time; None: as many as `prefetch` takes.
+        merge_bytes: merge small collectives of one kind up to this size; 0: merge none. Reductions over more
+            than two ranks may then add in another order.
+        options: inductor's, beside those that keep the order of collectives.
+
+    Returns:
+        What `torch.compile` returns ("full"), or `model` ("regional").
+
+    Raises:
+        ShardingError: no module of `model` is sharded; an unknown mode or backend; options for a backend
+            other than inductor, or that this function sets. When called: more groups in use at a time than
+            `max_unsharded`.
+        RankMismatchError: when called, on every rank of a group: their graphs differ.
+    """
+    if mode not in MODES:
+        raise ShardingError(f"mode {mode!r} is unknown; expected one of {', '.join(MODES)}")
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ShardingError(
+            f"{here()}: no module of this {type(model).__name__} is sharded; call fully_shard before"
+            " shardwise.compile, or torch.compile for a model that shall not be sharded"
+        )
+    passes = Passes(prefetch=prefetch, max_unsharded=max_unsharded, merge_bytes=merge_bytes)
+    run = _AgreedBackend(_backend(backend, passes, dynamic, options), sharded, fullgraph=fullgraph)
+    if mode == "full":
+        return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
+    for module in sharded:
+        if not any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module):
+            module.compile(backend=run, fullgraph=fullgraph, dynamic=dynamic)
+    return model
+
+
+def _backend(
+    backend: str | Backend, passes: Passes, dynamic: bool | None, options: dict[str, Any] | None
+) -> Backend:
+    if options is not None and backend != "inductor":
+        raise ShardingError(f"options are inductor's; backend {backend!r} takes none")
+    if backend == "inductor":
+        return _compat.inductor(_inductor_options(passes, options or {}), dynamic)
+    if backend in ("aot_eager", "aot_eager_decomp_partition"):
+        decompose = backend == "aot_eager_decomp_partition"
+        return lambda module, inputs: _compat.aot_eager(module, inputs, edit=passes, decompose=decompose)
+    if backend == "eager":
+        return lambda module, inputs: module
+    if not callable(backend):
+        raise ShardingError(
+            f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
+            " torch.compile would take"
+        )
+    return backend
+
+
+def _inductor_options(passes: Passes, options: dict[str, Any]) -> dict[str, Any]:
+    ours = {
+        "post_grad_custom_post_pass": _compat.inductor_pass(passes, passes.uuid),
+        "reorder_for_peak_memory": False,  # which would move collectives, each rank as it sees fit
+        "reorder_for_locality": False,  # which without autograd would gather everything first
+    }
+    for name in ours:
+        if name in options:
+            raise ShardingError(f"option {name} is shardwise.compile's own; call torch.compile to set it")
+    return {**options, **ours}
+
+
+class _AgreedBackend:
+    """A backend that first compares a graph's collectives with those of other ranks.
+
+    A graph like one before is not compared: a rank may have to compile again for sizes that only it has met.
+    """
+
+    def __init__(self, backend: Backend, sharded: list[FSDPModule], *, fullgraph: bool) -> None:
+        self._backend = backend
+        self._fullgraph = fullgraph
+        self._agreed: set[str] = set()
+        self._groups, self._named, self._device = _groups_of(sharded)
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        try:
+            self._agree(order_text(graphs_in(module), groups=self._named))
+            return self._backend(module, inputs)
+        except Exception as raised:
+            error = getattr(raised, "inner_exception", raised)  # compilers wrap what passes raise
+            if not isinstance(error, ShardwiseError):
+                raise
+        return partial(_fail, error)  # Dynamo would wrap it as well, and an error of its own reach the user
+
+    def _agree(self, text: str) -> None:
+        # Beside breaks there may be graphs of one rank only, which issue nothing.
+        if text not in self._agreed and (text or self._fullgraph):
+            check_text(text, groups=self._groups, device=self._device)
+            self._agreed.add(text)
+
+
+def _fail(error: Exception, *args: Any) -> Any:
+    raise error
+
+
+def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str], torch.device]:
+    """The groups that ranks compare over, the names of all that carry parameters, the groups' device."""
+    groups: dict[ProcessGroup, None] = {}
+    names: list[str] = []
+    states = [state for module in sharded if (state := state_of(module)) is not None]
+    for state in states:
+        for info in (group.info for group in state.groups):
+            groups |= {one: None for one in info.process_groups if one is not None and one.size() > 1}
+            if isinstance(info, FSDPMeshInfo) and info.reduce_scatter_process_group is not None:
+                names.append(info.reduce_scatter_process_group.group_name)
+    return list(groups), [*(group.group_name for group in groups), *names], states[0].device

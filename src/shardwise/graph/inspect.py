@@ -1,0 +1,125 @@
+"""`shardwise.inspect_graph`: what the graphs of a compiled model hold, without compiling it for use.
+
+A model is compiled once more, run once and left as it was found: the report is of a fresh compilation, and of
+the model as it is now (its settings, its mode, grad enabled or not).
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from shardwise.errors import ShardingError
+from shardwise.fsdp import FSDPModule
+from shardwise.fsdp.state import state_of
+from shardwise.fsdp.tensors import grad_tensors, map_tensors
+from shardwise.graph.measure import graph_report
+from shardwise.graph.record import record
+from shardwise.graph.reports import GraphReport, ModelReport
+
+
+@overload
+def inspect_graph(model_or_graph: Graph | GraphModule, /) -> GraphReport: ...  # type: ignore[overload-overlap]
+@overload
+def inspect_graph(model_or_graph: nn.Module, /, *example_args: Any, **example_kwargs: Any) -> ModelReport: ...
+def inspect_graph(
+    model_or_graph: Graph | nn.Module, /, *example_args: Any, **example_kwargs: Any
+) -> GraphReport | ModelReport:
+    """Count what a graph holds: collectives, what overlaps them, copies, unsharded parameters.
+
+    Given a graph, it is measured as it is, and nothing is run; `graph_report` can be told more about it.
+
+    Given a model, sharded or not, and example inputs, the model is compiled by `torch.compile` with a backend
+    that runs graphs operator by operator, and called once. If grad is enabled and an output requires it, the
+    sum of such outputs is run backward. So this call is collective, as a training step is: every rank of the
+    model's groups makes it. The model's gradients, its buffers and the random number generators are put back.
+    Hooks that users registered do run, an optimizer among them too.
+
+    What is compiled belongs to this call: other compilations of the model are neither used nor changed, and
+    the model is freed as any other. If there are graph breaks, functions called by the model keep a graph
+    each until `torch.compiler.reset()`, which only this call's backend may use. A model that is compiled in
+    parts is inspected as one graph: to see the parts, compile them with `shardwise.graph.record()`.
+
+    Args:
+        model_or_graph: a graph of operators as AOTAutograd makes them, or a module.
+        example_args, example_kwargs: the model's inputs, whose gradients stay as they are.
+
+    Raises:
+        ShardingError: a graph that is not of operators, or inputs given with a graph.
+    """
+    is_graph = isinstance(model_or_graph, GraphModule) and not isinstance(model_or_graph, FSDPModule)
+    if isinstance(model_or_graph, Graph) or is_graph:
+        if example_args or example_kwargs:
+            raise ShardingError("inspect_graph takes example inputs with a model; a graph is not run")
+        return graph_report(model_or_graph)  # type: ignore[arg-type]
+    model = model_or_graph
+    assert isinstance(model, nn.Module)
+    recorder = record()
+    options = {"isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters  # torch 2.11 does not have it
+    options = {name: value for name, value in options.items() if name in known}
+    compiled = torch.compile(_own_code(model), backend=recorder, **options)  # type: ignore[call-overload]
+    with _left_as_found(model):
+        args, kwargs = map_tensors(_cut_off, (example_args, example_kwargs))
+        output = compiled(args, kwargs)
+        tensors = [tensor for tensor in grad_tensors(output) if tensor.is_floating_point()]
+        if tensors and torch.is_grad_enabled():
+            torch.autograd.backward([tensor.sum() for tensor in tensors])
+    report = recorder.report()
+    recorder.graphs.clear()  # the compiler keeps its backends
+    return report
+
+
+def _own_code(model: nn.Module) -> Any:
+    """A function that calls `model`, of code and globals that no other function has: graphs go there."""
+
+    def call(args: Any, kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    code = call.__code__.replace()
+    names = {"__name__": __name__, "__builtins__": __builtins__}
+    return types.FunctionType(code, names, call.__name__, None, call.__closure__)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """The same values, whose gradients go nowhere."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _left_as_found(model: nn.Module) -> Iterator[None]:
+    """Put gradients, buffers and random number generators back; within, there are no gradients."""
+    grads = [(param, param.grad) for param in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    earlier = {id(segment): segment.earlier for segment in _segments(model)}
+    devices = dict.fromkeys(param.device for param in model.parameters() if param.device.type != "cpu")
+    kind = next(iter(devices)).type if devices else "cuda"
+    fork = partial(torch.random.fork_rng, [device.index for device in devices], device_type=kind)
+    with fork():
+        for param, _ in grads:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in grads:
+                param.grad = grad
+            for segment in _segments(model):
+                segment.earlier = earlier.get(id(segment))
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def _segments(model: nn.Module) -> list[Any]:
+    """The segments that compiled sharded modules have; none before the first compilation."""
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    groups = [group for state in states for group in state.groups]
+    return [segment for group in groups if isinstance(group.traced, list) for segment in group.traced]

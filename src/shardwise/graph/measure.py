@@ -1,0 +1,250 @@
+"""What a graph of operators holds: collectives, copies, compute, and how many bytes of unsharded parameters.
+
+Memory is followed through views: what a gather brings lives from the node that issues it to the last node
+that reads it. A copy of nothing but unsharded parameters (the interleaved layout makes one of each) is
+unsharded memory of its own, from where it is made to where it is last read. A gather of what the graph itself
+computes, as tensor parallelism has them, brings no parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from shardwise.errors import ShardingError
+from shardwise.graph.collectives import (
+    GATHER,
+    REDUCE,
+    SCATTER,
+    collectives,
+    is_wait,
+    kind_of,
+    nbytes,
+    operator_name,
+)
+from shardwise.graph.memory import aliased, read_by, written
+from shardwise.graph.passes.moves import is_of_inputs
+from shardwise.graph.reports import CollectiveReport, Counts, GraphReport, Kind, Saved
+
+_COPIES = {"clone", "copy", "copy_", "_to_copy", "contiguous", "cat", "stack", "_foreach_copy_", "_chunk_cat"}
+_PRIM_COPIES = {"prims::convert_element_type", "prims::device_put", "prims::clone"}
+_RESIZES = {"resize_", "resize_as_", "resize_storage_bytes_", "set_"}
+
+
+def graph_report(
+    graph: Graph | GraphModule, *, kind: Kind | None = None, forward: GraphReport | None = None
+) -> GraphReport:
+    """Measure a graph of operators, as AOTAutograd or passes over its graphs leave it. Changes nothing.
+
+    Args:
+        graph: its nodes need the fake tensors that tracing leaves in their `meta`.
+        kind: by default "backward" if an input's name begins with "tangents", as AOTAutograd names them.
+        forward: of a backward graph, the report of its forward graph: what that saved unsharded is then
+            unsharded memory of this graph, from its start to its last use.
+
+    Raises:
+        ShardingError: no graph of operators, or a tensor whose shape the graph does not know.
+    """
+    return _Reading(graph.graph if isinstance(graph, GraphModule) else graph, kind, forward).report()
+
+
+@dataclass
+class _Memory:
+    """Unsharded memory. `begin` and `end` are places, `gathers` names and whether forward issued them."""
+
+    bytes: int
+    begin: int
+    end: int
+    gathers: tuple[tuple[str, bool], ...]
+
+
+class _Reading:
+    """One walk over a graph, in its order."""
+
+    def __init__(self, graph: Graph, kind: Kind | None, forward: GraphReport | None) -> None:
+        self.nodes = list(graph.nodes)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        gradients = any(node.name.startswith("tangents") for node in self.inputs)
+        self.kind: Kind = kind or ("backward" if gradients else "forward")
+        self.found = collectives(graph)
+        self.root: dict[Node, Node] = {}  # the node that made the memory a node's output lies in
+        self.readers: dict[Node, list[int]] = {}  # by root, the places of what reads it and is no view of it
+        self.sorts: dict[Node, str] = {}
+        self.unsharded: dict[Node, _Memory] = {}  # by root
+        self.filled: list[str] = []
+        self._take_over(forward)
+        for node in self.nodes:
+            self._read(node)
+        for root, memory in self.unsharded.items():
+            memory.end = max([memory.begin, memory.end, *self.readers.get(root, [])])
+
+    def report(self) -> GraphReport:
+        held, peak_groups = self._over_places()
+        output = self.nodes[-1]
+        returned = [node for node in _given(output) if _is_tensor(node)]
+        saved = [node for node in dict.fromkeys(returned) if self.root[node] in self.unsharded]
+        sorts = list(self.sorts.values())
+        return GraphReport(
+            self.kind,
+            Counts(**{f.name: sorts.count(f.name) for f in fields(Counts)}),
+            tuple(self._collective(index) for index in range(len(self.found))),
+            held,
+            peak_groups,
+            tuple(dict.fromkeys(self.filled)),
+            tuple(self._saved(node) for node in saved),
+            tuple(node.name for node in returned),
+            tuple(_runs(self.place[n] for n, sort in self.sorts.items() if sort in _WORK)),
+        )
+
+    def _take_over(self, forward: GraphReport | None) -> None:
+        """Inputs that forward saved unsharded: AOTAutograd passes its last tensors in their order."""
+        if forward is None:
+            return
+        inputs = [node for node in self.inputs if _is_tensor(node) and not node.name.startswith("tangents")]
+        names = forward.outputs[len(forward.outputs) - len(inputs) :]
+        saved = {one.name: one for one in forward.saved}
+        first: dict[str, Node] = {}
+        for node, name in zip(inputs, names, strict=False):
+            if (one := saved.get(name)) is not None:
+                self.root[node] = first.setdefault(one.buffer, node)
+                gathers = tuple((gather, True) for gather in one.gathers)
+                self.unsharded.setdefault(self.root[node], _Memory(one.bytes, 0, 0, gathers))
+
+    def _read(self, node: Node) -> None:
+        here, given = self.place[node], _given(node)
+        shared = aliased(node)
+        sort = self.sorts[node] = self._sort(node, shared)
+        if shared is not None:
+            self.root[node] = self.root[shared]
+        self.root.setdefault(node, node)
+        if sort not in ("views", "waits"):
+            for root in dict.fromkeys(self.root[one] for one in given):
+                self.readers.setdefault(root, []).append(here)
+        if sort == "":
+            return
+        sources = [self.unsharded[self.root[one]] for one in given if self.root[one] in self.unsharded]
+        if sort == "gathers" and is_of_inputs(node):
+            self._hold(node, ((node.name, False),))
+            self._note_filled([self.root[node]])
+        elif sort == "parameter_copies" and shared is None:
+            self._hold(node, tuple(dict.fromkeys(name for one in sources for name in one.gathers)))
+        elif sources and (targets := written(node)):
+            self._note_filled([self.root[one] for one in targets])
+
+    def _hold(self, node: Node, gathers: tuple[tuple[str, bool], ...]) -> None:
+        root = self.root[node]
+        begin = 0 if root.op == "placeholder" else self.place[root]
+        known = self.unsharded.get(root)
+        if known is None:
+            self.unsharded[root] = _Memory(nbytes(root), begin, self.place[node], gathers)
+        else:
+            known.gathers = tuple(dict.fromkeys((*known.gathers, *gathers)))
+
+    def _note_filled(self, roots: Iterable[Node]) -> None:
+        """Inputs that a gather, or an operator that reads unsharded parameters, writes to; not shards."""
+        shards = {self.root[node] for one in self.found for node in one.inputs if node in self.root}
+        self.filled += [root.name for root in roots if root.op == "placeholder" and root not in shards]
+
+    def _sort(self, node: Node, shared: Node | None) -> str:
+        """The name in `Counts` of a node; "" for inputs, constants and the output."""
+        if node.op in ("placeholder", "get_attr", "output"):
+            return ""
+        if node.op != "call_function":
+            raise ShardingError(
+                f"node {node.name} is a {node.op} of {node.target}; inspect_graph needs a graph of operators,"
+                " as AOTAutograd makes them: take those of shardwise.graph.record()"
+            )
+        kind = kind_of(node)
+        if kind is not None:
+            return _COLLECTIVES.get(kind, "other_collectives")
+        name = operator_name(node)
+        short = name.partition("::")[2]
+        if is_wait(node):
+            return "waits"
+        if short in _RESIZES:
+            return "resizes"
+        if short in _COPIES or short.endswith("_copy") or name in _PRIM_COPIES:
+            given = read_by(node)
+            whole = bool(given) and all(self.root[one] in self.unsharded for one in given)
+            return "parameter_copies" if whole else "copies"
+        if shared is not None and not written(node):
+            return "views"
+        on_sizes = name == "" and getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+        return "views" if on_sizes or short.startswith("sym_") else "computes"
+
+    def _collective(self, index: int) -> CollectiveReport:
+        one = self.found[index]
+        issue = self.place[one.issue]
+        wait = self.place[one.waits[0]] if one.waits else None
+        until = self.nodes[issue + 1 : wait] if wait is not None else []
+        roots = [self.root[one.issue]]
+        gathered = (one.issue.name, False)
+        roots += [root for root, memory in self.unsharded.items() if gathered in memory.gathers]
+        uses = [
+            place for root in dict.fromkeys(roots) for place in self.readers.get(root, []) if place > issue
+        ]
+        return CollectiveReport(
+            one.kind,
+            one.issue.name,
+            one.group,
+            one.ranks,
+            one.bytes,
+            of_parameters=one.kind == GATHER and is_of_inputs(one.issue),
+            issue=issue,
+            wait=wait,
+            overlap=sum(self.sorts[node] == "computes" for node in until),
+            first_use=min(uses, default=None),
+            last_use=max(uses, default=None),
+        )
+
+    def _saved(self, node: Node) -> Saved:
+        root = self.root[node]
+        memory = self.unsharded[root]
+        return Saved(node.name, root.name, memory.bytes, tuple(name for name, _ in memory.gathers))
+
+    def _over_places(self) -> tuple[tuple[int, ...], int]:
+        changes = [0] * (len(self.nodes) + 1)
+        for memory in self.unsharded.values():
+            changes[memory.begin] += memory.bytes
+            changes[memory.end + 1] -= memory.bytes
+        held = [0] * len(self.nodes)
+        now = 0
+        for place in range(len(self.nodes)):
+            now += changes[place]
+            held[place] = now
+        peak = held.index(max(held))
+        alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
+        return tuple(held), len({gather for memory in alive for gather in memory.gathers})
+
+
+_COLLECTIVES = {GATHER: "gathers", SCATTER: "reduce_scatters", REDUCE: "all_reduces"}
+_WORK = ("computes", "copies", "parameter_copies")
+
+
+def _given(node: Node) -> list[Node]:
+    """A node's inputs; of the output node with repetitions, in order."""
+    if node.op != "output":
+        return node.all_input_nodes
+    returned: Any = node.args[0]
+    nodes = returned if isinstance(returned, (list, tuple)) else [returned]
+    return [one for one in nodes if isinstance(one, Node)]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val", node.meta.get("example_value")), Tensor)
+
+
+def _runs(places: Iterable[int]) -> Sequence[tuple[int, int]]:
+    """The first and last of each run of places that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for place in sorted(places):
+        if runs and runs[-1][1] == place - 1:
+            runs[-1] = (runs[-1][0], place)
+        else:
+            runs.append((place, place))
+    return runs

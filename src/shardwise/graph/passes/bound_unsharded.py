@@ -1,0 +1,102 @@
+"""Limit how many groups of parameters are gathered at a time."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from shardwise.errors import ShardingError, here
+from shardwise.graph.collectives import GATHER, Collective, collectives
+from shardwise.graph.passes.moves import is_of_inputs, label, move_behind, pack, sink, tail, uses, writes
+
+
+def bound_unsharded(graph: Graph, *, limit: int) -> list[Node]:
+    """Delay gathers until fewer than `limit` others are held, each counted from issue to last use.
+
+    What a graph returns, so parameters that stay gathered until backward, is held to its end. Gathers of what
+    the graph computes are not counted and stay; gathers keep their order. A merged gather counts as one.
+
+    Returns:
+        The nodes that moved, in their order.
+
+    Raises:
+        ShardingError: the graph itself uses more than `limit` at a time; names those that are held where no
+            other fits, and the one that is needed there. Nothing has moved.
+    """
+    gathers = [one for one in collectives(graph) if one.kind == GATHER]
+    moved: list[Node] = []
+    for index, (gather, anchor) in enumerate(zip(gathers, _plan(graph, gathers, limit), strict=True)):
+        if gather.issue <= anchor:
+            if index:
+                before = gathers[index - 1]
+                anchor = max(anchor, before.issue if uses(tail(before)) else last_use(before))
+            moved += _delay(gather, anchor)
+    return moved
+
+
+def most_unsharded(graph: Graph) -> int:
+    """How many gathers of the graph's inputs are held at a time, at most."""
+    found = [one for one in collectives(graph) if one.kind == GATHER and is_of_inputs(one.issue)]
+    spans = [(one.issue, last_use(one)) for one in found]
+    return max((sum(start <= one.issue <= end for start, end in spans) for one in found), default=0)
+
+
+def last_use(gather: Collective) -> Node:
+    """The last node that takes what a gather brought; the graph's output if it is returned."""
+    chain = [gather.issue, *tail(gather)]
+    return max([*chain, *uses(chain)])
+
+
+def _plan(graph: Graph, gathers: list[Collective], limit: int) -> list[Node]:
+    """By gather, the node behind which it may be issued; where it stands now if that is behind it."""
+    planned: list[Node] = []
+    held: dict[Collective, Node] = {}  # with their last uses
+    for gather, deadline in zip(gathers, _deadlines(graph, gathers), strict=True):
+        anchor = max([gather.issue.prev, *planned[-1:]])
+        if is_of_inputs(gather.issue):
+            held = {one: last for one, last in held.items() if anchor < last}
+            while len(held) >= limit:
+                anchor = min(held.values())
+                if anchor >= deadline:
+                    raise _impossible(gather, list(held), limit)
+                held = {one: last for one, last in held.items() if anchor < last}
+            dropped = gather.issue <= anchor and not uses(tail(gather))
+            held[gather] = anchor if dropped else last_use(gather)
+        planned.append(anchor)
+    return planned
+
+
+def _deadlines(graph: Graph, gathers: list[Collective]) -> list[Node]:
+    """By gather, the first node that needs it or any behind it to be issued, as these are issued in order."""
+    end = graph.output_node()
+    written = [node for node in graph.nodes if writes(node)]
+    found: list[Node] = []
+    for gather in reversed(gathers):
+        if is_of_inputs(gather.issue):
+            end = min([end, *uses(tail(gather))[:1], *[node for node in written if gather.issue < node][:1]])
+        else:
+            end = min(end, gather.issue)  # which stays
+        found.append(end)
+    return found[::-1]
+
+
+def _delay(gather: Collective, anchor: Node) -> list[Node]:
+    late = {gather.issue}
+    for node in reversed(pack(gather.issue)[0]):
+        if all(user in late for user in node.users):
+            late.add(node)
+    chain = tail(gather)
+    moved = sorted(late)
+    move_behind(moved, anchor)
+    first = uses(chain)[:1]
+    early = [node for node in chain if not first or node < gather.issue]
+    move_behind(early, gather.issue)
+    return [*moved, *early, *(sink(chain, first[0]) if first else [])]
+
+
+def _impossible(gather: Collective, held: list[Collective], limit: int) -> ShardingError:
+    names = ", ".join(label(one) for one in held)
+    return ShardingError(
+        f"{here()}: no more than {limit} groups of parameters shall be gathered at a time, but where"
+        f" {label(gather)} is needed the graph still uses {names}; allow {len(held) + 1} or more, or shard"
+        " these modules such that each frees its parameters (reshard_after_forward=True) before the next"
+    )

@@ -1,0 +1,86 @@
+"""Do all ranks' graphs issue the same collectives in the same order?
+
+Ranks whose graphs differ would wait for each other forever, or exchange garbage of equal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.fx import Graph, GraphModule
+
+from shardwise.comm.fingerprint import check_fingerprint
+from shardwise.graph.collectives import Collective, collectives
+
+
+def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None = None) -> str:
+    """The collectives of `graphs` in order, a line each, alike on ranks that communicate alike.
+
+    A group is named by its size, as its name differs from rank to rank.
+
+    Args:
+        graphs: one, or several that run one after another.
+        groups: names of the process groups whose ranks must agree about sizes: of collectives over others,
+            which may carry another amount on each of these ranks, only the kind is told. None: all.
+    """
+    found = [
+        one for graph in ([graphs] if isinstance(graphs, Graph) else graphs) for one in collectives(graph)
+    ]
+    return "\n".join(f"{i}. {_describe(one, groups)}" for i, one in enumerate(found, 1))
+
+
+def graphs_in(module: GraphModule) -> list[Graph]:
+    """The graphs of `module` and of the graphs it calls, each once, in order of their first call.
+
+    The graphs that Dynamo makes hold bodies of checkpoints and of autograd functions so.
+    """
+    found: dict[Graph, None] = {}
+    _visit(module, found)
+    return list(found)
+
+
+def check_order(
+    graphs: Graph | Iterable[Graph], *, groups: Sequence[ProcessGroup], device: torch.device
+) -> None:
+    """Compare the collectives of this rank's graphs with those of the ranks of `groups`.
+
+    Collective over each group in turn.
+
+    Args:
+        graphs: as of `order_text`.
+        groups: process groups to compare over.
+        device: where the groups' backends want their tensors.
+
+    Raises:
+        RankMismatchError: on every rank of the groups, naming the first difference, if any rank's differ.
+    """
+    check_text(
+        order_text(graphs, groups=[group.group_name for group in groups]), groups=groups, device=device
+    )
+
+
+def check_text(text: str, *, groups: Sequence[ProcessGroup], device: torch.device) -> None:
+    """`check_order` of graphs whose `order_text` is known."""
+    check_fingerprint("collectives of a compiled graph, in order:\n" + text, groups=groups, device=device)
+
+
+def _describe(one: Collective, groups: Sequence[str] | None) -> str:
+    words = f"{one.kind} by {one.op}" if one.op else one.kind
+    if groups is None or one.group in groups:
+        words += f" of {one.bytes} bytes, {str(one.dtype).removeprefix('torch.')},"
+    return f"{words} over {one.ranks or '?'} ranks"
+
+
+def _visit(module: GraphModule, found: dict[Graph, None]) -> None:
+    if module.graph in found:
+        return
+    found[module.graph] = None
+    for node in module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            inner = module
+            for name in str(node.target).split("."):
+                inner = getattr(inner, name)
+            if isinstance(inner, GraphModule):
+                _visit(inner, found)

@@ -1,0 +1,177 @@
+"""Make one collective of several small ones, which cost the same latency each.
+
+    shard a -> gather -> wait -> a            shard a --+                            +-> copy -> a
+    shard b -> gather -> wait -> b            shard b --+-> cat -> gather -> wait -> +-> copy -> b
+
+An all-gather puts out all of rank 0, then all of rank 1, so each one's result is a column of the merged one's
+ranks x (a + b), and is copied out; a reduce-scatter takes its inputs so. All-reduces are laid end to end.
+Whoever takes a result may rely on its memory being its own, so every one is copied out.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node, map_arg
+
+from shardwise.graph.collectives import (
+    GATHER,
+    REDUCE,
+    SCATTER,
+    Collective,
+    collectives,
+    is_coalesced,
+    values,
+)
+from shardwise.graph.passes.moves import (
+    first_write,
+    hoist,
+    is_of_inputs,
+    move_behind,
+    pack,
+    tail,
+    uses,
+    writes,
+)
+
+_aten: Any = torch.ops.aten
+
+
+def merge_small(graph: Graph, *, nbytes: int) -> list[list[str]]:
+    """Merge runs of collectives of one kind, group, dtype and op into one each of at most `nbytes` bytes.
+
+    A run is merged where nothing in the graph stands against it: gathers are of the graph's inputs, and what
+    a reduction leaves is not used before the last of the run is issued. Collectives of one kind keep their
+    order. Values are the same, but that a reduction over more than two ranks may add in another order.
+
+    Args:
+        graph: whose nodes have fake tensors in their meta.
+        nbytes: at most this much in one merged collective, as `Collective.bytes` counts.
+
+    Returns:
+        The names of the collectives that were merged, by run.
+    """
+    merged = []
+    for kind in (GATHER, SCATTER, REDUCE):
+        for run in _runs(graph, kind, nbytes):
+            merged.append([one.issue.name for one in run])
+            (_merge_gathers if kind == GATHER else _merge_reductions)(graph, run)
+    return merged
+
+
+def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
+    found = collectives(graph)
+    reductions = {one.issue: one for one in found if one.kind in (SCATTER, REDUCE)}
+    runs: list[list[Collective]] = []
+    for one in found:
+        if one.kind != kind:
+            continue
+        run = runs[-1] if runs else []
+        fits = run and sum(o.bytes for o in run) + one.bytes <= nbytes and _are_alike(run[0], one)
+        if fits and (_can_gather(run[0], one) if kind == GATHER else _can_reduce([*run, one], reductions)):
+            run.append(one)
+        else:
+            runs.append([one])
+    return [run for run in runs if len(run) > 1]
+
+
+def _are_alike(first: Collective, one: Collective) -> bool:
+    for each in (first, one):
+        if is_coalesced(each.issue) or writes(each.issue) or len(each.waits) != 1:
+            return False
+        shapes = [values(node)[0] for node in (*each.inputs, each.wait)]
+        if not all(isinstance(size, int) for value in shapes for size in value.shape):
+            return False
+        if not all(value.is_contiguous() for value in shapes):
+            return False
+    return (first.group, first.dtype, first.op) == (one.group, one.dtype, one.op)
+
+
+def _can_gather(first: Collective, one: Collective) -> bool:
+    """Can `one` be issued where `first` is?"""
+    if not is_of_inputs(first.issue) or not is_of_inputs(one.issue):
+        return False
+    return first_write(first.issue, one.issue) is None
+
+
+def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
+    """Can all of `run` be issued where the last is, among all `reductions` of the graph?"""
+    first, last = run[0], run[-1]
+    chains = [_chain(one, reductions) for one in run[:-1]]
+    own = {one.issue for one in run} | {node for chain in chains for node in chain}
+    if first_write(first.issue, last.issue) is not None:
+        return False
+    if any(first.issue < node < last.issue and node not in own for node in reductions):
+        return False  # an all-reduce behind these would move past it
+    return all(last.issue < user for chain in chains for user in uses(chain)[:1])
+
+
+def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
+    """What follows a reduction and may move behind others: its tail, and that of an all-reduce of it."""
+    chain = tail(one)
+    for node in list(chain):
+        if node in reductions:
+            chain += _chain(reductions[node], reductions)
+    return sorted(set(chain))
+
+
+def _merge_gathers(graph: Graph, run: list[Collective]) -> None:
+    first = run[0].issue
+    for one in run[1:]:
+        hoist(pack(one.issue)[0], first.prev)
+    sizes = [values(one.inputs[0])[0].numel() for one in run]
+    with graph.inserting_before(first):
+        parts = [_call(graph, _aten.reshape.default, one.inputs[0], [-1]) for one in run]
+        whole = _call(graph, _aten.cat.default, parts)
+        issue = _reissue(graph, run[0], whole)
+    with graph.inserting_before(min(one.wait for one in run)):
+        wait = _call(graph, run[0].wait.target, issue)
+        rows = _call(graph, _aten.view.default, wait, [run[0].ranks, -1])
+        split = _call(graph, _aten.split_with_sizes.default, rows, sizes, 1)
+    for index, one in enumerate(run):
+        _replace(graph, one, split, index)
+
+
+def _merge_reductions(graph: Graph, run: list[Collective]) -> None:
+    last = run[-1].issue
+    reductions = {one.issue: one for one in collectives(graph) if one.kind in (SCATTER, REDUCE)}
+    anchor = last
+    for one in run[:-1]:
+        anchor = move_behind([node for node in _chain(one, reductions) if node < last], anchor)
+    rows = run[0].ranks if run[0].kind == SCATTER else 1
+    sizes = [values(one.inputs[0])[0].numel() // rows for one in run]
+    with graph.inserting_before(last):
+        parts = [_call(graph, _aten.reshape.default, one.inputs[0], [rows, -1]) for one in run]
+        whole = _call(graph, _aten.cat.default, parts, 1)
+        issue = _reissue(graph, run[0], _call(graph, _aten.view.default, whole, [-1]))
+    with graph.inserting_before(min(one.wait for one in run)):
+        wait = _call(graph, run[0].wait.target, issue)
+        split = _call(graph, _aten.split_with_sizes.default, wait, sizes)
+    for index, one in enumerate(run):
+        _replace(graph, one, split, index)
+
+
+def _reissue(graph: Graph, one: Collective, whole: Node) -> Node:
+    """The collective `one`, but of `whole`."""
+    return _call(graph, one.issue.target, whole, *one.issue.args[1:], **one.issue.kwargs)
+
+
+def _replace(graph: Graph, one: Collective, split: Node, index: int) -> None:
+    """Let users of `one` take a copy of its part: what a graph returns must lie in memory of its own."""
+    with graph.inserting_before(one.wait):
+        part = _call(graph, operator.getitem, split, index)
+        part = _call(graph, _aten.clone.default, part, memory_format=torch.contiguous_format)
+        part = _call(graph, _aten.view.default, part, list(values(one.wait)[0].shape))
+    one.wait.replace_all_uses_with(part)
+    graph.erase_node(one.wait)
+    graph.erase_node(one.issue)
+
+
+def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node, with its fake tensor."""
+    node = graph.call_function(target, args, kwargs)
+    given, named = map_arg((args, kwargs), lambda one: one.meta["val"])
+    node.meta["val"] = target(*given, **named)
+    return node

@@ -1,0 +1,165 @@
+"""What may be moved where in a graph without changing what it computes.
+
+Graphs that AOTAutograd makes are functional but for a few writes to inputs, so a node may stand anywhere
+between its inputs and its users; no move here crosses an operator that writes to anything. What is moved with
+a collective is what only lays out memory around it: casts, views, copies, divisions (`is_layout`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch.fx import Node
+
+from shardwise import _compat
+from shardwise.graph.collectives import REDUCE, Collective, kind_of, operator_name
+
+_LAYOUT = {
+    *("view", "_unsafe_view", "reshape", "as_strided", "alias", "detach", "expand", "squeeze", "unsqueeze"),
+    *("t", "permute", "transpose", "slice", "select", "split", "split_with_sizes", "unbind", "chunk"),
+    *("cat", "stack", "clone", "contiguous", "_to_copy", "constant_pad_nd", "div", "lift_fresh_copy"),
+    *("full", "zeros", "empty", "new_zeros", "new_empty", "full_like", "zeros_like", "split_with_sizes_copy"),
+}
+
+
+def is_layout(node: Node) -> bool:
+    """Does `node` only cast, view, copy, fill or divide?"""
+    if node.target is operator.getitem:
+        return True
+    name = operator_name(node)
+    space, _, short = name.partition("::")
+    return (space == "aten" and short in _LAYOUT) or name == "prims::convert_element_type"
+
+
+def writes(node: Node) -> bool:
+    """Does `node` change memory that other nodes may read?"""
+    if node.op != "call_function":
+        return node.op in ("call_module", "call_method")
+    schema = _compat.schema(node.target)
+    if schema is None:
+        return "mutation" in str(node.target)  # of operators without a schema, Triton kernels write
+    return bool(schema.is_mutable)
+
+
+def pack(issue: Node) -> tuple[list[Node], list[Node]]:
+    """What lays out a collective's input: those nodes in graph order, and the nodes that they start from."""
+    layout: dict[Node, None] = {}
+    starts: dict[Node, None] = {}
+    todo = list(issue.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if node in layout or node in starts:
+            continue
+        if is_layout(node):
+            layout[node] = None
+            todo += node.all_input_nodes
+        else:
+            starts[node] = None
+    return sorted(layout), sorted(starts)
+
+
+def is_of_inputs(issue: Node) -> bool:
+    """Does a collective send the graph's inputs, and nothing that the graph computes?"""
+    return all(node.op in ("placeholder", "get_attr") for node in pack(issue)[1])
+
+
+def tail(collective: Collective) -> list[Node]:
+    """The waits for a collective and what only lays out what they return, in graph order.
+
+    Behind a reduction also an all-reduce of it, which ends the tail.
+    """
+    made = {*collective.waits}
+    for node in collective.issue.users:
+        if node.target is operator.getitem:
+            made.add(node)
+    todo = list(made)
+    while todo:
+        for user in todo.pop().users:
+            if user in made or not all(node in made for node in user.all_input_nodes):
+                continue
+            if is_layout(user):
+                todo.append(user)
+            elif kind_of(user) != REDUCE or not collective.op:
+                continue
+            made.add(user)
+    return sorted(made)
+
+
+def uses(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes outside `nodes` that take one of them, in graph order."""
+    inside = set(nodes)
+    return sorted({user for node in inside for user in node.users} - inside)
+
+
+def sink(nodes: list[Node], anchor: Node) -> list[Node]:
+    """Move those of `nodes` that stand before `anchor` to right before it; in graph order, as returned.
+
+    They stay before an operator that writes.
+    """
+    early = [node for node in nodes if node < anchor]
+    if not early:
+        return []
+    anchor = first_write(early[0], anchor) or anchor
+    early = [node for node in early if node < anchor]
+    before = _run_before(anchor, len(early))
+    if before == early:
+        return []
+    for node in early:
+        anchor.prepend(node)
+    return early
+
+
+def hoist(nodes: list[Node], anchor: Node) -> list[Node]:
+    """Move those of `nodes` that stand behind `anchor` to right behind it; in graph order, as returned.
+
+    They stay behind an operator that writes.
+    """
+    late = [node for node in nodes if anchor < node]
+    if not late:
+        return []
+    while (write := first_write(anchor, late[-1])) is not None:
+        anchor = write
+    late = [node for node in late if anchor < node]
+    while late and late[0] is anchor.next:  # these need not move
+        anchor = late.pop(0)
+    move_behind(late, anchor)
+    return late
+
+
+def move_behind(nodes: list[Node], anchor: Node) -> Node:
+    """Move `nodes` to right behind `anchor`, in their order; returns the last of them, or `anchor`."""
+    for node in nodes:
+        anchor.append(node)
+        anchor = node
+    return anchor
+
+
+def first_write(start: Node, end: Node) -> Node | None:
+    """The first node that writes to memory behind `start` and before `end`."""
+    node = start.next
+    while node is not end and node.op != "output":
+        if writes(node):
+            return node
+        node = node.next
+    return None
+
+
+def label(collective: Collective) -> str:
+    """A collective in words that a user knows: the module that first uses what it brings, else its inputs."""
+    for user in uses(tail(collective)):
+        stack: Any = user.meta.get("nn_module_stack")
+        if stack:
+            return f"{collective.issue.name} (for {list(stack.values())[-1][0]})"
+    starts = ", ".join(node.name for node in pack(collective.issue)[1])
+    return f"{collective.issue.name} (of {starts})"
+
+
+def _run_before(anchor: Node, count: int) -> list[Node]:
+    found: list[Node] = []
+    node = anchor
+    while len(found) < count:
+        node = node.prev
+        found.append(node)
+    return found[::-1]

@@ -1,0 +1,235 @@
+"""What was found in graphs of operators, as numbers, as plain-text tables and as a picture.
+
+`measure.py` finds it. Places are positions in a graph's list of nodes; bytes are those of traced shapes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Literal
+
+from shardwise.graph.timeline import Bar, Panel, draw
+
+Kind = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many nodes of each sort: every operator of a graph is one of these.
+
+    Attributes:
+        gathers, reduce_scatters, all_reduces, other_collectives: those issued.
+        waits: for collectives.
+        parameter_copies: whose inputs are all unsharded parameters.
+        copies: all others: clones, casts, concatenations, writes to another tensor.
+        resizes: of a tensor's memory.
+        computes: what is nothing else here.
+        views: of another node's memory, and arithmetic on sizes.
+    """
+
+    gathers: int = 0
+    reduce_scatters: int = 0
+    all_reduces: int = 0
+    other_collectives: int = 0
+    waits: int = 0
+    parameter_copies: int = 0
+    copies: int = 0
+    resizes: int = 0
+    computes: int = 0
+    views: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)))
+
+    def __str__(self) -> str:
+        named = [(f.name.replace("_", " "), getattr(self, f.name)) for f in fields(Counts)]
+        return ", ".join(f"{count} {name}" for name, count in named if count) or "nothing"
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """One collective.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
+        name: of the node that issues it.
+        group: the name of its process group.
+        ranks: in the group; 0 where neither operator nor group says.
+        bytes: of its whole buffer, all shards together.
+        of_parameters: a gather of nothing but what the graph was given.
+        issue, wait: places; `wait` is None if nothing waits in this graph.
+        overlap: how many compute nodes stand between issue and wait.
+        first_use, last_use: places of the first and last node that read what it brings, or a copy of
+            unsharded parameters in it; None if none does. The graph's output reads what it returns.
+    """
+
+    kind: str
+    name: str
+    group: str
+    ranks: int
+    bytes: int
+    of_parameters: bool
+    issue: int
+    wait: int | None
+    overlap: int
+    first_use: int | None
+    last_use: int | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An unsharded tensor that a graph returns.
+
+    Attributes:
+        name: of the node.
+        buffer: the name of the node that made its memory, which several may share.
+        bytes: of that memory.
+        gathers: the names of the gathers that it came by.
+    """
+
+    name: str
+    buffer: str
+    bytes: int
+    gathers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What one graph holds.
+
+    Attributes:
+        kind: "forward" or "backward".
+        counts: its nodes by sort.
+        collectives: in the order in which they are issued.
+        unsharded_bytes: by place, the bytes of unsharded parameters there.
+        peak_groups: how many gathers they come by where they are most, for the first time.
+        unsharded_inputs: the names of inputs that the graph fills with unsharded parameters. Such inputs are
+            whole parameters whose memory outlives the graph; graphs of sharded modules have none.
+        saved: unsharded tensors among the outputs; of a forward graph, what stays gathered for backward.
+        outputs: the names of all tensors that it returns.
+    """
+
+    kind: Kind
+    counts: Counts
+    collectives: tuple[CollectiveReport, ...]
+    unsharded_bytes: tuple[int, ...] = field(repr=False)
+    peak_groups: int
+    unsharded_inputs: tuple[str, ...]
+    saved: tuple[Saved, ...]
+    outputs: tuple[str, ...] = field(repr=False)
+    spans: tuple[tuple[int, int], ...] = field(repr=False)  # first and last places of runs of compute, copies
+
+    @property
+    def peak_unsharded_bytes(self) -> int:
+        """The most bytes of unsharded parameters that are held at any place."""
+        return max(self.unsharded_bytes, default=0)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of unsharded memory that outlive the graph, each buffer once."""
+        return sum({one.buffer: one.bytes for one in self.saved}.values())
+
+    def of(self, kind: str) -> tuple[CollectiveReport, ...]:
+        """The collectives of one kind ("all_gather", ...), in the order in which they are issued."""
+        return tuple(one for one in self.collectives if one.kind == kind)
+
+    def table(self) -> str:
+        """Every collective, and the counts, as plain text."""
+        from rich.console import Console  # tables cost an import that training does not need
+        from rich.table import Table
+
+        table = Table(title=f"{self.kind.capitalize()} graph of {len(self.unsharded_bytes)} nodes")
+        table.add_column("collective", overflow="fold")
+        for name in ("kind", "ranks", "bytes", "issue", "wait", "overlap", "first use", "last use"):
+            table.add_column(name, justify="left" if name == "kind" else "right")
+        for one in self.collectives:
+            places = (one.issue, one.wait, one.overlap, one.first_use, one.last_use)
+            texts = ["-" if place is None else str(place) for place in places]
+            table.add_row(one.name, one.kind, str(one.ranks or "?"), f"{one.bytes:,}", *texts)
+        written = io.StringIO()
+        Console(width=140, file=written, color_system=None).print(table)
+        return written.getvalue() + self._totals()
+
+    def _totals(self) -> str:
+        inputs = ", ".join(self.unsharded_inputs) or "none"
+        return (
+            f"nodes: {self.counts}\n"
+            f"unsharded: {self.peak_unsharded_bytes:,} bytes of {self.peak_groups} gathers at the most\n"
+            f"returned unsharded: {self.saved_bytes:,} bytes in {len(self.saved)} tensors\n"
+            f"inputs filled with unsharded parameters: {inputs}\n"
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Draw compute, collectives and unsharded bytes by place to `path`, as SVG; returns it."""
+        return draw([self.panel()], path)
+
+    def panel(self) -> Panel:
+        """What `timeline` draws."""
+        end = len(self.unsharded_bytes) - 1
+        bars = [
+            Bar(one.name, one.kind, one.issue, end if one.wait is None else one.wait, one.last_use, one.bytes)
+            for one in self.collectives
+        ]
+        title = f"{self.kind}: {self.counts}"
+        return Panel(title, self.spans, tuple(bars), self.unsharded_bytes)
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What the graphs of a compiled model hold.
+
+    Attributes:
+        graphs: each forward graph with the backward graph of it behind it.
+        traced: how many graphs the tracer made, of which each has a forward and may have a backward.
+        graph_breaks: how often it left one.
+        recompiles: how many of its graphs are of code that it had made a graph of before.
+    """
+
+    graphs: tuple[GraphReport, ...]
+    traced: int
+    graph_breaks: int
+    recompiles: int
+
+    @property
+    def forward(self) -> tuple[GraphReport, ...]:
+        return tuple(graph for graph in self.graphs if graph.kind == "forward")
+
+    @property
+    def backward(self) -> tuple[GraphReport, ...]:
+        return tuple(graph for graph in self.graphs if graph.kind == "backward")
+
+    @property
+    def counts(self) -> Counts:
+        """The nodes of all graphs together."""
+        return reduce(add, (graph.counts for graph in self.graphs), Counts())
+
+    @property
+    def peak_unsharded_bytes(self) -> int:
+        """The most of any graph."""
+        return max((graph.peak_unsharded_bytes for graph in self.graphs), default=0)
+
+    def table(self) -> str:
+        """The tables of all graphs, and what they hold together, as plain text."""
+        return "\n".join([*(graph.table() for graph in self.graphs), self._totals()])
+
+    def _totals(self) -> str:
+        return (
+            f"{self.traced} traced graphs, {self.graph_breaks} graph breaks, {self.recompiles} recompiles\n"
+            f"all nodes: {self.counts}\n"
+            f"unsharded: {self.peak_unsharded_bytes:,} bytes at the most\n"
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Draw all graphs, one below the other, to `path`, as SVG; returns it."""
+        return draw([graph.panel() for graph in self.graphs], path)

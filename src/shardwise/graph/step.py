@@ -1,0 +1,337 @@
+"""A whole training step as one callable: zero gradients, forward, loss, backward, clip, optimizer.
+
+Forward, loss and backward are traced together into one graph, in which every segment of a sharded model is
+gathered, gathered again for backward if forward frees it (`recompute.py`), and reduced::
+
+    batch, shards -> | forward, loss, backward | -> loss, reduced shards
+
+No hook runs inside it. Behind it the reduced shards become the gradients of the sharded parameters, as after
+any backward, and what remains is called as it is: clipping and the optimizer. Their numbers and state are
+those of an uncompiled step.
+
+Where one graph is impossible and the user allows several, forward is compiled in parts and autograd runs
+their backwards. `describe()` says which of it came to be, and why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.optim import Optimizer
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp import trace_plan
+from shardwise.fsdp.parameter import ShardedParam
+from shardwise.fsdp.state import FSDPState, state_of
+from shardwise.fsdp.traced import Segment
+from shardwise.graph.collectives import collectives
+from shardwise.graph.passes import Passes
+from shardwise.graph.recompute import recompute
+from shardwise.optim import clip_grad_norm_
+
+_ONE = "forward, loss and backward"
+_EAGER = ("eager", "eager_noexcept", "eager_debug")  # backends that run a graph as it was traced
+_AOT_EAGER = {"aot_eager": False, "aot_eager_decomp_partition": True}
+
+
+class _Scheduler(Protocol):
+    def step(self) -> Any: ...
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    optimizer: Optimizer,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    fullgraph: bool = True,
+    max_norm: float | None = None,
+    scheduler: _Scheduler | None = None,
+    dynamic: bool | None = None,
+    prefetch: int = 1,
+    max_unsharded: int | None = None,
+    options: dict[str, Any] | None = None,
+) -> CompiledStep:
+    """One training step of `model` as a callable `step(*batch) -> loss`, compiled when it is first called.
+
+    Calling it is collective over the ranks of the sharded modules, as forward and backward are. This is not.
+
+    Args:
+        model: sharded in whole or in parts, or not at all. Make a new step after changing its modules.
+        loss_fn: `loss_fn(model, *batch)` calls the model and returns the loss, a scalar tensor. None if the
+            model returns it: `model(*batch)`.
+        optimizer: any whose `step()` takes no closure, made after `fully_shard`.
+        backend: as of `torch.compile`. A function gets graphs of operators, backward in them.
+        fullgraph: raise where forward, loss and backward are not one graph. Else they become several.
+        max_norm: clip the norm of the gradients of all of the model's parameters to this.
+        scheduler: called after each step of the optimizer.
+        dynamic: as of `torch.compile`.
+        prefetch: gather parameters this many groups ahead; 0: where they are needed.
+        max_unsharded: gather no more groups than this at a time; None: as many as `prefetch` takes.
+        options: inductor's, beside the passes that are set here.
+
+    Raises:
+        ShardingError: options for another backend than inductor; (when called) what cannot be one graph.
+    """
+    if options is not None and backend != "inductor":
+        raise ShardingError(f"{here()}: options are inductor's; backend {backend!r} takes none")
+    return CompiledStep(
+        model,
+        loss_fn,
+        optimizer,
+        backend=backend,
+        fullgraph=fullgraph,
+        max_norm=max_norm,
+        scheduler=scheduler,
+        dynamic=dynamic,
+        passes=Passes(prefetch=prefetch, max_unsharded=max_unsharded),
+        options=options or {},
+    )
+
+
+class CompiledStep:
+    """What `compile_step` returns.
+
+    Attributes:
+        graphs: by part of the step, how it runs: "one graph", "eager", ..., with the reason. Empty before the
+            first call.
+        collectives: of the one graph, by kind: "all_gather", "reduce_scatter", "all_reduce", ... Empty if
+            there is no such graph, or the backend shows none.
+        grad_norm: of the latest step, before clipping; None without `max_norm`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        optimizer: Optimizer,
+        *,
+        backend: str | Callable[..., Any],
+        fullgraph: bool,
+        max_norm: float | None,
+        scheduler: _Scheduler | None,
+        dynamic: bool | None,
+        passes: Passes,
+        options: dict[str, Any],
+    ) -> None:
+        self.graphs: dict[str, str] = {}
+        self.collectives: Counter[str] = Counter()
+        self.grad_norm: Tensor | None = None
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._max_norm, self._fullgraph = max_norm, fullgraph
+        self._why_not: str | None = None  # there is no one graph
+        self._params: list[ShardedParam | nn.Parameter] = []
+        self._states: list[FSDPState] | None = None
+        self._recomputes = backend not in _EAGER
+        loss = _loss(model, loss_fn)
+        self._whole = torch.compile(
+            _with_backward(loss),
+            fullgraph=True,
+            dynamic=dynamic,
+            **_one_graph(self._edit, backend, passes, options),
+        )
+        self._forward = torch.compile(loss, dynamic=dynamic, **_parts(backend, passes, options))
+
+    def __call__(self, *batch: Any, **named: Any) -> Tensor:
+        """Run one step and return the loss, without a graph behind it.
+
+        Raises:
+            ShardingError: there is no one graph, and `fullgraph` is set; or gradients are not synchronised.
+        """
+        if self._states is None:
+            self._states = _states(self._model)
+            self._params = _params(self._model, self._states)
+        segments = self._prepared(self._states)
+        self._zero()
+        with torch.enable_grad():
+            loss = self._backward(segments, batch, named)
+        if self._max_norm is not None:
+            self.grad_norm = clip_grad_norm_(self._sharded(), self._max_norm)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.graphs = self._described()
+        return loss
+
+    def describe(self) -> str:
+        """What runs how, a line for each part of the step. Empty before the first call."""
+        return "\n".join(f"{part}: {how}" for part, how in self.graphs.items())
+
+    def _prepared(self, states: list[FSDPState]) -> list[Segment]:
+        """The segments that take part; notes why there can be no graph of them."""
+        groups = [group for state in states for group in state.groups]
+        for state in states:
+            if state.schedule is None or any(group.traced is None for group in state.groups):
+                trace_plan.prepare(state)
+        segments: list[Segment] = []
+        for group in groups:
+            group.abandon_gather()  # that of an evaluation before: out of date after this step
+            group.reshard()
+            name = group.name or type(self._model).__name__
+            if not group.settings.reduce_grads:
+                raise ShardingError(
+                    f"{here()}: group '{name}' does not synchronise its gradients, so a step has none;"
+                    " call set_requires_gradient_sync(True)"
+                )
+            if isinstance(group.traced, str):
+                self._fall_back(f"group '{name}' has {group.traced}, which no graph can hold")
+            else:
+                segments.extend(group.traced or [])
+        return [segment for segment in segments if segment.route.requires_grad]
+
+    def _zero(self) -> None:
+        self._optimizer.zero_grad()
+        with _compat.plain_attributes():
+            for param in self._sharded():
+                param.grad = None
+
+    def _sharded(self) -> list[nn.Parameter]:
+        return [param.sharded if isinstance(param, ShardedParam) else param for param in self._params]
+
+    def _backward(self, segments: list[Segment], batch: Any, named: Any) -> Tensor:
+        """The loss; its gradients are left on the parameters."""
+        if self._why_not is None:
+            plain = [p for p in self._params if not isinstance(p, ShardedParam) and p.requires_grad]
+            try:
+                with _compat.tracing_autograd():
+                    loss, grads = self._whole(
+                        [*(segment.route for segment in segments), *plain], batch, named
+                    )
+            except Exception as error:
+                why = _compat.why_untraceable(error)
+                if why is None:
+                    raise
+                self._fall_back(why, error)
+            else:
+                _give(segments, plain, grads)
+                return loss
+        loss = self._forward(*batch, **named)
+        loss.backward()
+        return loss.detach()
+
+    def _fall_back(self, why: str, error: Exception | None = None) -> None:
+        if self._fullgraph:
+            raise ShardingError(
+                f"{here()}: forward, loss and backward cannot be one graph: {why}. Pass fullgraph=False to"
+                " compile the forward in parts and let autograd run their backwards"
+            ) from error
+        self._why_not = why
+
+    def _described(self) -> dict[str, str]:
+        parts = {}
+        if self._why_not is None:
+            found = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives.items()))
+            parts[_ONE] = f"one graph ({found})" if found else "one graph"
+            if not self._recomputes:
+                parts[_ONE] += (
+                    "; parameters stay gathered from forward to backward, as this backend edits none"
+                )
+        else:
+            parts["forward and loss"] = f"compiled, not one graph with backward, because {self._why_not}"
+            parts["backward"] = "autograd, through the compiled backwards of the forward's graphs"
+        if self._max_norm is not None:
+            parts["clipping"] = "eager, because its all-reduce needs all gradients"
+        kind = type(self._optimizer).__name__
+        parts["optimizer"] = f"eager, because {kind} keeps its state by parameter and its uncompiled numbers"
+        return parts
+
+    def _edit(self, graph: Graph, *, passes: Passes | None) -> None:
+        """Called with each graph that has backward in it, before the backend compiles it."""
+        recompute(graph)
+        self.collectives = Counter(one.kind for one in collectives(graph))
+        if passes is not None:
+            passes(graph)
+
+
+def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    def forward(*batch: Any, **named: Any) -> Tensor:
+        return model(*batch, **named) if loss_fn is None else loss_fn(model, *batch, **named)
+
+    return forward
+
+
+def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
+    # What this refers to are cells, not globals: of globals, tracers guard all that they put back.
+    def step(leaves: list[Tensor], batch: Any, named: Any) -> tuple[Tensor, Any]:
+        loss = loss_of(*batch, **named)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return loss.detach(), grads
+
+    return step
+
+
+def _one_graph(
+    edit: Callable[..., None], backend: str | Callable[..., Any], passes: Passes, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What `torch.compile` is told for graphs with backward in them."""
+    if backend == "inductor":  # whose passes must not undo the order of collectives: they go last
+        source = Path(__file__).with_name("recompute.py").read_bytes()
+        first = _compat.inductor_pass(partial(edit, passes=None), sha256(source).hexdigest())
+        made = _parts(backend, passes, options)
+        # Of graphs without autograd inductor brings early forward what needs inputs alone: all gathers.
+        early = {"joint_custom_pre_pass": first, "reorder_for_locality": False}
+        return {**made, "options": {**made["options"], **early}}
+    edit = partial(edit, passes=passes)
+    if callable(backend):
+        return {"backend": partial(_compat.aot_then, edit=edit, compiler=backend)}
+    if backend in _AOT_EAGER:
+        return {"backend": partial(_compat.aot_eager, edit=edit, decompose=_AOT_EAGER[backend])}
+    return {"backend": backend}
+
+
+def _parts(backend: str | Callable[..., Any], passes: Passes, options: dict[str, Any]) -> dict[str, Any]:
+    """What `torch.compile` is told for a forward alone."""
+    if backend == "inductor":
+        ours = {
+            "post_grad_custom_post_pass": _compat.inductor_pass(passes, passes.uuid),
+            "reorder_for_peak_memory": False,
+        }
+        return {"backend": backend, "options": {**options, **ours}}
+    if isinstance(backend, str) and backend in _AOT_EAGER:
+        return {"backend": partial(_compat.aot_eager, edit=passes, decompose=_AOT_EAGER[backend])}
+    return {"backend": backend}
+
+
+def _states(model: nn.Module) -> list[FSDPState]:
+    """Of all sharded modules, outer ones first."""
+    found = [state for module in model.modules() if (state := state_of(module)) is not None]
+    return list(dict.fromkeys(found))
+
+
+def _params(model: nn.Module, states: list[FSDPState]) -> list[ShardedParam | nn.Parameter]:
+    """In the order of `model.parameters()`, whichever form of them modules hold now."""
+    owned = {
+        (id(owner.parameters), owner.name): param
+        for state in states
+        for group in state.groups
+        for param in group.params
+        for owner in param.owners
+    }
+    found: dict[int, ShardedParam | nn.Parameter] = {}
+    for module in model.modules():
+        held = _compat.parameters_of(module)
+        for name, param in held.items():
+            one = owned.get((id(held), name), param)
+            if one is not None:
+                found.setdefault(id(one), one)
+    return list(found.values())
+
+
+@torch.no_grad()
+def _give(segments: list[Segment], plain: list[nn.Parameter], grads: Any) -> None:
+    """Gradients that a graph returned become the parameters', as after a backward."""
+    for segment, grad in zip(segments, grads, strict=False):
+        if grad is not None and segment.give is not None:
+            segment.give(grad)
+    found = [(p, g) for p, g in zip(plain, grads[len(segments) :], strict=True) if g is not None]
+    if found:
+        torch.autograd.backward([p for p, _ in found], [g for _, g in found])  # with the users' hooks

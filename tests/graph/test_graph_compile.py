@@ -1,0 +1,202 @@
+"""`shardwise.compile` changes when a model communicates and no number, and ranks agree about its graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import shardwise
+from ranks import on_ranks
+from shardwise import RankMismatchError, ShardingError, _compat, fully_shard
+from shardwise.graph.collectives import GATHER, SCATTER, collectives
+from shardwise.graph.passes import Passes, most_unsharded
+
+WIDTH, STEPS = 6, 2
+LAYOUTS = ("contiguous", "interleaved")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3, *, backwards: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.backwards = backwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in reversed(self.blocks) if self.backwards else self.blocks:
+            x = block(x)
+        return x
+
+
+def sharded(net: Net, **options: Any) -> Net:
+    for block in net.blocks:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def trained(net: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Outputs of some steps, then the parameters."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        output = call(torch.randn(4, WIDTH, generator=generator))
+        output.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(output.detach().clone())
+    return [*found, *(param.full_tensor().detach() for param in net.parameters())]
+
+
+@on_ranks(2)
+def test_passes_change_no_bit() -> None:
+    for layout in LAYOUTS:
+        start = Net()
+        eager = sharded(copy.deepcopy(start), layout=layout)
+        expected = trained(eager, eager)
+        options: Any = {"prefetch": 2, "merge_bytes": 1 << 20, "backend": "aot_eager"}
+        if layout == "contiguous":
+            options = {"max_unsharded": 3, "backend": "aot_eager_decomp_partition"}
+        net = sharded(copy.deepcopy(start), layout=layout)
+        compiled = shardwise.compile(net, **options)
+        assert compiled is not net
+        found = trained(net, compiled)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), layout
+        torch.compiler.reset()
+
+
+@on_ranks(2)
+def test_equal_regions_share_one_graph() -> None:
+    start = Net(blocks=4)
+    eager = sharded(copy.deepcopy(start))
+    expected = trained(eager, eager)
+    net = sharded(copy.deepcopy(start))
+    counters.clear()
+    assert shardwise.compile(net, backend="aot_eager", mode="regional") is net
+    found = trained(net, net)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@on_ranks(2)
+def test_graphs_that_differ_on_one_rank_are_an_error_on_all() -> None:
+    net = Net(backwards=dist.get_rank() == 1)
+    net.blocks[1].down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+    net.blocks[2].down = nn.Identity()
+    net.blocks[2].up = nn.Linear(WIDTH, WIDTH)
+    compiled = shardwise.compile(sharded(net), backend="aot_eager")
+    for _ in range(2):  # and again
+        with pytest.raises(RankMismatchError, match=r"Only on rank \d:\n  3\. all_gather of \d+ bytes"):
+            compiled(torch.randn(2, WIDTH))
+
+
+@on_ranks(2)
+def test_a_bound_that_the_model_breaks_is_an_error_when_it_is_called() -> None:
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block, reshard_after_forward=False)
+    compiled = shardwise.compile(fully_shard(net), backend="aot_eager", max_unsharded=2)
+    with pytest.raises(ShardingError, match=r"no more than 2 groups .*blocks"):
+        compiled(torch.randn(2, WIDTH))
+
+
+@on_ranks(2)
+def test_a_rank_may_compile_again_alone() -> None:
+    net = sharded(Net())
+    compiled = shardwise.compile(net, backend="aot_eager", dynamic=False)
+    compiled(torch.randn(2, WIDTH)).sum().backward()
+    counters.clear()
+    compiled(torch.randn(2 + dist.get_rank(), WIDTH)).sum().backward()
+    assert counters["stats"].get("unique_graphs", 0) == dist.get_rank()
+
+
+@on_ranks(2)
+def test_graphs_of_a_sharded_model_overlap_and_are_bounded() -> None:
+    made: list[tuple[list[str], int]] = []
+    passes = Passes()
+
+    def record(graph: torch.fx.Graph) -> None:
+        before = [one.issue.name for one in collectives(graph)]
+        passes(graph)
+        graph.lint()
+        assert [one.issue.name for one in collectives(graph) if one.kind == GATHER] == [
+            name for name in before if name.startswith("all_gather")
+        ]
+        events = []
+        for node in graph.nodes:
+            for one in collectives(graph):
+                events += [one.kind] if node is one.issue else []
+                events += [f"wait {one.kind}"] if node is one.wait else []
+        made.append((events, most_unsharded(graph)))
+
+    net = sharded(Net(), layout="contiguous")
+    compiled = torch.compile(
+        net,
+        fullgraph=True,
+        backend=lambda module, inputs: _compat.aot_eager(module, inputs, edit=record, decompose=False),
+    )
+    compiled(torch.randn(2, WIDTH)).sum().backward()
+    (forward, held), (backward, held_backward) = made
+    gather, wait = GATHER, f"wait {GATHER}"
+    assert forward == [gather, gather, wait, gather, wait, gather, wait, wait]
+    assert held == held_backward == 2
+    assert backward[:3] == [gather, gather, wait]
+    reduced = f"wait {SCATTER}"
+    places = [i for i, event in enumerate(backward) if event == SCATTER]
+    assert [backward[:place].count(reduced) for place in places] == [0, 0, 1, 2]
+    assert len(places) == 4
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(ShardingError, match=r"no module of this Linear is sharded; call fully_shard before"):
+        shardwise.compile(nn.Linear(2, 2))
+    with pytest.raises(ShardingError, match=r"mode 'partial' is unknown; expected one of full, regional"):
+        shardwise.compile(nn.Linear(2, 2), mode="partial")
+
+
+@on_ranks(1)
+def test_unknown_backends_and_options_are_refused() -> None:
+    net = sharded(Net(1))
+    with pytest.raises(ShardingError, match=r"backend 'induktor' is unknown; expected one of inductor"):
+        shardwise.compile(net, backend="induktor")
+    with pytest.raises(ShardingError, match=r"options are inductor's; backend 'aot_eager' takes none"):
+        shardwise.compile(net, backend="aot_eager", options={"max_autotune": True})
+    with pytest.raises(ShardingError, match=r"option reorder_for_peak_memory is shardwise.compile's own"):
+        shardwise.compile(net, options={"reorder_for_peak_memory": True})
+    with pytest.raises(ShardingError, match=r"prefetch is -1"):
+        shardwise.compile(net, prefetch=-1)
+
+
+@on_ranks(1)
+def test_other_backends_are_called_with_the_graph() -> None:
+    called = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        called.append(len(inputs))
+        return module
+
+    net = sharded(Net(1))
+    x = torch.randn(2, WIDTH)
+    expected = net(x)
+    assert torch.equal(shardwise.compile(net, backend=backend)(x), expected)
+    assert len(called) == 1
+    assert torch.equal(shardwise.compile(net, backend="eager")(x), expected)
