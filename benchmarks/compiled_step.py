@@ -6,8 +6,8 @@
 Every rank trains the GPT of steps.py on its own text with fused AdamW. Each way has processes of its own, as
 compiled code is shared by code object, and in them takes turns, step by step, with eager FSDP2: ratios are to
 that one, and those to compiled FSDP2 are ratios of ratios. "compiled" is `torch.compile` of the whole sharded
-model, `fullgraph=True` for shardwise; FSDP2's hooks break its graph. "by block" compiles each block in place
-inside the eager model.
+model, `fullgraph=True` for shardwise; FSDP2's hooks break its graph. "shardwise.compile" does the same and
+gathers one group ahead. "by block" compiles each block in place inside the eager model.
 
 CPU time is a rank's own, mean over ranks; a step is forward, loss, backward, optimizer and zero_grad. Compile
 time is the CPU time of the first two steps with the compiler's child processes, less two steps as they are
@@ -34,6 +34,8 @@ from subjects import PEER, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import shardwise
+
 
 @dataclass(frozen=True)
 class Way:
@@ -55,6 +57,10 @@ def _by_block(model: Any, backend: str) -> Any:
     return model
 
 
+def _ahead(model: nn.Module, backend: str) -> Any:
+    return shardwise.compile(model, backend=backend)
+
+
 def _by_block_inside(model: Any, backend: str) -> Any:
     for block in model.blocks:
         block.compile(backend=backend)
@@ -72,6 +78,7 @@ WAYS: dict[str, Way] = {
     "interleaved, by block": Way("interleaved", _by_block),
     "contiguous": Way("contiguous"),
     "contiguous, compiled": Way("contiguous", _whole),
+    "contiguous, shardwise.compile": Way("contiguous", _ahead),
     "contiguous, by block": Way("contiguous", _by_block),
 }
 
@@ -194,28 +201,23 @@ def measure(name: str, *, world: int, sizes: Sizes, steps: int, backend: str) ->
         return {**found[name], "beside": found[BESIDE]}
 
 
-def tables(figures: dict[str, Any]) -> list[Table]:
+def table(case: dict[str, Any]) -> Table:
     header = ["way", "CPU s/step/rank", f"/ {EAGER}", f"/ {PEER_COMPILED}", "compile CPU s", "graphs"]
     header += ["compiled again", "breaks", "peak MB", f"/ {EAGER}", f"largest loss difference from {EAGER}"]
-    made = []
-    for case in figures["cases"]:
-        found = case["found"]
-        over = {name: one["cpu_s"][0] / one["beside"]["cpu_s"][0] for name, one in found.items()}
-        rows = []
-        for name, one in found.items():
-            beside, compiles = one["beside"], WAYS[name].compile is not None
-            apart = max(abs(a - b) / abs(b) for a, b in zip(one["losses"], beside["losses"], strict=True))
-            row = [name, with_spread(one["cpu_s"], digits=4), f"{over[name]:.2f}"]
-            row += [ratio(over[name], over[PEER_COMPILED]) if PEER_COMPILED in over else "-"]
-            row += [f"{one['compile_s']:.1f}" if compiles else "-"]
-            row += [str(one[key]) if compiles else "-" for key in ("graphs", "recompiled", "breaks")]
-            row += [f"{one['peak_bytes'] / 1e6:.2f}", ratio(one["peak_bytes"], beside["peak_bytes"])]
-            rows.append([*row, f"{apart:.1e}"])
-        title = (
-            f"{case['world']} ranks, {case['blocks']} blocks, backend {figures['backend']}: median [min..max]"
-        )
-        made.append(Table(title, header, rows))
-    return made
+    found = case["found"]
+    over = {name: one["cpu_s"][0] / one["beside"]["cpu_s"][0] for name, one in found.items()}
+    rows = []
+    for name, one in found.items():
+        beside, compiles = one["beside"], WAYS[name].compile is not None
+        apart = max(abs(a - b) / abs(b) for a, b in zip(one["losses"], beside["losses"], strict=True))
+        row = [name, with_spread(one["cpu_s"], digits=4), f"{over[name]:.2f}"]
+        row += [ratio(over[name], over[PEER_COMPILED]) if PEER_COMPILED in over else "-"]
+        row += [f"{one['compile_s']:.1f}" if compiles else "-"]
+        row += [str(one[key]) if compiles else "-" for key in ("graphs", "recompiled", "breaks")]
+        row += [f"{one['peak_bytes'] / 1e6:.2f}", ratio(one["peak_bytes"], beside["peak_bytes"])]
+        rows.append([*row, f"{apart:.1e}"])
+    title = f"{case['world']} ranks, {case['blocks']} blocks, backend {case['backend']}: median [min..max]"
+    return Table(title, header, rows)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -234,14 +236,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    figures: dict[str, Any] = {"facts": machine_facts(), "backend": options.backend, "cases": []}
+    figures: dict[str, Any] = {"facts": machine_facts(), "cases": []}
     for world in options.world:
         for blocks in options.blocks:
             sizes = Sizes(options.width, blocks, options.batch, options.length)
             how = {"world": world, "sizes": sizes, "steps": options.steps, "backend": options.backend}
-            found = {name: measure(name, **how) for name in options.only}
-            figures["cases"].append({"world": world, "blocks": blocks, "found": found})
-    report("compiled_step", figures, tables(figures), options)
+            case = {"world": world, "blocks": blocks, "backend": options.backend}
+            case["found"] = {name: measure(name, **how) for name in options.only}
+            figures["cases"].append(case)
+            name = f"compiled_step: {world} ranks, {blocks} blocks, {options.backend}"
+            report(name, figures, [table(case)], options)
 
 
 if __name__ == "__main__":

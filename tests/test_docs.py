@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -85,7 +85,7 @@ def public_methods(cls: type) -> set[str]:
 def test_the_pages_expected_are_there() -> None:
     assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= set(PAGES)
     guides = {"fsdp", "strategies", "sharded_parameter", "optim", "migrating", "checkpoint", "verify"}
-    guides |= {"sharded_tensor", "tensor_parallel"}
+    guides |= {"sharded_tensor", "tensor_parallel", "compile"}
     assert {f"docs/{name}.md" for name in guides} <= set(PAGES)
     licence = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in licence
@@ -120,16 +120,20 @@ def test_the_readmes_example_trains_as_it_stands(tmp_path: Path) -> None:
         "docs/strategies.md",
         "docs/sharded_tensor.md",
         "docs/tensor_parallel.md",
+        "docs/compile.md",
     ],
 )
 @on_ranks(4)
 def test_a_pages_examples_run_in_order(page: str, tmp_path: Path) -> None:
     blocks = python_blocks(read(page))
     assert len(blocks) > 1
-    names: dict[str, Any] = {"__name__": "example"}
-    with contextlib.chdir(tmp_path):
-        for number, block in enumerate(blocks, start=1):
-            exec(compile(block, f"{page}, block {number}", "exec"), names)
+    module = sys.modules["example"] = ModuleType("example")  # compilers import it by name
+    try:
+        with contextlib.chdir(tmp_path):
+            for number, block in enumerate(blocks, start=1):
+                exec(compile(block, f"{page}, block {number}", "exec"), vars(module))
+    finally:
+        del sys.modules["example"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -158,7 +162,7 @@ def test_every_command_a_page_names_exists(page: str) -> None:
 
 
 def test_every_public_name_is_in_the_guide_or_the_readme() -> None:
-    text = read("docs/fsdp.md") + read("README.md")
+    text = read("docs/fsdp.md") + read("docs/compile.md") + read("README.md")
     assert [name for name in shardwise.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 

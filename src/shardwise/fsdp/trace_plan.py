@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -44,12 +45,18 @@ def prepare(state: FSDPState) -> None:
     """
     if state.schedule is None:
         state.schedule = state.become_root()
+    _prepare(state)
     for one in live_states():
-        guard.lift(one.guards)  # code of their own, which each graph would depend on
-        one.guards = []
-        for group, reducer in zip(one.groups, one.reducers, strict=True):
-            if group.traced is None:
-                group.traced = _refusal(group, reducer) or _segments(one, group, reducer)
+        with suppress(ValueError):  # the process group of a model that nobody runs any more was destroyed
+            _prepare(one)
+
+
+def _prepare(state: FSDPState) -> None:
+    guard.lift(state.guards)  # code of their own, which each graph would depend on
+    state.guards = []
+    for group, reducer in zip(state.groups, state.reducers, strict=True):
+        if group.traced is None:
+            group.traced = _refusal(group, reducer) or _segments(state, group, reducer)
 
 
 def refresh(state: FSDPState) -> None:
