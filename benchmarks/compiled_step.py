@@ -11,8 +11,9 @@ gathers one group ahead. "by block" compiles each block in place inside the eage
 
 CPU time is a rank's own, mean over ranks; a step is forward, loss, backward, optimizer and zero_grad. Compile
 time is the CPU time of the first two steps with the compiler's child processes, less two steps as they are
-later; caches between processes are off. Peak memory is what the step allocates at most beyond what was there
-before it, from the allocator's own events (torch.profiler), on rank 0.
+later, in processes that have compiled something before; caches between processes are off. Peak memory is what
+the step allocates at most beyond what was there before it, from the allocator's own events (torch.profiler),
+on rank 0.
 """
 
 import argparse
@@ -137,6 +138,7 @@ def run_rank(
         return windows(text, count=sizes.batch, length=sizes.length, seed=step * world + rank)
 
     mesh = init_device_mesh("cpu", (world,))
+    torch.compile(torch.sin, backend=backend)(torch.ones(4, requires_grad=True)).sum().backward()
     subjects: dict[str, Subject] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in names:

@@ -112,7 +112,8 @@ def write_section(name: str, body: str, *, path: Path = RESULTS) -> None:
     text = path.read_text() if path.exists() else "# Benchmark results\n"
     head, found, rest = text.partition(begin)
     if found:
-        text = head + section + rest.partition(end)[2].lstrip("\n")
+        after = rest.partition(end)[2].lstrip("\n")
+        text = head + section + (f"\n{after}" if after else "")
     else:
         text = f"{text.rstrip()}\n\n{section}"
     path.write_text(text)
