@@ -66,7 +66,7 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step, in both layouts
 	$(BIN)/shardwise verify examples/train_gpt.py --ranks $(RANKS) --layout both
 
-bench: $(VENV)/.installed ## every benchmark against torch, about 10 minutes
+bench: $(VENV)/.installed ## every benchmark against torch, about 20 minutes
 	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove what make and the tools created

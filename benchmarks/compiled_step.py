@@ -12,8 +12,9 @@ gathers one group ahead. "by block" compiles each block in place inside the eage
 CPU time is a rank's own, mean over ranks; a step is forward, loss, backward, optimizer and zero_grad. Compile
 time is the CPU time of the first two steps with the compiler's child processes, less two steps as they are
 later, in processes that have compiled something before; caches between processes are off. Peak memory is what
-the step allocates at most beyond what was there before it, from the allocator's own events (torch.profiler),
-on rank 0.
+the third step allocates at most beyond what was there before it, from the allocator's own events
+(torch.profiler), on rank 0 of a fake group that moves nothing: over gloo it would count gloo's buffers too,
+for as long as gloo's threads happen to keep them.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from results import Table, add_output_arguments, machine_facts, ratio, report, s
 from steps import GPT, HEAD_WIDTH, TIMEOUT, Sizes, standard_library_text, windows
 from subjects import PEER, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 
@@ -142,12 +143,7 @@ def run_rank(
     subjects: dict[str, Subject] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        torch.manual_seed(0)
-        model = GPT(width=sizes.width, blocks=sizes.blocks, length=sizes.length)
-        library = shard(WAYS[name].sharder, model, model.blocks, mesh=mesh)
-        how = WAYS[name].compile
-        call = model if how is None else how(model, backend)
-        subject = subjects[name] = Subject(call, library.adamw(model, lr=3e-4, fused=True), [])
+        subject = subjects[name] = _subject(name, sizes, mesh, backend)
         counters.clear()
         dist.barrier()
         begin = _cpu()
@@ -159,8 +155,7 @@ def run_rank(
         found[name]["graphs"] = counters["stats"]["unique_graphs"]
         found[name]["recompiled"] = counters["stats"]["unique_graphs"] - first_graphs
         found[name]["breaks"] = sum(counters["graph_break"].values())
-        found[name]["peak_bytes"] = _peak_bytes(lambda subject=subject: subject.step(batch(3)))
-    for number in range(4, 4 + steps):
+    for number in range(3, 3 + steps):
         for name in names:
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
@@ -176,13 +171,36 @@ def run_rank(
     dist.destroy_process_group()
 
 
+def peak_bytes(name: str, sizes: Sizes, world: int, backend: str, file: str) -> None:
+    """In a process of its own: write the most bytes that a step of rank 0 allocates at a time to `file`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    subject = _subject(name, sizes, init_device_mesh("cpu", (world,)), backend)
+    batch = torch.randint(256, (sizes.batch, sizes.length + 1))
+    for _ in range(2):
+        subject.step(batch)
+    Path(file).write_text(str(_peak_bytes(lambda: subject.step(batch))))
+    dist.destroy_process_group()
+
+
+def _subject(name: str, sizes: Sizes, mesh: DeviceMesh, backend: str) -> Subject:
+    torch.manual_seed(0)
+    model = GPT(width=sizes.width, blocks=sizes.blocks, length=sizes.length)
+    library = shard(WAYS[name].sharder, model, model.blocks, mesh=mesh)
+    how = WAYS[name].compile
+    call = model if how is None else how(model, backend)
+    return Subject(call, library.adamw(model, lr=3e-4, fused=True), [])
+
+
 def _figures(name: str, ranks: Sequence[Any]) -> dict[str, Any]:
     first, _ = ranks[0]
     cpu = [
         sum(times) / len(ranks) for times in zip(*(found[name]["cpu_s"] for found, _ in ranks), strict=True)
     ]
     begun = sum(found[name]["first_s"] for found, _ in ranks) / len(ranks)
-    one = {key: first[name][key] for key in ("graphs", "recompiled", "breaks", "peak_bytes")}
+    one = {key: first[name][key] for key in ("graphs", "recompiled", "breaks")}
     return {
         **one,
         "cpu_s": spread(cpu),
@@ -200,7 +218,15 @@ def measure(name: str, *, world: int, sizes: Sizes, steps: int, backend: str) ->
         arguments = (world, (BESIDE, name), sizes, steps, backend, folder)
         mp.start_processes(run_rank, arguments, nprocs=world, start_method="spawn")
         found = json.loads(Path(folder, "figures.json").read_text())
-        return {**found[name], "beside": found[BESIDE]}
+        file = Path(folder, "peak")
+        mp.start_processes(
+            _first_peak, ((name, sizes, world, backend, str(file)),), nprocs=1, start_method="spawn"
+        )
+        return {**found[name], "peak_bytes": int(file.read_text()), "beside": found[BESIDE]}
+
+
+def _first_peak(_: int, arguments: tuple[str, Sizes, int, str, str]) -> None:
+    peak_bytes(*arguments)
 
 
 def table(case: dict[str, Any]) -> Table:
@@ -216,7 +242,8 @@ def table(case: dict[str, Any]) -> Table:
         row += [ratio(over[name], over[PEER_COMPILED]) if PEER_COMPILED in over else "-"]
         row += [f"{one['compile_s']:.1f}" if compiles else "-"]
         row += [str(one[key]) if compiles else "-" for key in ("graphs", "recompiled", "breaks")]
-        row += [f"{one['peak_bytes'] / 1e6:.2f}", ratio(one["peak_bytes"], beside["peak_bytes"])]
+        row += [f"{one['peak_bytes'] / 1e6:.2f}"]
+        row += [ratio(one["peak_bytes"], found[EAGER]["peak_bytes"]) if EAGER in found else "-"]
         rows.append([*row, f"{apart:.1e}"])
     title = f"{case['world']} ranks, {case['blocks']} blocks, backend {case['backend']}: median [min..max]"
     return Table(title, header, rows)
