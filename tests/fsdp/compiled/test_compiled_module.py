@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,9 +34,9 @@ def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
             block.compile(backend="aot_eager", fullgraph=True)
         return model
 
-    regional = replace(TRANSFORMER, model=lambda: Transformer(depth=10), compile=each_block, steps=3)
+    regional = replace(TRANSFORMER, model=partial(Transformer, depth=10), compile=each_block, steps=3)
     compare(regional)  # 10 blocks, and torch compiles a function 8 times at most
-    found = compare(replace(regional, options={"layout": "interleaved"}))
+    found = compare(replace(regional, model=partial(Transformer, depth=3), options={"layout": "interleaved"}))
     assert type(found.model.blocks[0].up) is nn.Linear
 
 
