@@ -460,13 +460,14 @@ def group_ranks(group_name: str) -> int:
 
     An all-reduce in a graph says nothing of it.
     """
-    from torch.distributed import distributed_c10d
-
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     try:
-        return int(resolve(group_name).size())
+        return int(resolve_process_group(cast(Any, group_name)).size())
     except (RuntimeError, ValueError, TypeError, LookupError):
         return 0
+
+
+# Does backend "aot_eager" by this name take operators apart as inductor does?
+AOT_EAGER = {"aot_eager": False, "aot_eager_decomp_partition": True}
 
 
 def aot_eager(

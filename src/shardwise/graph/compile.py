@@ -23,7 +23,7 @@ from shardwise.graph.passes import Passes
 from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
 from shardwise.mesh import FSDPMeshInfo
 
-BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager")
+BACKENDS = ("inductor", *_compat.AOT_EAGER, "eager")
 MODES = ("full", "regional")
 
 Backend = Callable[..., Any]
@@ -97,8 +97,8 @@ def _backend(
         raise ShardingError(f"options are inductor's; backend {backend!r} takes none")
     if backend == "inductor":
         return _compat.inductor(_inductor_options(passes, options or {}), dynamic)
-    if backend in ("aot_eager", "aot_eager_decomp_partition"):
-        decompose = backend == "aot_eager_decomp_partition"
+    if isinstance(backend, str) and backend in _compat.AOT_EAGER:
+        decompose = _compat.AOT_EAGER[backend]
         return lambda module, inputs: _compat.aot_eager(module, inputs, edit=passes, decompose=decompose)
     if backend == "eager":
         return lambda module, inputs: module
@@ -112,8 +112,7 @@ def _backend(
 
 def _inductor_options(passes: Passes, options: dict[str, Any]) -> dict[str, Any]:
     ours = {
-        "post_grad_custom_post_pass": _compat.inductor_pass(passes, passes.uuid),
-        "reorder_for_peak_memory": False,  # which would move collectives, each rank as it sees fit
+        **passes.inductor_options(),
         "reorder_for_locality": False,  # which without autograd would gather everything first
     }
     for name in ours:

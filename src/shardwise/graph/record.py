@@ -17,8 +17,6 @@ from shardwise.errors import ShardingError
 from shardwise.graph.measure import graph_report
 from shardwise.graph.reports import GraphReport, Kind, ModelReport
 
-_DECOMPOSES = {"aot_eager": False, "aot_eager_decomp_partition": True}
-
 
 @dataclass(frozen=True)
 class Recorded:
@@ -109,8 +107,8 @@ def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], 
     Raises:
         ShardingError: another backend.
     """
-    if backend not in _DECOMPOSES:
+    if backend not in _compat.AOT_EAGER:
         raise ShardingError(
-            f"backend {backend!r} cannot be recorded; expected one of {', '.join(_DECOMPOSES)}"
+            f"backend {backend!r} cannot be recorded; expected one of {', '.join(_compat.AOT_EAGER)}"
         )
-    return Recorder(_DECOMPOSES[backend], passes)
+    return Recorder(_compat.AOT_EAGER[backend], passes)

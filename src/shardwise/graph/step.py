@@ -40,7 +40,6 @@ from shardwise.optim import clip_grad_norm_
 
 _ONE = "forward, loss and backward"
 _EAGER = ("eager", "eager_noexcept", "eager_debug")  # backends that run a graph as it was traced
-_AOT_EAGER = {"aot_eager": False, "aot_eager_decomp_partition": True}
 
 
 class _Scheduler(Protocol):
@@ -283,21 +282,17 @@ def _one_graph(
     edit = partial(edit, passes=passes)
     if callable(backend):
         return {"backend": partial(_compat.aot_then, edit=edit, compiler=backend)}
-    if backend in _AOT_EAGER:
-        return {"backend": partial(_compat.aot_eager, edit=edit, decompose=_AOT_EAGER[backend])}
+    if backend in _compat.AOT_EAGER:
+        return {"backend": partial(_compat.aot_eager, edit=edit, decompose=_compat.AOT_EAGER[backend])}
     return {"backend": backend}
 
 
 def _parts(backend: str | Callable[..., Any], passes: Passes, options: dict[str, Any]) -> dict[str, Any]:
     """What `torch.compile` is told for a forward alone."""
     if backend == "inductor":
-        ours = {
-            "post_grad_custom_post_pass": _compat.inductor_pass(passes, passes.uuid),
-            "reorder_for_peak_memory": False,
-        }
-        return {"backend": backend, "options": {**options, **ours}}
-    if isinstance(backend, str) and backend in _AOT_EAGER:
-        return {"backend": partial(_compat.aot_eager, edit=passes, decompose=_AOT_EAGER[backend])}
+        return {"backend": backend, "options": {**options, **passes.inductor_options()}}
+    if isinstance(backend, str) and backend in _compat.AOT_EAGER:
+        return {"backend": partial(_compat.aot_eager, edit=passes, decompose=_compat.AOT_EAGER[backend])}
     return {"backend": backend}
 
 

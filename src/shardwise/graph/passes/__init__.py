@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.fx import Graph
 
+from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.graph.passes.bound_unsharded import bound_unsharded, most_unsharded
 from shardwise.graph.passes.check_order import check_order, order_text
@@ -68,6 +70,13 @@ class Passes:
         sink_waits(graph)
         if self.max_unsharded is not None:
             bound_unsharded(graph, limit=self.max_unsharded)
+
+    def inductor_options(self) -> dict[str, Any]:
+        """What runs them over inductor's graphs, behind its own passes, and keeps what they made."""
+        return {
+            "post_grad_custom_post_pass": _compat.inductor_pass(self, self.uuid),
+            "reorder_for_peak_memory": False,  # which would move collectives, each rank as it sees fit
+        }
 
     @property
     def uuid(self) -> str:
