@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardingError
-from shardwise.layout import Box, cover
+from shardwise.layout import Box, cover, index
+from shardwise.layout.messages import subtract
 
 relaxed = settings(deadline=None, max_examples=100)
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -157,31 +160,52 @@ def test_an_impossible_box_is_refused(offsets: tuple[int, ...], sizes: tuple[int
         Box(offsets, sizes)
 
 
-class Compared(Box):
-    """A box that counts how often any box is compared with another."""
-
-    comparisons = 0
-
-    def intersect(self, other: Box) -> Box | None:
-        Compared.comparisons += 1
-        return super().intersect(other)
+# Many boxes
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_shards_along_one_dim_are_not_compared_with_each_other(dim: int) -> None:
-    thickness, ranks = 3, 4096
+def tiles(*counts: int) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape and as many equal boxes along each dim, in a mixed order."""
+    sizes = tuple(range(2, 2 + len(counts)))
+    places = itertools.product(*map(range, counts))
+    boxes = [Box(tuple(p * s for p, s in zip(place, sizes, strict=True)), sizes) for place in places]
+    random.Random(0).shuffle(boxes)
+    return tuple(c * s for c, s in zip(counts, sizes, strict=True)), boxes
 
-    def slab(start: int, thick: int) -> Compared:
-        offsets, sizes = [0, 0, 0], [5, 5, 5]
-        offsets[dim], sizes[dim] = start, thick
-        return Compared(tuple(offsets), tuple(sizes))
 
-    shape = tuple(ranks * thickness if d == dim else 5 for d in range(3))
-    shards = [slab(thickness * r, thickness) for r in reversed(range(ranks))]
-    Compared.comparisons = 0
-    cover(shards, shape)
-    assert Compared.comparisons == 0
+@pytest.mark.parametrize("counts", [(4096, 1, 1), (1, 4096, 1), (64, 64), (16, 16, 16)])
+def test_of_many_tiles_each_is_compared_with_few_others_and_only_for_an_error(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = 0
+    meets = index._meets
+
+    def counting(starts: Any, ends: Any, asked: Any, *others: Any) -> Any:
+        nonlocal compared
+        compared += len(asked)
+        return meets(starts, ends, asked, *others)
+
+    monkeypatch.setattr(index, "_meets", counting)
+    shape, boxes = tiles(*counts)
+    cover(boxes, shape)
+    assert compared == 0
+    with pytest.raises(ShardingError, match=f"hold {math.prod(shape) - boxes[-1].numel} of the"):
+        cover(boxes[:-1], shape)
+    assert compared < 200 * len(boxes)
+    extra = Box(boxes[1000].offsets, (1,) * len(shape))
+    with pytest.raises(ShardingError, match=re.escape(f"{boxes[1000]} and {extra} overlap")):
+        cover([*boxes, extra], shape)
+
+
+def test_boxes_that_have_the_corners_of_the_whole_but_lie_twice_are_refused() -> None:
+    box = Box((0, 0), (3, 4))
     with pytest.raises(ShardingError, match="overlap"):
-        cover([*shards, slab(thickness * 1000 + 1, 1)], shape)
-    with pytest.raises(ShardingError, match=f"hold {(ranks - 1) * thickness * 25} of the"):
-        cover(shards[:-1], shape)
+        cover([box, box], (3, 4))
+
+
+def test_boxes_cut_in_too_many_dims_for_their_corners_to_be_counted_are_compared() -> None:
+    whole = Box.whole((2,) * 30)
+    corner = Box.whole((1,) * 30)
+    boxes = [corner, *subtract(whole, corner)]
+    cover(boxes, whole.sizes)
+    with pytest.raises(ShardingError, match="overlap"):
+        cover([*boxes, corner], whole.sizes)

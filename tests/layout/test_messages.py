@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardingError
+from shardwise.layout import index
 from shardwise.layout.box import Box
 from shardwise.layout.messages import Message, subtract, transfer
 
@@ -322,7 +322,7 @@ def test_one_of_many_ranks_exchanges_rows_for_columns_with_each_other_one() -> N
 def test_a_box_of_more_pieces_than_are_compared_at_a_time_gets_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules[transfer.__module__], "_PORTION", 2)
+    monkeypatch.setattr(index, "_PORTION", 2)
     pieces = [Box((place,), (1,)) for place in range(5)]
     wanted = [Box((0,), (5,)), Box((3,), (1,))]
     assert transfer([[], pieces], [wanted, []]) == [

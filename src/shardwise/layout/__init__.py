@@ -1,7 +1,8 @@
 """Pure arithmetic of sharding: boxes, placements, and where parameters lie in a group's buffers."""
 
-from shardwise.layout.box import Box, cover, disjoint
+from shardwise.layout.box import Box
 from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place
+from shardwise.layout.cover import cover, disjoint
 from shardwise.layout.group_layout import Gathered, GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
 from shardwise.layout.messages import Message, transfer
 from shardwise.layout.packing import Packing, least_shard_numel, pack

@@ -56,38 +56,3 @@ class Box:
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(min(a, b) - s for a, b, s in zip(self.ends, other.ends, starts, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
-
-
-def disjoint(boxes: Sequence[Box]) -> None:
-    """Check that no two of `boxes`, of equally many dims, have an element in common.
-
-    Raises ShardingError naming two that do. Sweeps along the dim in which the boxes begin at most places
-    and compares only boxes whose extents there meet, so shards along any one dim cost O(n log n).
-    """
-    filled = [box for box in boxes if not box.is_empty]
-    ndim = len(filled[0].sizes) if filled else 0
-    dim = max(range(ndim), key=lambda d: len({box.offsets[d] for box in filled}), default=None)
-    open_boxes: list[Box] = []
-    for box in sorted(filled, key=lambda b: () if dim is None else (b.offsets[dim], b.offsets)):
-        open_boxes = [o for o in open_boxes if dim is None or o.ends[dim] > box.offsets[dim]]
-        for other in open_boxes:
-            if box.intersect(other) is not None:
-                raise ShardingError(f"{other} and {box} overlap")
-        open_boxes.append(box)
-
-
-def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
-    """Check that `boxes` cover a tensor of `shape` exactly once.
-
-    Raises ShardingError naming the box that leaves the shape, the two boxes that overlap, or how many
-    elements no box holds.
-    """
-    for box in boxes:
-        if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
-            raise ShardingError(f"{box} leaves the tensor of shape {tuple(shape)}")
-    disjoint(boxes)
-    held = sum(box.numel for box in boxes)
-    if held != math.prod(shape):
-        raise ShardingError(
-            f"the boxes hold {held} of the {math.prod(shape)} elements of shape {tuple(shape)}"
-        )

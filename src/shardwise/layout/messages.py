@@ -9,9 +9,8 @@ What a held and a wanted box exchange depends on the two and on nearer boxes tha
 So a rank can work out its own messages without those of others and still agree with them. Where held
 boxes overlap in part, the farther one sends what remains of it after subtracting the nearer ones.
 
-Boxes are compared as columns of integer arrays, only with those whose extents meet along one dim, and in
-portions: time grows with the messages and the near misses, memory with the messages. Between shards along
-one dim that is O(n log n). Every row to every column is n^2 messages, which only `rank=` keeps small.
+Boxes are compared as columns of integer arrays, with those near them (`layout.index`): time and memory grow
+with the messages. Every row to every column is n^2 messages, which only `rank=` keeps small.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ import numpy.typing as npt
 
 from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
+from shardwise.layout.index import Index, Ints, corners
 
-_PORTION = 1 << 16  # pairs of boxes compared at a time
-
-_Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
 
@@ -108,15 +105,15 @@ def subtract(box: Box, other: Box) -> list[Box]:
 class _Boxes:
     """Boxes that are not empty: a column each in `starts` and `ends` [dims, boxes]."""
 
-    starts: _Ints
-    ends: _Ints
-    rank: _Ints  # [boxes] whose it is
-    place: _Ints  # [boxes] its place in that rank's list
+    starts: Ints
+    ends: Ints
+    rank: Ints  # [boxes] whose it is
+    place: Ints  # [boxes] its place in that rank's list
 
     def __len__(self) -> int:
         return len(self.rank)
 
-    def take(self, columns: _Ints | _Bools) -> _Boxes:
+    def take(self, columns: Ints | _Bools) -> _Boxes:
         return _Boxes(self.starts[:, columns], self.ends[:, columns], self.rank[columns], self.place[columns])
 
 
@@ -142,61 +139,18 @@ def _boxes(side: Sequence[Sequence[Box]], ndim: int) -> _Boxes:
     rank = np.repeat(np.arange(len(side)), np.array([len(own) for own in side], np.int64))
     place = np.fromiter(itertools.chain.from_iterable(range(len(own)) for own in side), np.int64, len(boxes))
     if ndim:
-        starts, sizes = _corners(boxes, ndim)
+        starts, sizes = corners(boxes, ndim)
     else:
         starts, sizes = np.zeros((1, len(boxes)), np.int64), np.ones((1, len(boxes)), np.int64)
     filled: _Bools = np.all(sizes > 0, axis=0)
     return _Boxes(starts, starts + sizes, rank, place).take(filled)
 
 
-def _corners(boxes: Sequence[Box], ndim: int) -> tuple[_Ints, _Ints]:
-    """Offsets and sizes [dims, boxes]."""
-    count = ndim * len(boxes)
-    offsets = np.fromiter(itertools.chain.from_iterable(box.offsets for box in boxes), np.int64, count)
-    sizes = np.fromiter(itertools.chain.from_iterable(box.sizes for box in boxes), np.int64, count)
-    return offsets.reshape(-1, ndim).T.copy(), sizes.reshape(-1, ndim).T.copy()
-
-
-def _as_boxes(starts: _Ints, ends: _Ints) -> list[Box]:
+def _as_boxes(starts: Ints, ends: Ints) -> list[Box]:
     """The boxes of columns [dims, boxes]."""
     if not len(starts):
         return [Box((), ())] * starts.shape[1]
     return list(map(Box, zip(*starts.tolist(), strict=True), zip(*(ends - starts).tolist(), strict=True)))
-
-
-class _Index:
-    """Finds which of some boxes meet others."""
-
-    def __init__(self, starts: _Ints, ends: _Ints) -> None:
-        self._starts, self._ends = starts, ends
-        self._dim = int(np.argmax([len(np.unique(along)) for along in starts]))
-        self._order = np.argsort(starts[self._dim], kind="stable")
-        self._firsts = starts[self._dim][self._order]
-        self._reach = np.maximum.accumulate(ends[self._dim][self._order])  # no box up to here ends later
-
-    def meeting(self, starts: _Ints, ends: _Ints) -> Iterator[tuple[_Ints, _Ints]]:
-        """Pairs (column of `starts` and `ends`, column of this index) of boxes with elements in common.
-
-        Column by column, in portions; one column's pairs are all in the same portion, in the index's order.
-        """
-        low = np.searchsorted(self._reach, starts[self._dim], side="right")
-        high = np.searchsorted(self._firsts, ends[self._dim], side="left")
-        counts = np.maximum(high - low, 0)
-        until = np.cumsum(counts)
-        before = until - counts
-        begin = 0
-        while begin < len(counts):
-            end = max(begin + 1, int(np.searchsorted(until, before[begin] + _PORTION, side="right")))
-            asked = np.repeat(np.arange(begin, end), counts[begin:end])
-            nth = np.arange(len(asked)) - (before[asked] - before[begin])
-            found = self._order[low[asked] + nth]
-            for dim in range(len(starts)):
-                common = (self._starts[dim][found] < ends[dim][asked]) & (
-                    starts[dim][asked] < self._ends[dim][found]
-                )
-                asked, found = asked[common], found[common]
-            yield asked, found
-            begin = end
 
 
 class _Held:
@@ -209,20 +163,20 @@ class _Held:
         new = np.ones(len(ordered), np.bool_)
         new[1:] = (corners[:, 1:] != corners[:, :-1]).any(axis=0)
         self.starts, self.ends = ordered.starts[:, new], ordered.ends[:, new]
-        self.index = _Index(self.starts, self.ends)
+        self.index = Index(self.starts, self.ends)
         # A copy is one rank that holds one of the boxes, in order of boxes and of ranks.
-        number: _Ints = np.cumsum(new) - 1
+        number: Ints = np.cumsum(new) - 1
         keys = number * ranks + ordered.rank
         self._keys, kept = np.unique(keys, return_index=True)  # the first of a rank's equal boxes
         self.rank, self.place = ordered.rank[kept], ordered.place[kept]
-        self._box: _Ints = number[kept]
+        self._box: Ints = number[kept]
         self._bounds = np.searchsorted(self._box, np.arange(self.starts.shape[1] + 1))
 
-    def of(self, rank: int) -> _Ints:
+    def of(self, rank: int) -> Ints:
         """The boxes that `rank` holds."""
         return self._box[np.flatnonzero(self.rank == rank)]
 
-    def nearest(self, box: _Ints, receiver: _Ints) -> _Ints:
+    def nearest(self, box: Ints, receiver: Ints) -> Ints:
         """The copy (into `rank` and `place`) of each box that is nearest to its receiver."""
         after = np.searchsorted(self._keys, box * self.ranks + receiver)
         before = after - 1
@@ -231,16 +185,16 @@ class _Held:
         up = np.where(
             after < self._bounds[box + 1], self.rank[np.minimum(after, last)] - receiver, self.ranks
         )
-        copy: _Ints = np.where(down <= up, before, after)
+        copy: Ints = np.where(down <= up, before, after)
         return copy
 
-    def distance(self, copy: _Ints, receiver: _Ints) -> _Ints:
+    def distance(self, copy: Ints, receiver: Ints) -> Ints:
         """Orders copies of different boxes by nearness: ranks apart, then lower rank, then place."""
         rank, places = self.rank[copy], int(self.place.max(initial=0)) + 1
-        distance: _Ints = (np.abs(rank - receiver) * self.ranks + rank) * places + self.place[copy]
+        distance: Ints = (np.abs(rank - receiver) * self.ranks + rank) * places + self.place[copy]
         return distance
 
-    def boxes(self, columns: _Ints) -> list[Box]:
+    def boxes(self, columns: Ints) -> list[Box]:
         return _as_boxes(self.starts[:, columns], self.ends[:, columns])
 
 
@@ -251,29 +205,29 @@ class _Held:
 class _Parts:
     """Boxes to move: `copy` of the held ones sends `starts` to `ends` [dims, parts] to `wanted`."""
 
-    copy: _Ints
-    wanted: _Ints
-    starts: _Ints
-    ends: _Ints
+    copy: Ints
+    wanted: Ints
+    starts: Ints
+    ends: Ints
 
 
-def _joined(portions: Sequence[_Ints]) -> _Ints:
+def _joined(portions: Sequence[Ints]) -> Ints:
     """Portions of pairs [2, any] after each other; maybe none."""
     return np.concatenate([np.empty((2, 0), np.int64), *portions], axis=1)
 
 
-def _pairs_of_receivers(held: _Held, wanted: _Boxes, chosen: _Ints) -> _Ints:
+def _pairs_of_receivers(held: _Held, wanted: _Boxes, chosen: Ints) -> Ints:
     """The pairs (held, wanted) [2, pairs] of the chosen wanted boxes."""
     asking = wanted.take(chosen)
     found = held.index.meeting(asking.starts, asking.ends)
     return _joined([np.stack([box, chosen[asked]]) for asked, box in found])
 
 
-def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> _Ints:
+def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
     """The pairs (held, wanted) [2, pairs] in which other ranks have `rank` nearest."""
     own = held.of(rank)
     portions = []
-    index = _Index(wanted.starts, wanted.ends)
+    index = Index(wanted.starts, wanted.ends)
     for asked, found in index.meeting(held.starts[:, own], held.ends[:, own]):
         box, receiver = own[asked], wanted.rank[found]
         sends = (receiver != rank) & (held.rank[held.nearest(box, receiver)] == rank)
@@ -281,7 +235,7 @@ def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> _Ints:
     return _joined(portions)
 
 
-def _parts(held: _Held, wanted: _Boxes, pairs: _Ints) -> _Parts:
+def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
     """What the pairs move: all that a pair has in common, less what boxes nearer to the receiver have too."""
     box, want = pairs
     receiver = wanted.rank[want]
@@ -300,7 +254,7 @@ def _parts(held: _Held, wanted: _Boxes, pairs: _Ints) -> _Parts:
         common = _as_boxes(starts[:, pair], ends[:, pair])
         pieces += _remainders(pair.tolist(), common, held.boxes(rival))
     numbers = np.concatenate([np.flatnonzero(whole), np.array([n for n, _ in pieces], np.int64)])
-    offsets, sizes = _corners([piece for _, piece in pieces], len(starts))
+    offsets, sizes = corners([piece for _, piece in pieces], len(starts))
     return _Parts(
         copy[numbers],
         want[numbers],
@@ -321,7 +275,7 @@ def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterat
         yield from ((pair, piece) for piece in rest or [])
 
 
-def _meets_another(held: _Held, box: _Ints) -> _Bools:
+def _meets_another(held: _Held, box: Ints) -> _Bools:
     """Which of the held boxes meet a different one; found out for those in `box` only."""
     asked_for = np.flatnonzero(np.bincount(box, minlength=held.starts.shape[1]))
     met = np.zeros(held.starts.shape[1], np.int64)
@@ -331,7 +285,7 @@ def _meets_another(held: _Held, box: _Ints) -> _Bools:
     return several
 
 
-def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: _Ints, ndim: int) -> None:
+def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:
     """The parts of a box are disjoint: it is filled if they have as many elements as the box."""
     missing = (wanted.ends - wanted.starts).prod(axis=0)
     np.subtract.at(missing, parts.wanted, (parts.ends - parts.starts).prod(axis=0))

@@ -1,0 +1,91 @@
+"""Do boxes cover a tensor exactly once?
+
+A box is a sum of signed quadrants, one from each of its corners on. Quadrants from different points are
+linearly independent functions. So boxes count every element of a whole once, and none else, exactly if
+their signed corners add up to the corners of the whole:
+
+    +1    -1+1    -1         two boxes side by side: what they share cancels
+    -1    +1-1    +1
+
+That is a sort of all corners, whatever the boxes. Only where they do not add up are boxes compared, to name
+two that overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardwise.errors import ShardingError
+from shardwise.layout.box import Box
+from shardwise.layout.index import Index, Ints, corners
+
+_CORNERS = 1 << 24  # more are not counted: boxes of that many dims are compared
+_NUMBERS = 1 << 62
+
+
+def disjoint(boxes: Sequence[Box]) -> None:
+    """Check that no two of `boxes`, of equally many dims, have an element in common.
+
+    Raises ShardingError naming two that do.
+    """
+    filled = [box for box in boxes if not box.is_empty]
+    if len(filled) < 2:
+        return
+    ndim = len(filled[0].sizes)
+    if not ndim:
+        raise ShardingError(f"{filled[0]} and {filled[1]} overlap")
+    starts, sizes = corners(filled, ndim)
+    if _add_up(starts, starts + sizes):
+        return
+    for asked, found in Index(starts, starts + sizes).meeting(starts, starts + sizes):
+        pairs = np.flatnonzero(asked != found)
+        if len(pairs):
+            one, other = sorted((int(asked[pairs[0]]), int(found[pairs[0]])))
+            raise ShardingError(f"{filled[one]} and {filled[other]} overlap")
+
+
+def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
+    """Check that `boxes` cover a tensor of `shape` exactly once.
+
+    Raises ShardingError naming the box that leaves the shape, the two boxes that overlap, or how many
+    elements no box holds.
+    """
+    for box in boxes:
+        if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
+            raise ShardingError(f"{box} leaves the tensor of shape {tuple(shape)}")
+    disjoint(boxes)
+    held = sum(box.numel for box in boxes)
+    if held != math.prod(shape):
+        raise ShardingError(
+            f"the boxes hold {held} of the {math.prod(shape)} elements of shape {tuple(shape)}"
+        )
+
+
+def _add_up(starts: Ints, ends: Ints) -> bool:
+    """Do boxes, columns of [dims, boxes] and none empty, fill the box around all of them exactly once?
+
+    False too where they have too many corners to count.
+    """
+    low, high = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
+    cut = [d for d in range(len(starts)) if (starts[d] > low[d]).any() or (ends[d] < high[d]).any()]
+    if starts.shape[1] << len(cut) > _CORNERS:
+        return False
+    starts, ends = np.append(starts, low, axis=1), np.append(ends, high, axis=1)
+    signs = np.ones(
+        (1, starts.shape[1]), np.int64
+    )  # of a corner of each box; of the box around them the opposite
+    signs[0, -1] = -1
+    places, points = np.zeros_like(signs), 1  # that corner's point as a number, so many are possible
+    for d in cut:
+        values, edges = np.unique(np.stack([starts[d], ends[d]]), return_inverse=True)
+        if points > _NUMBERS // len(values):
+            known, numbers = np.unique(places, return_inverse=True)
+            places, points = numbers.reshape(places.shape), len(known)
+        places = (places * len(values) + edges.reshape(2, 1, -1)).reshape(-1, starts.shape[1])
+        signs, points = np.append(signs, -signs, axis=0), points * len(values)
+    order = np.argsort(places, axis=None)
+    first = np.flatnonzero(np.diff(places.ravel()[order], prepend=-1))
+    return not np.add.reduceat(signs.ravel()[order], first).any()

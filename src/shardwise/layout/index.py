@@ -1,0 +1,113 @@
+"""Which of many boxes meet which others.
+
+Boxes are columns of two integer arrays [dims, boxes]: their first elements and their ends. They are put in
+the order of a curve through space (Morton's, over the ranks of their middles), in which neighbours mostly
+follow each other. Every 8 neighbours have a box around them, every 8 of those another, up to one:
+
+    level 2    one box around all
+    level 1    a box around every 8 of those below        what a box meets is looked for from above,
+    level 0    the boxes, in the order of the curve       within what it meets there
+
+So for tiles of any number of dims the time grows with their number and the number of meetings, but for a
+logarithm. Columns are compared in portions: memory grows with the meetings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.layout.box import Box
+
+Ints = npt.NDArray[np.int64]
+
+_AROUND = 8  # boxes with one box around them
+_PORTION = 1 << 16  # pairs of boxes compared at a time
+_KEY_BITS = 62  # of a place on the curve
+
+
+def corners(boxes: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
+    """Offsets and sizes [dims, boxes]."""
+    count = ndim * len(boxes)
+    offsets = np.fromiter(itertools.chain.from_iterable(box.offsets for box in boxes), np.int64, count)
+    sizes = np.fromiter(itertools.chain.from_iterable(box.sizes for box in boxes), np.int64, count)
+    return offsets.reshape(-1, ndim).T.copy(), sizes.reshape(-1, ndim).T.copy()
+
+
+class Index:
+    """Finds which of some boxes, none of them empty and of at least one dim, meet others."""
+
+    def __init__(self, starts: Ints, ends: Ints) -> None:
+        self._order = _along_curve(starts + ends)
+        self._levels = [(starts[:, self._order], ends[:, self._order])]
+        while self._levels[-1][0].shape[1] > 1:
+            low, high = self._levels[-1]
+            first = np.arange(0, low.shape[1], _AROUND)
+            around = (np.minimum.reduceat(low, first, axis=1), np.maximum.reduceat(high, first, axis=1))
+            self._levels.append(around)
+
+    def meeting(self, starts: Ints, ends: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Pairs (column of `starts` and `ends`, column of this index) of boxes with elements in common.
+
+        Column by column, in portions; one column's pairs are all in the same portion, in an order of the
+        index's own.
+        """
+        if not len(self._order):
+            return
+        everything = np.arange(starts.shape[1])
+        pending = [(len(self._levels) - 1, everything, np.zeros_like(everything))]
+        while pending:
+            level, asked, found = pending.pop()
+            at = _between_columns(asked)
+            if at:
+                pending += [(level, asked[at:], found[at:]), (level, asked[:at], found[:at])]
+                continue
+            low, high = self._levels[level]
+            common = _meets(starts, ends, asked, low, high, found)
+            asked, found = asked[common], found[common]
+            if not level:
+                yield asked, self._order[found]
+                continue
+            below = (found[:, None] * _AROUND + np.arange(_AROUND)).ravel()
+            there = below < self._levels[level - 1][0].shape[1]
+            pending.append((level - 1, np.repeat(asked, _AROUND)[there], below[there]))
+
+
+def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: Ints) -> Ints:
+    """Of the pairs of columns (asked, found), those that have elements in common."""
+    left = np.arange(len(asked))
+    for dim in range(len(starts)):
+        one, other = asked[left], found[left]
+        left = left[(low[dim][other] < ends[dim][one]) & (starts[dim][one] < high[dim][other])]
+    return left
+
+
+def _between_columns(asked: Ints) -> int:
+    """Where to divide too many pairs, between two columns; 0 where they are to stay together."""
+    if len(asked) <= _PORTION:
+        return 0
+    middle = asked[len(asked) // 2]
+    at = int(np.searchsorted(asked, middle, side="left")) or int(np.searchsorted(asked, middle, side="right"))
+    return at % len(asked)
+
+
+def _along_curve(middles: Ints) -> Ints:
+    """The order of points [dims, points] along Morton's curve over their ranks in each dim."""
+    ranks = [np.unique(along, return_inverse=True)[1].astype(np.int64) for along in middles]
+    varying = [rank for rank in ranks if rank.max(initial=0)][:_KEY_BITS]
+    key = np.zeros(middles.shape[1], np.int64)
+    if varying:
+        bits = _KEY_BITS // len(varying)
+        scaled = [_shifted(rank, bits - int(rank.max()).bit_length()) for rank in varying]
+        for bit in range(bits - 1, -1, -1):
+            for rank in scaled:
+                key = key << 1 | rank >> bit & 1
+    order: Ints = np.argsort(key, kind="stable")
+    return order
+
+
+def _shifted(values: Ints, bits: int) -> Ints:
+    return values << bits if bits >= 0 else values >> -bits
