@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,9 +125,18 @@ def test_named_dims_of_a_3d_mesh_are_picked_and_flattened() -> None:
 def test_the_default_mesh_holds_every_rank_on_this_machines_device() -> None:
     mesh = default_mesh()
     assert mesh.mesh.tolist() == [0, 1]
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert mesh.device_type == ("cpu" if accelerator is None else accelerator.type)
     assert mesh_device(init_device_mesh("cpu", (2,))) == torch.device("cpu")
+
+
+@on_ranks(1)
+def test_a_torch_built_for_an_accelerator_that_the_machine_lacks_gets_a_mesh_on_cpu() -> None:
+    with (
+        mock.patch.object(torch._C, "_accelerator_getAccelerator", return_value=torch.device("cuda")),
+        mock.patch.object(torch.accelerator, "is_available", return_value=False),
+    ):
+        assert default_mesh().device_type == "cpu"
 
 
 def test_names_of_dims_are_given_as_tuples_whatever_form_they_had() -> None:

@@ -164,7 +164,7 @@ def default_mesh() -> DeviceMesh:
     """A 1-D mesh of every rank, on the accelerator if there is one, else on CPU."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 

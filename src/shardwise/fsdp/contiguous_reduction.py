@@ -44,6 +44,7 @@ class _Members:
     used: int  # elements of this rank's shard that are no padding
     filled: list[RowsParam]  # of which this rank holds rows
     empty: list[RowsParam]
+    registered: list[RowsParam]  # in order of registration, the same on every rank
     unsharded: list[nn.Parameter]
     staging: _Staging | None = None
 
@@ -122,6 +123,7 @@ class ContiguousReducer(GradReducer):
             used=sum([place.box.numel for place in segment.places]),
             filled=[param for param in params if param.no_rows is None],
             empty=[param for param in params if param.no_rows is not None],
+            registered=sorted(params, key=lambda param: param.place.index),
             unsharded=[cast(nn.Parameter, param.unsharded) for param in params],
         )
 
@@ -222,10 +224,6 @@ class ContiguousReducer(GradReducer):
         with _compat.plain_attributes():
             for param in empty:
                 param.sharded.grad = param.no_rows
-        if ShardedRows.any_hooked:
-            for param in empty:
-                if param.sharded.hooked:
-                    param.run_grad_hooks()
         for param in filled:
             local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
             sharded = param.sharded
@@ -235,8 +233,10 @@ class ContiguousReducer(GradReducer):
                 sharded.grad = grad
             else:
                 sharded.grad._local.add_(local)  # type: ignore[attr-defined]
-            if sharded.hooked:
-                param.run_grad_hooks()
+        if ShardedRows.any_hooked:  # which may communicate
+            for param in members.registered:
+                if param.sharded.hooked and (params is members.params or param in params):
+                    param.run_grad_hooks()
 
     def _check_unused(self, unused: list[RowsParam], shard: Tensor) -> None:
         """Raise if other ranks have gradients of parameters that this one did not use.
