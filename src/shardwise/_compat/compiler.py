@@ -1,0 +1,233 @@
+"""Private names of torch's compilers: tracing, graphs, inductor, export. See the package's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+# A functional collective carries the name of its group, and only this knows the group.
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group as resolve_process_group,
+)
+
+# Compilation. A tracer records these as they are; the public functional collectives would add a wrapper
+# tensor around each result, for eager use, and have no reduce-scatter by the name of a group.
+
+
+def traced_all_gather(shard: Tensor, ranks: int, group_name: str) -> Tensor:
+    """[n] -> [ranks * n], waited for."""
+    functional = torch.ops._c10d_functional
+    return cast(Tensor, functional.wait_tensor(functional.all_gather_into_tensor(shard, ranks, group_name)))
+
+
+def traced_reduce_scatter(whole: Tensor, op: str, ranks: int, group_name: str) -> Tensor:
+    """[ranks * n] -> [n], waited for."""
+    functional = torch.ops._c10d_functional
+    return cast(
+        Tensor, functional.wait_tensor(functional.reduce_scatter_tensor(whole, op, ranks, group_name))
+    )
+
+
+def traced_all_reduce(shard: Tensor, op: str, group_name: str) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return cast(Tensor, functional.wait_tensor(functional.all_reduce(shard, op, group_name)))
+
+
+def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
+    """Run a function once, when the call is traced; it is not part of the graph.
+
+    The function is given what `traced_object` turns into `subject` itself, of which nothing has been read.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(function)
+
+
+def traced_object(context: Any) -> Any:
+    """The `subject` of `while_tracing`, whose variable only the tracer knows."""
+    return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
+
+
+def leave_graph(why: str) -> None:
+    """Break the graph being traced; with `fullgraph=True` the compiler raises with the reason."""
+    from torch._dynamo import graph_break
+
+    graph_break(why)
+
+
+def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
+    """Call a setter inside a checkpointed region, where tracers refuse changes of outer objects.
+
+    They cannot know that the change is undone before the region ends.
+    """
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allow
+
+    allow(setter, *args)
+
+
+def with_backward(
+    program: torch.export.ExportedProgram, *, loss: int, decompositions: dict[Any, Any]
+) -> torch.export.ExportedProgram:
+    """`program` with the backward of its output number `loss`, a scalar, in it: it returns gradients too.
+
+    `torch.export.experimental`'s function for this takes no table of decompositions, and torch's own table
+    takes attention apart, whose matrices of scores are then kept for the backward.
+    """
+    from torch.export import exported_program
+
+    decompose: Any = exported_program._decompose_exported_program
+    made: torch.export.ExportedProgram = decompose(
+        program,
+        cia_to_decomp={},
+        python_decomp_table=decompositions,
+        joint_loss_index=loss,
+        decompose_custom_triton_ops=False,
+    )
+    return made
+
+
+# shardwise.graph: what torch.compile's backends keep private.
+
+
+def group_ranks(group_name: str) -> int:
+    """The size of the process group that functional collectives know by this name; 0 if there is none.
+
+    An all-reduce in a graph says nothing of it.
+    """
+    try:
+        return int(resolve_process_group(cast(Any, group_name)).size())
+    except (RuntimeError, ValueError, TypeError, LookupError):
+        return 0
+
+
+# Does backend "aot_eager" by this name take operators apart as inductor does?
+AOT_EAGER = {"aot_eager": False, "aot_eager_decomp_partition": True}
+
+
+def aot_eager(
+    graph_module: Any, inputs: Any, *, edit: Callable[[torch.fx.Graph], None], decompose: bool
+) -> Callable[..., Any]:
+    """Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition", whose graphs are edited first.
+
+    The second of these offers no way in between its partitioner and its compiler.
+    """
+    from functools import partial
+
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
+
+    def compiler(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
+        edit(made.graph)
+        made.recompile()
+        return boxed_nop(made, fakes)
+
+    if not decompose:
+        backend = aot_autograd(
+            fw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
+        )
+        return backend(graph_module, inputs)
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(unlift_effect_tokens=True):
+        backend = aot_autograd(
+            fw_compiler=compiler,
+            decompositions=select_decomp_table(),
+            partition_fn=partial(partition, compiler="inductor"),
+        )
+        return backend(graph_module, inputs)
+
+
+def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
+    """What `torch.compile(backend="inductor", options=options)` gives a graph to, for a backend around it."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    return cast(Callable[..., Any], wrapper(None, options, dynamic))
+
+
+def inductor_pass(edit: Callable[[torch.fx.Graph], None], uuid: str) -> Any:
+    """A pass over inductor's graphs; the `uuid` tells its caches of compiled graphs what the pass does."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            edit(graph)
+
+        def uuid(self) -> str:
+            return uuid
+
+    return Pass()
+
+
+@contextmanager
+def tracing_autograd() -> Iterator[None]:
+    """Calls in here that compile trace `torch.autograd.grad`, which torch leaves off by default.
+
+    Torch's own recomputation in the graphs that come of it is left out: it takes one run of nodes for
+    backward, refuses regions with random numbers, and keeps what views of recomputed tensors hold.
+    """
+    from torch._dynamo import config as tracer
+    from torch._functorch import config as graphs
+
+    name = "remat_using_tags_for_fwd_loss_bwd_graph"
+    with tracer.patch(trace_autograd_ops=True), graphs.patch({name: False} if hasattr(graphs, name) else {}):
+        yield
+
+
+def why_untraceable(error: Exception) -> str | None:
+    """Why a compiler cannot make one graph of a function, in a line; None if `error` does not say that."""
+    from torch._dynamo.exc import Unsupported
+
+    return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
+
+
+def aot_then(
+    graph_module: Any, inputs: Any, *, edit: Callable[[torch.fx.Graph], None], compiler: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What a backend of `torch.compile` makes of the graphs of operators of a graph, edited first."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+
+    def compile_edited(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
+        edit(made.graph)
+        made.recompile()
+        return cast(Callable[..., Any], make_boxed_func(compiler(made, fakes)))
+
+    backend: Any = aot_autograd(fw_compiler=compile_edited, keep_inference_input_mutations=True)
+    return cast(Callable[..., Any], backend(graph_module, inputs))
+
+
+def compiled_frame() -> tuple[int, int] | None:
+    """While a backend runs: the number of the frame it compiles, and how often that was compiled before."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    if current is None or current.frame_id is None or current.frame_compile_id is None:
+        return None
+    return current.frame_id, current.frame_compile_id
+
+
+def graph_breaks() -> int:
+    """How often a tracer has left a graph in this process; there is no public counter."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def aoti_compile(program: torch.export.ExportedProgram, path: str) -> None:
+    """Compile an exported program to machine code in one file; AOTInductor has no public name yet."""
+    from torch import _inductor
+
+    cast(Any, _inductor).aoti_compile_and_package(program, package_path=path)
+
+
+def aoti_load(path: str) -> Callable[..., Any]:
+    """The function of a file that `aoti_compile` wrote."""
+    from torch import _inductor
+
+    found: Callable[..., Any] = cast(Any, _inductor).aoti_load_package(path)
+    return found
