@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lockstep
@@ -21,9 +22,13 @@ from shardwise.tensor_parallel import (
     Partition,
     Split,
     bind,
+    choose,
     counts,
     explain,
+    load,
+    materialize,
     rule,
+    save,
     tensor_parallel_transformation,
 )
 from shardwise.tensor_parallel.rules.registry import RULES
@@ -180,3 +185,71 @@ def test_ranks_and_groups_that_do_not_fit_are_refused() -> None:
     other = tensor_parallel_transformation(program, 0, 4, "cpu", {"0": "colwise"}, group_name="later")
     with pytest.raises(ShardingError, match=f"rank 0 of 4, but this process is rank {rank} of 2"):
         bind(other)
+
+
+class Devices(nn.Module):
+    """Has tensors and names of devices wherever a program can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.register_buffer("shift", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).relu()) + self.shift + torch.arange(6, device=x.device)
+        return torch.cond(y.sum() > 0, lambda y: y + torch.ones(6), lambda y: y.to("cpu").clone(), (y,))
+
+
+def test_programs_for_a_device_that_this_machine_lacks_can_be_made_saved_and_filled(tmp_path: Path) -> None:
+    assert not torch.cuda.is_available()
+    model, x = Devices(), torch.randn(3, 6)
+    made = [tensor_parallel_transformation(export(model, (x,)), rank, 2, "cuda", PLAN) for rank in range(2)]
+    made[1].validate()
+    graphs = [m.graph for m in made[1].graph_module.modules() if isinstance(m, fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert len(graphs) == 3
+    assert {value.device.type for value in values} == {"cuda"}
+    assert "'cpu'" not in "".join(map(str, graphs))
+    save(made, tmp_path / "parts")
+    mine = load(tmp_path / "parts", rank=1)
+    torch.testing.assert_close(mine.state_dict["up.weight"], model.up.weight[5:])
+    materialize(mine, {name: 2 * value for name, value in model.state_dict().items()})
+    torch.testing.assert_close(mine.state_dict["up.weight"], 2 * model.up.weight[5:])
+
+
+def test_a_program_that_is_one_ranks_already_is_refused() -> None:
+    cut = parts(export(nn.Sequential(nn.Linear(6, 10)), (torch.randn(3, 6),)), {"0": "colwise"})[1]
+    for again in (cut, cut.run_decompositions()):
+        with pytest.raises(ShardingError, match="is that of rank 1 of 2 already"):
+            parts(again, {"0": "colwise"})
+        with pytest.raises(ShardingError, match="is that of rank 1 of 2 already"):
+            choose(again, 2)
+    cut.graph_module.meta["custom"].clear()
+    with pytest.raises(
+        ShardingError, match=r"has _c10d_functional.all_gather_into_tensor.default \(.*one rank's"
+    ):
+        parts(cut, {"up": "colwise"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({0: nn.Linear(6, 6)}, r"expected an ExportedProgram, got a module; export the model first"),
+        ({0: None}, "expected an ExportedProgram, got NoneType"),
+        ({1: "0"}, r"rank and world_size must be ints, got '0' and 2"),
+        ({2: 0}, "rank 0 is not one of 0 ranks"),
+        ({3: "gpu"}, "device_type is 'gpu', which torch does not know"),
+        ({3: None}, "device_type is None"),
+        ({4: ["up", "colwise"]}, r"the strategies are list \['up', 'colwise'\]; expected a mapping"),
+        ({4: None}, "the strategies are NoneType None"),
+        ({4: "colwise"}, "the strategies are str 'colwise'; expected a mapping .* or 'auto'"),
+        ({4: {nn.Linear: "colwise"}}, "the strategies have .*Linear.* for a name"),
+    ],
+)  # fmt: skip
+def test_arguments_of_other_kinds_are_refused_by_name(changed: dict[int, Any], message: str) -> None:
+    given = [export(Turning(), (torch.randn(3, 6),)), 0, 2, "cpu", PLAN]
+    for place, value in changed.items():
+        given[place] = value
+    with pytest.raises(ShardingError, match=message):
+        tensor_parallel_transformation(*given)

@@ -22,7 +22,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.node import map_arg
 
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel import state, transform
+from shardwise.tensor_parallel import arguments, state, transform
 from shardwise.tensor_parallel.canonical import canonical, functional
 from shardwise.tensor_parallel.explain import collective_kind
 from shardwise.tensor_parallel.heads import column_ranges
@@ -41,6 +41,7 @@ def explore(program: ExportedProgram, ranks: int) -> Space:
     Raises:
         ShardingError: fewer than one rank, or a program without tensors.
     """
+    arguments.check_whole(program)
     if ranks < 1:
         raise ShardingError(f"a plan needs at least one rank, got world_size={ranks}")
     program = functional(program)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from shardwise.errors import CheckpointError
+from shardwise.tensor_parallel.device import here_for
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
 
@@ -33,7 +34,7 @@ def materialize(
     program: ExportedProgram,
     checkpoint: Mapping[str, Tensor] | str | Path,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     rename: Callable[[str], str] | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> ExportedProgram:
@@ -42,7 +43,7 @@ def materialize(
     Args:
         program: from `tensor_parallel_transformation`, or loaded; changed in place.
         checkpoint: whole tensors; see this module for its forms. Cast to the program's dtypes.
-        device: where to put them.
+        device: where to put them; by default the device that the program was made for, if it is here.
         rename: the checkpoint's name of the parameter of a name; by default the same. Of names that share a
             tensor, any of them will do.
         values: whole tensors that the checkpoint lacks, such as buffers that are not saved; these come first.
@@ -56,6 +57,7 @@ def materialize(
             and buffers that already have memory may be missing: these stay as they are.
     """
     record = record_of(program)
+    device = device or here_for(record.get("device", "cpu"))
     asked = {name: (rename or str)(name) for name in record["parameters"]}
     made: dict[str, Tensor] = {}
     wrong, missing = [], []

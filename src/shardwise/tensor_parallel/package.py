@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError, here
+from shardwise.tensor_parallel import device
 from shardwise.tensor_parallel.auto import choose
 from shardwise.tensor_parallel.explain import collective_kind, explain
 from shardwise.tensor_parallel.state import RECORD, record_of
@@ -84,7 +85,7 @@ def load(
     world_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ExportedProgram:
-    """One rank's program from a folder that `save` wrote. Local.
+    """One rank's program from a folder that `save` wrote, on the device that it was made for. Local.
 
     Args:
         folder: the folder.
@@ -125,6 +126,7 @@ def load(
     found_rank = record_of(program)["rank"]
     if found_rank != rank:
         raise ShardingError(f"{here()}: {path} is the program of rank {found_rank}, not {rank}")
+    device.move_state(program, record_of(program).get("device", "cpu"))
     return program if group is None else bind(program, group)
 
 

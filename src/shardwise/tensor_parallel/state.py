@@ -29,6 +29,7 @@ from torch.export.graph_signature import (
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.device import here_for
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 from shardwise.tensor_parallel.styles import Plan
@@ -117,8 +118,10 @@ def shards_of(program: ExportedProgram, partition: Partition) -> tuple[dict[str,
 # ------------------------------------------------------------ the program
 
 
-def program_of(program: ExportedProgram, partition: Partition, *, plan: Plan) -> ExportedProgram:
-    """The exported program of `partition`, which was made of `program` by `plan`."""
+def program_of(
+    program: ExportedProgram, partition: Partition, *, plan: Plan, device_type: str
+) -> ExportedProgram:
+    """The exported program of `partition`, which was made of `program` by `plan`, for a kind of device."""
     graph = partition.graph
     graph.eliminate_dead_code(_is_impure)
     _name_sources(graph)
@@ -126,7 +129,7 @@ def program_of(program: ExportedProgram, partition: Partition, *, plan: Plan) ->
     module = fx.GraphModule(_submodules(program.graph_module, graph), graph)
     module.meta.update(program.graph_module.meta)
     custom = dict(module.meta.get("custom") or {})
-    module.meta["custom"] = {**custom, RECORD: _record(program, partition, plan)}
+    module.meta["custom"] = {**custom, RECORD: _record(program, partition, plan, device_type)}
     return ExportedProgram(
         root=module,
         graph=graph,
@@ -134,20 +137,22 @@ def program_of(program: ExportedProgram, partition: Partition, *, plan: Plan) ->
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=list(program.module_call_graph),
-        example_inputs=_without_fakes(program.example_inputs),
+        example_inputs=_examples(program.example_inputs, here_for(device_type)),
         constants=constants,
         verifiers=program.verifiers,
     )
 
 
-def _without_fakes(value: Any) -> Any:
-    """Example inputs, fake ones on meta: `torch.export.load` would unpickle those as any object."""
+def _examples(value: Any, device: torch.device) -> Any:
+    """Example inputs there; fake ones on meta: `torch.export.load` would unpickle those as any object."""
     if isinstance(value, Tensor) and _compat.is_fake(value):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, Tensor):
+        return value if value.is_meta else value.to(device)
     if isinstance(value, dict):
-        return {key: _without_fakes(each) for key, each in value.items()}
+        return {key: _examples(each, device) for key, each in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_without_fakes(each) for each in value)
+        return type(value)(_examples(each, device) for each in value)
     return value
 
 
@@ -218,7 +223,7 @@ def _is_impure(node: fx.Node) -> bool:
 # ------------------------------------------------------------ what is written down with it
 
 
-def _record(program: ExportedProgram, partition: Partition, plan: Plan) -> dict[str, Any]:
+def _record(program: ExportedProgram, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
     first = tied(program)
     by_name = {parameter.name: parameter for parameter in partition.parameters.values()}
     dropped = [name for name, other in first.items() if name not in by_name and other in by_name]
@@ -238,6 +243,7 @@ def _record(program: ExportedProgram, partition: Partition, plan: Plan) -> dict[
         "rank": partition.rank,
         "world_size": partition.ranks,
         "group": partition.group,
+        "device": device_type,
         "strategies": plan.asked,
         "parameters": parameters,
     }

@@ -16,7 +16,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.tensor_parallel import moves, state
+from shardwise.tensor_parallel import arguments, device, moves, state
 from shardwise.tensor_parallel import training as gradients
 from shardwise.tensor_parallel.canonical import canonical, functional
 from shardwise.tensor_parallel.partition import Parameter, Partition, Replicated, Value
@@ -54,7 +54,8 @@ def tensor_parallel_transformation(
             that write in place are made functional in the result.
         rank: of the process that will run the result, within its group.
         world_size: how many ranks. More than a dim has elements leaves some ranks without any of them.
-        device_type: where it will run: state, constants and devices named in the graph are moved there.
+        device_type: where it will run, such as "cuda". This machine need not have it: values then stay where
+            they are, until `load` moves them on one that has.
         parallel_strategies: styles by module, see `styles.plan_of`; or "auto": those of `choose`, at its own
             prices.
         group_name: of the process group that it communicates over; by default the default group's, which
@@ -69,15 +70,18 @@ def tensor_parallel_transformation(
         parts of the parameters. Buffers that it writes are whole.
 
     Raises:
-        ShardingError: a rank, world size, name or style that does not fit.
+        ShardingError: a rank, world size, name or style that does not fit; what is no exported program, or is
+            one rank's already.
     """
-    if not 0 <= rank < world_size:
-        raise ShardingError(f"rank {rank} is not one of {world_size} ranks")
+    arguments.check_whole(exported_program)
+    arguments.check_ranks(rank, world_size)
+    arguments.check_device(device_type)
     program = functional(exported_program)
-    if parallel_strategies == "auto":
+    if isinstance(parallel_strategies, str) and parallel_strategies == "auto":
         from shardwise.tensor_parallel.auto import choose  # which explores programs with this module
 
         parallel_strategies = choose(program, world_size).strategies
+    arguments.check_strategies(parallel_strategies)
     graph = canonical(program)
     parameters = parameters_of(program, graph)
     dropped = _dropped(program, parameters)
@@ -113,8 +117,9 @@ def tensor_parallel_transformation(
         gradients.differentiable(partition, program.graph_signature)
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in program.state_dict.values()):
         gradients.untrainable(partition, program.graph_signature)
-    made = state.program_of(program, partition, plan=plan)
-    return _on_device(made, device_type)
+    made = state.program_of(program, partition, plan=plan, device_type=device_type)
+    device.move_program(made, device_type)
+    return made
 
 
 def _default_group(world_size: int) -> str:
@@ -339,15 +344,3 @@ def _report(p: Partition, written: list[str], *, strict: bool) -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
-
-
-def _on_device(program: ExportedProgram, device_type: str) -> ExportedProgram:
-    """The program with everything that it has on another kind of device moved to this one."""
-    tensors = [*program.state_dict.values(), *program.constants.values()]
-    values = [node.meta.get("val") for node in program.graph.nodes]
-    kinds = {x.device.type for x in (*tensors, *values) if isinstance(x, Tensor)} - {"meta"}
-    if kinds <= {device_type}:
-        return program
-    from torch.export.passes import move_to_device_pass
-
-    return move_to_device_pass(program, device_type)

@@ -1,0 +1,91 @@
+"""A program for a kind of device, which the machine that makes it need not have.
+
+What the graph says of devices is changed in any case. Tensors with memory go along if the device is there;
+otherwise they stay where they are, until `load` on the machine that has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx.node import map_aggregate
+
+from shardwise import _compat
+
+
+def move_program(program: ExportedProgram, device_type: str) -> None:
+    """Have all of `program` on `device_type`; changed in place."""
+    wanted = torch.device(device_type)
+
+    def moved(value: Any) -> Any:
+        other = isinstance(value, Tensor) and _compat.is_fake(value) and not _is_on(value.device, wanted)
+        return _fake_on(value, wanted) if other else value
+
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.op == "call_function":
+                node.args = map_aggregate(node.args, lambda x: _renamed(x, wanted))
+                node.kwargs = map_aggregate(node.kwargs, lambda x: _renamed(x, wanted))
+            if "val" in node.meta:
+                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+    program.graph_module.recompile()
+    move_state(program, device_type)
+
+
+def move_state(program: ExportedProgram, device_type: str) -> None:
+    """Put the parameters, buffers and constants there, if this machine has the device.
+
+    Tensors without memory stay so. Names of one tensor keep sharing it.
+    """
+    wanted = torch.device(device_type)
+    if not is_here(wanted):
+        return
+    made: dict[int, Tensor] = {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_meta or _is_on(value.device, wanted):
+            return value
+        if id(value) not in made:
+            there = value.detach().to(wanted)
+            is_parameter = isinstance(value, nn.Parameter)
+            made[id(value)] = (
+                nn.Parameter(there, requires_grad=value.requires_grad) if is_parameter else there
+            )
+        return made[id(value)]
+
+    for store in (program.state_dict, program.constants):
+        store.update({name: moved(value) for name, value in store.items()})
+
+
+def here_for(device_type: str) -> torch.device:
+    """Where this machine keeps the tensors of a program for `device_type`: there, or on the CPU."""
+    wanted = torch.device(device_type)
+    return wanted if wanted.type != "meta" and is_here(wanted) else torch.device("cpu")
+
+
+def is_here(device: torch.device) -> bool:
+    """Has this machine a device of this kind?"""
+    if device.type in ("cpu", "meta"):
+        return True
+    try:
+        return bool(torch.get_device_module(device.type).is_available())
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def _fake_on(tensor: Any, device: torch.device) -> Tensor:
+    """A fake tensor as it is on another device; `to` would need that device's library to be there."""
+    shape, dtype, trained = tensor.shape, tensor.dtype, tensor.requires_grad
+    strided = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=trained)
+    return _compat.FakeTensor(tensor.fake_mode, strided, device)
+
+
+def _renamed(argument: Any, wanted: torch.device) -> Any:
+    return wanted if isinstance(argument, torch.device) else argument
+
+
+def _is_on(device: torch.device, wanted: torch.device) -> bool:
+    return device.type == wanted.type and wanted.index in (None, device.index)
