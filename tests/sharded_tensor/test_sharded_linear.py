@@ -139,6 +139,8 @@ def test_every_function_of_products_takes_sharded_factors() -> None:
                 )
     compare(torch.addmm, (normal(6), None), (a, None), (b, columns))
     compare(torch.addmm, (normal(6), ChunkShardingSpec(0, cpu(0, 1))), (a, None), (b, columns))
+    for addend in (normal(6), normal(1, 6), normal(3, 1)):  # which the product, a plain one, is larger than
+        compare(torch.addmm, (addend, ChunkShardingSpec(0, cpu(0, 1))), (a, None), (b, rows))
     compare(torch.baddbmm, (normal(2, 3, 6), None), (normal(2, 3, 4), rows), (normal(2, 4, 6), rows))
 
 

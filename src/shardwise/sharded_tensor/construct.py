@@ -137,10 +137,11 @@ def randn(
 
 
 def shared_seed(group: dist.ProcessGroup) -> int:
-    """A seed from torch's default CPU generator on the first rank, equal on all. Collective over `group`."""
-    seed = torch.empty((), dtype=torch.int64)
-    if group.rank() == 0:
-        seed.random_()
+    """A seed from torch's default CPU generator on the first rank, equal on all. Collective over `group`.
+
+    Every rank's generator takes that step, so that those which were equal stay so.
+    """
+    seed = torch.empty((), dtype=torch.int64).random_()
     if group.size() > 1:
         on_group = seed.cuda() if dist.get_backend(group) == "nccl" else seed
         dist.broadcast(on_group, group=group, group_src=0)

@@ -70,7 +70,7 @@ def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:
     """`whole`, which every rank has, cut alike; another shape is left for `load_state_dict` to refuse."""
     if whole.shape != sharded.metadata().size:
         return whole
-    tensors = [within(whole, box).clone() for box in sharded.boxes]
+    tensors = [within(whole, box, size=whole.shape).clone() for box in sharded.boxes]
     return sharded.with_tensors(tensors, anchor=sharded.anchor.detach().to(whole))
 
 

@@ -247,11 +247,12 @@ def _on_columns(
         return Box((*(0 for _ in lead), box.offsets[1]), (*lead, columns))
 
     metadata = weight.metadata().map((*lead, weight.shape[1]), of_result)
+    anchor = stand_in(weight, extra)
     tensors = [
-        table.reshape(-1)[:0].new_zeros((*lead, 0)) + table.sum() if box.is_empty else lookup(table)
+        anchor.new_zeros((*lead, 0)) + table.sum() + anchor.sum() if box.is_empty else lookup(table)
         for table, box in zip(weight.tensors, weight.boxes, strict=True)
     ]
-    return weight.with_tensors(tensors, metadata=metadata, anchor=stand_in(weight, extra))
+    return weight.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
 def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dict[str, Any]) -> ShardedTensor:

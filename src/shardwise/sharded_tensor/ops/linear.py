@@ -18,7 +18,7 @@ A right factor of which one rank holds all gives a plain result. A bias or adden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated, summed
-from shardwise.sharded_tensor.ops.operands import anchor_of, like
+from shardwise.sharded_tensor.ops.operands import anchor_of
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -48,14 +48,14 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
                 f"{here()}: linear takes a weight of 2 dims beside a ShardedTensor, found shape"
                 f" {tuple(weight.shape)}; use matmul"
             )
-        if bias is not None:  # torch judges the dtypes
+        if bias is not None:  # torch judges the dtypes and shapes
             F.linear(_empty(input, 0, 1), _empty(weight, 0, 1), _empty(bias, 0))
+            F.linear(_meta(input), _meta(weight), _meta(bias))
         made = _product(input, weight, name="linear", transposed=True)
         if bias is None:
             return made
-        if isinstance(made, ShardedTensor):
-            return _combined(made, bias, lambda product, part: product + part.to(product.dtype))
-        return made + _whole(bias).to(made.dtype)
+        addend = bias if isinstance(made, ShardedTensor) else _whole(bias)
+        return made + addend.to(made.dtype)
 
     return linear(*args, **kwargs)
 
@@ -90,25 +90,10 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         factors = [tensor for tensor in (one, two) if tensor is not None] + list(named.values())
         func(*(_meta(tensor) for tensor in (input, *factors)))
         product = _product(factors[0], factors[1], name=func.__name__)
-
-        def combine(product: Tensor, addend: Tensor) -> Tensor:
-            return beta * addend + alpha * product
-
-        if isinstance(product, ShardedTensor):
-            return _combined(product, input, combine)
-        if isinstance(input, ShardedTensor):
-            return _combined(input, product, lambda addend, product: combine(product, addend))
-        return combine(product, input)
+        scaled = product if alpha == 1 else alpha * product
+        return scaled if beta == 0 else scaled + (input if beta == 1 else beta * input)
 
     return addmm(*args, **kwargs)
-
-
-def _combined(sharded: ShardedTensor, other: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`function` of each shard and the part of `other` there."""
-    pieces = like(sharded, other)
-    pairs = zip(sharded.tensors, pieces, strict=False)
-    anchor = function(sharded.anchor, pieces[0].reshape(-1)[:0])
-    return sharded.with_tensors([function(tensor, piece) for tensor, piece in pairs], anchor=anchor)
 
 
 # ------------------------------------------------------------ one product

@@ -32,16 +32,23 @@ def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
             the same rank: its shard.
 
     Raises:
-        ShardingError: a sharded tensor of another shape or cut.
+        RuntimeError: a tensor that does not broadcast to the whole shape.
+        ShardingError: a sharded tensor of another cut.
     """
+    size = sharded.metadata().size
+    shape = operand.shape if isinstance(operand, Tensor) else size
+    if shape != size and torch.broadcast_shapes(shape, size) != size:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(shape)} does not broadcast to the {tuple(size)} of the ShardedTensor"
+        )
     return parts(operand, leader=sharded, metadata=sharded.metadata())
 
 
-def within(whole: Tensor, box: Box) -> Tensor:
-    """The part of a tensor, broadcasting to the whole shape, that lies in `box`: a view."""
+def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
+    """The part of a tensor, broadcasting to the whole `size`, that lies in `box`: a view."""
     first = len(box.sizes) - whole.ndim
-    for dim in range(max(0, -first), whole.ndim):
-        if whole.shape[dim] != 1:
+    for dim in range(whole.ndim):
+        if whole.shape[dim] == size[first + dim]:
             whole = whole.narrow(dim, box.offsets[first + dim], box.sizes[first + dim])
     return whole
 
@@ -119,7 +126,7 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
         return [whole] * count
     if not leader.tensors:
         return [_nothing_of(whole)]
-    return [within(whole, box) for box in _boxes(leader, metadata)]
+    return [within(whole, box, size=metadata.size) for box in _boxes(leader, metadata)]
 
 
 def _projections(

@@ -102,12 +102,7 @@ def assembled(
     ends = [_end(tensor) for tensor in beside]
     if not tensors:
         return like.with_tensors([], metadata=metadata, anchor=torch.cat(ends) if len(ends) > 1 else ends[0])
-    known = any(tensor.requires_grad for tensor in tensors)
-    needed = [
-        end
-        for end, tensor in zip(ends, beside, strict=True)
-        if end.requires_grad and not (tensor.is_leaf and known)
-    ]
+    needed = [end for end in ends if end.requires_grad]
     if needed:
         tensors = [cast(Tensor, _tied(tensors[0], *needed)), *tensors[1:]]
     return like.with_tensors(tensors, metadata=metadata)
