@@ -4,6 +4,7 @@
 # make verify      RANKS=4
 # make recommender RANKS=4
 # make test        WORKERS=2
+# make fuzz        CASES=500 SEED=0 PART=fsdp|sharded_tensor|compiled|all MODE=numbers|disagree
 
 PYTHON ?= python3
 VENV   := .venv
@@ -21,6 +22,10 @@ RESUME ?= 1
 OUT    ?= runs/train_gpt
 ARGS   ?=
 WORKERS ?= 2
+CASES  ?= 500
+SEED   ?= 0
+PART   ?= all
+MODE   ?= numbers
 
 TRAIN_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) \
 	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) \
@@ -31,7 +36,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constr
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender test lint bench verify clean
+.PHONY: help train recommender test fuzz lint bench verify clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -57,6 +62,9 @@ recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, 
 
 test: lint ## lint, types and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process
+	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,232 @@
+"""Draws cases of `fully_shard`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+Spec = dict[str, Any]
+WIDTHS = [1, 3, 7, 33]
+KINDS = ["linear", "mlp", "norm", "conv", "embedding", "scale", "experts", "nest", "tied", "again"]
+FORMS = ["tuple", "dict", "dataclass", "object", "attribute", "view"]
+OPTIMIZERS = ["sgd", "momentum", "adam", "adamw_each", "adamw_fused", "adagrad", "rmsprop"]
+ACTIONS = [
+    "eval",
+    "no_grad",
+    "forward",
+    "unshard:0",
+    "unshard:1",
+    "unshard:2",
+    "unshard_async:1",
+    "unshard_async:0",
+    "reshard:1",
+    "state_dict",
+    "optimizer_state",
+    "reshard_after_forward:0",
+    "reshard_after_forward:1",
+    "clear",
+]
+
+
+def draw(rng: random.Random) -> Spec:
+    """A case: plain data, in which what is absent is ordinary."""
+    case: Spec = {"part": "fsdp", "world": rng.choice([1, 2, 2, 2, 3, 4, 4]), "seed": rng.randrange(1000)}
+    case["width"] = rng.choice(WIDTHS)
+    case["rows"] = rng.choice([1, 2, 3])
+    case["blocks"] = [draw_block(rng, depth=0) for _ in range(rng.randint(1, 4))]
+    names = ("tied", "again")
+    if rng.random() < 0.9 or any(block["kind"] in names for block in case["blocks"]):
+        case["root"] = draw_options(rng)
+    else:
+        for block in case["blocks"]:
+            block.setdefault("shard", draw_options(rng))
+    draw_settings(rng, case)
+    case["steps"] = [draw_step(rng, case) for _ in range(rng.randint(1, 4))]
+    return mended(case)
+
+
+def draw_block(rng: random.Random, *, depth: int) -> Spec:
+    kind = rng.choice(KINDS if depth == 0 else KINDS[:7])
+    block: Spec = {"kind": kind}
+    if kind in ("mlp", "conv"):
+        block["hidden"] = rng.choice(WIDTHS)
+    if kind == "norm":
+        block["which"] = rng.choice(["layer", "rms", "group"])
+    if kind == "linear" and rng.random() < 0.3:
+        block["bias"] = False
+    if kind == "scale":
+        block["shape"] = rng.choice([[1], [2], [3, 1], [1, 2], [7]])
+    if kind == "experts":
+        block["count"] = rng.randint(1, 4)
+        block["use"] = rng.choice([0, 1, 2, "rank"])
+        if block["use"] != "rank" and rng.random() < 0.5:
+            block["each"] = True
+    if kind in ("tied", "again"):
+        block["to"] = rng.randrange(4)
+    if kind == "nest":
+        block["inner"] = [draw_block(rng, depth=1) for _ in range(rng.randint(1, 3))]
+    if rng.random() < 0.6:
+        block["shard"] = draw_options(rng)
+    if rng.random() < 0.3:
+        block["out"] = rng.choice(FORMS)
+    for name, odds, values in (
+        ("frozen", 0.12, ["all", "bias"]),
+        ("dtype", 0.06, ["float64", "bfloat16"]),
+        ("calls", 0.12, [2, 3]),
+        ("change", 0.12, [True]),
+        ("around", 0.15, ["reentrant", "plain"]),
+        ("inside", 0.1, [True]),
+        ("ignored", 0.04, [True]),
+    ):
+        if rng.random() < odds:
+            block[name] = rng.choice(values)
+    return block
+
+
+def draw_options(rng: random.Random) -> Spec:
+    options: Spec = {}
+    if rng.random() < 0.5:
+        options["reshard"] = rng.choice([True, True, False, 1, 2])
+    if rng.random() < 0.1:
+        options["mp"] = draw_policy(rng)
+    return options
+
+
+def draw_policy(rng: random.Random) -> Spec:
+    policy: Spec = {}
+    for name, odds, values in (
+        ("param", 0.7, ["bfloat16", "bfloat16", "float16"]),
+        ("reduce", 0.6, ["float32", "bfloat16", "float16"]),
+        ("output", 0.3, ["float32", "bfloat16"]),
+        ("cast", 0.2, [False]),
+    ):
+        if rng.random() < odds:
+            policy[name] = rng.choice(values)
+    return policy
+
+
+def draw_settings(rng: random.Random, case: Spec) -> None:
+    if rng.random() < 0.5:
+        case["layout"] = "contiguous"
+    if case["world"] == 4 and rng.random() < 0.4:
+        case["mesh"] = "two"
+    if case.get("layout") and rng.random() < 0.5:
+        two = case.get("mesh") == "two"
+        case["strategy"] = rng.choice(
+            ["hsdp", "hierarchical_fsdp"] if two else ["ddp", "zero1", "zero2", "fsdp"]
+        )
+    if rng.random() < 0.25:
+        case["mp"] = draw_policy(rng)
+    if rng.random() < 0.12:
+        case["offload"] = True
+    if rng.random() < 0.1:
+        case["factor"] = rng.choice([1, 3, 8])
+    if rng.random() < 0.05:
+        case["force_sum"] = True
+    if rng.random() < 0.15:
+        case["unused"] = True
+    if rng.random() < 0.1:
+        case["keep_after_backward"] = True
+    if len(case["blocks"]) > 1 and rng.random() < 0.15:
+        case["together"] = sorted(rng.sample(range(len(case["blocks"])), 2))
+    for way in ("forward", "backward"):
+        if rng.random() < 0.15:
+            case[f"prefetch_{way}"] = [
+                [rng.randrange(5), [rng.randrange(5) for _ in range(rng.randint(1, 2))]] for _ in range(2)
+            ]
+    case["optimizer"] = rng.choice(OPTIMIZERS)
+    if rng.random() < 0.15:
+        case["clip"] = rng.choice([0.1, 1.0])
+    if rng.random() < 0.3:
+        case["hooks"] = [
+            {"what": rng.choice(["forward", "forward_pre", "post_accumulate"]), "block": rng.randrange(4)}
+            for _ in range(rng.randint(1, 2))
+        ]
+    if rng.random() < 0.15:
+        case["out"] = "dict"
+    if rng.random() < 0.2:
+        case["input_gradient"] = True
+
+
+def draw_step(rng: random.Random, case: Spec) -> Spec:
+    step: Spec = {}
+    if rng.random() < 0.25:
+        step["micro"] = rng.randint(2, 3)
+        step["sync"] = rng.choice(["last", "last", "all", "all_reduce"])
+        for name in ("hold", "is_last"):
+            if rng.random() < 0.3:
+                step[name] = True
+    if rng.random() < 0.25:
+        step["backward"] = rng.choice(["tap", "two", "sum"])
+        step["tap"] = rng.randrange(4)
+    if rng.random() < 0.4:
+        step["before"] = [rng.choice(ACTIONS) for _ in range(rng.randint(1, 2))]
+    if rng.random() < 0.12:
+        where = rng.choice(["forward", "backward"])
+        step["raises"] = {"where": where, "block": rng.randrange(len(case["blocks"]))}
+    if rng.random() < 0.15:
+        step["delay"] = {
+            "rank": rng.randrange(case["world"]),
+            "block": rng.randrange(len(case["blocks"])),
+            "ms": rng.choice([1, 5, 20]),
+        }
+    if rng.random() < 0.15:
+        step["zeros"] = True
+    return step
+
+
+def mended(case: Spec) -> Spec:
+    """Without what the libraries forbid: the remaining case is one that users may write."""
+    blocks = case["blocks"]
+    for block in walk(blocks):
+        if block.get("around") == "reentrant":
+            case["input_gradient"] = True  # it passes no gradient to parameters otherwise
+        if block.get("ignored"):
+            block["frozen"] = "all"  # ignored parameters are not reduced
+        if block["kind"] == "experts" and block.get("use") == "rank":
+            case["unused"] = True
+        if not shards(case):
+            for own in (block.get("shard"), case.get("root")):
+                if own and own.get("reshard") in (1, 2) and not isinstance(own["reshard"], bool):
+                    own["reshard"] = True
+        elif (own := block.get("shard")) and not isinstance(own.get("reshard", True), bool):
+            own["reshard"] = own["reshard"] if shards(case) % own["reshard"] == 0 else True
+    own = case.get("root")
+    if own and not isinstance(own.get("reshard", True), bool) and shards(case) % own["reshard"]:
+        own["reshard"] = True
+    shared = {b.get("to", 0) % max(1, i) for i, b in enumerate(blocks) if b["kind"] in ("tied", "again")}
+    if any(b["kind"] in ("tied", "again") for b in blocks):
+        for block in blocks:  # tied parameters belong to one call: the root's
+            if block["kind"] in ("tied", "again", "linear"):
+                block.pop("shard", None)
+                block.pop("ignored", None)
+        for i in shared:
+            blocks[i].pop("ignored", None)
+        case.pop("together", None)
+    return case
+
+
+def shards(case: Spec) -> int:
+    return case["world"] // 2 if case.get("mesh") == "two" else case["world"]
+
+
+def walk(blocks: list[Spec]) -> list[Spec]:
+    return [one for block in blocks for one in (block, *walk(block.get("inner", [])))]
+
+
+def features(case: Spec) -> list[str]:
+    """What the summary counts."""
+    found = [f"{case['world']} ranks", case.get("layout", "interleaved"), case.get("optimizer", "sgd")]
+    found += [f"block {block['kind']}" for block in walk(case["blocks"])]
+    found += [f"output {block['out']}" for block in walk(case["blocks"]) if "out" in block]
+    for name in ("frozen", "dtype", "around", "inside", "change", "calls", "ignored", "shard"):
+        found += [f"block {name}" for block in walk(case["blocks"]) if name in block]
+    found += [f"strategy {case['strategy']}"] if "strategy" in case else []
+    names = ("mp", "mesh", "offload", "factor", "unused", "together", "clip", "input_gradient", "force_sum")
+    found += [name for name in (*names, "prefetch_forward", "prefetch_backward") if name in case]
+    found += [f"hook {hook['what']}" for hook in case.get("hooks", [])]
+    for step in case["steps"]:
+        found += [f"before {action.partition(':')[0]}" for action in step.get("before", [])]
+        found += [name for name in ("micro", "raises", "delay", "zeros", "hold", "is_last") if name in step]
+        found += [f"backward {step['backward']}"] if "backward" in step else []
+    return found
