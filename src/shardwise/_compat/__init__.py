@@ -291,6 +291,17 @@ post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None
 )
 
 
+# Hooks by `register_hook`, which autograd does not run for gradients we set either.
+grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = attrgetter(
+    "_backward_hooks"
+)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Which storage a tensor has; a DTensor's wrapper has its own, changed by `data = ...` and swaps."""
+    return cast(int, tensor.untyped_storage()._cdata)
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own parameters by name, the dict itself: switching them is one assignment each,
     where `setattr` costs checks that both sides of the switch have passed already."""

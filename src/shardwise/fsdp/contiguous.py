@@ -231,7 +231,7 @@ class ContiguousGroup(ParamGroup):
             for param in self.params
             for owner in param.owners
         ]
-        self._trainings = -1
+        self._changes = -1
 
     # Changing form
 
@@ -329,8 +329,9 @@ class ContiguousGroup(ParamGroup):
         return None
 
     def _show_unsharded(self) -> None:
-        if self._trainings != ShardedRows.trainings:
-            self._trainings = ShardedRows.trainings
+        if self._changes != ShardedRows.changes:
+            self._check_memory()
+            self._changes = ShardedRows.changes
             for _, _, unsharded, sharded in self._shown:
                 if unsharded.requires_grad is not sharded.trains:
                     unsharded.requires_grad_(sharded.trains)
@@ -339,6 +340,15 @@ class ContiguousGroup(ParamGroup):
         for buffer in self.buffers:
             buffer.kept = None
         self.form = Form.UNSHARDED
+
+    def _check_memory(self) -> None:
+        for param, mine in self._placed:
+            if param.local is not mine:
+                raise ShardingError(
+                    f"{here()}: '{param.name}' was given other memory ({param.local.dtype} on"
+                    f" {param.local.device}) than its group gathers ({mine.dtype} on {mine.device}). Convert"
+                    " whole sharded modules with .to(), and change values in place"
+                )
 
     def reshard(self) -> None:
         if self.form is Form.SHARDED:

@@ -221,6 +221,10 @@ class ContiguousReducer(GradReducer):
             filled, empty = [p for p in filled if p in params], [p for p in empty if p in params]
             if len(filled) < len(members.filled) and self.group.settings.all_reduce_hook is None:
                 self._check_unused([p for p in members.filled if p not in params], shard)
+        if ShardedRows.any_hooked and any(param.sharded.hooked for param in params):
+            given = params if params is members.params else set(params)
+            self._give_hooked([param for param in members.registered if param in given], shard)
+            return
         with _compat.plain_attributes():
             for param in empty:
                 param.sharded.grad = param.no_rows
@@ -233,10 +237,22 @@ class ContiguousReducer(GradReducer):
                 sharded.grad = grad
             else:
                 sharded.grad._local.add_(local)  # type: ignore[attr-defined]
-        if ShardedRows.any_hooked:  # which may communicate
-            for param in members.registered:
-                if param.sharded.hooked and (params is members.params or param in params):
-                    param.run_grad_hooks()
+
+    def _give_hooked(self, params: list[RowsParam], shard: Tensor) -> None:
+        """The same where hooks of the user run; these may communicate, so ranks keep one order."""
+        begin = shard.storage_offset()
+        for param in params:
+            grad = param.no_rows
+            if grad is None:
+                local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
+                grad = ShardedRows.wrap(local, param.piece)
+            changed = cast(ShardedRows, param.change_grad(grad))
+            earlier = cast("ShardedRows | None", param.sharded.grad)
+            if earlier is None:
+                param.sharded.grad = changed
+            else:
+                earlier.local.add_(changed.local)
+            param.after_accumulation()
 
     def _check_unused(self, unused: list[RowsParam], shard: Tensor) -> None:
         """Raise if other ranks have gradients of parameters that this one did not use.

@@ -153,6 +153,7 @@ class ParamGroup(ABC):
     def check_ready(self) -> None:
         """Pack, and raise for parameters that cannot be trained where they are."""
         for param in self.params:
+            param.check_data()
             param.adopt()
             found = param.local.device
             if found.type == "meta":

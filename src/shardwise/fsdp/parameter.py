@@ -109,6 +109,9 @@ class ShardedParam(ABC):
     def local(self) -> Tensor:
         """This rank's piece, unpadded."""
 
+    def check_data(self) -> None:  # noqa: B027
+        """Raise if the user assigned to the sharded form's `data` in vain."""
+
     @abstractmethod
     def adopt(self) -> None:
         """Take over a sharded parameter that replaced ours (`Module.to`, `load_state_dict(assign=True)`)."""
@@ -146,7 +149,8 @@ class ShardedParam(ABC):
 
     @property
     def has_grad_hooks(self) -> bool:
-        return bool(_compat.post_accumulate_grad_hooks(self.sharded))
+        """Has the user registered hooks on the sharded parameter's gradient?"""
+        return bool(_compat.grad_hooks(self.sharded) or _compat.post_accumulate_grad_hooks(self.sharded))
 
     def plain_grad(self, grad: Tensor) -> Tensor:
         """The local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
@@ -168,12 +172,17 @@ class ShardedParam(ABC):
         local = _compat.local_tensor(grad)
         return local.wait() if hasattr(local, "wait") else local
 
-    def run_grad_hooks(self) -> None:
+    def change_grad(self, grad: Tensor) -> Tensor:
+        """What the user's `register_hook` hooks make of a sharded gradient, before it is accumulated."""
+        for hook in list((_compat.grad_hooks(self.sharded) or {}).values()):
+            if (changed := hook(grad)) is not None:
+                grad = changed
+        return grad
+
+    def after_accumulation(self) -> None:
         """What the user registered to run when the sharded parameter's gradient is there."""
-        hooks = _compat.post_accumulate_grad_hooks(self.sharded)
-        if hooks:
-            for hook in hooks.values():
-                hook(self.sharded)
+        for hook in list((_compat.post_accumulate_grad_hooks(self.sharded) or {}).values()):
+            hook(self.sharded)
 
 
 class EvenParam(ShardedParam):
@@ -193,7 +202,7 @@ class EvenParam(ShardedParam):
         dim = self.placement.dim
         piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
         self.sharded = _compat.dtensor_parameter(piece, spec, requires_grad=param.requires_grad)
-        self.spec = spec  # the same object for gradients: DTensor hashes each object once
+        self._know_again()  # gradients share the spec: DTensor hashes each object once
         self.shard_shape = torch.Size(box.sizes)
         self.shard_stride = _compat.contiguous_stride(box.sizes)
         self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
@@ -294,6 +303,7 @@ class EvenParam(ShardedParam):
         current = owner.parameters[owner.name]
         if current is not None and (current is self.sharded or current is self.unsharded):
             self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
+            self._know_again()  # `Module.to` changes dtypes within the object
             return
         if not isinstance(current, DTensor) or current.shape != self.sharded.shape:
             found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
@@ -302,9 +312,22 @@ class EvenParam(ShardedParam):
                 f" by a DTensor of shape {tuple(self.sharded.shape)}. Apply changes before fully_shard"
             )
         self.sharded = current
-        self.spec = _compat.spec_of(current)
         self.unsharded = None
         self.show(current)
+        self._know_again()
+
+    def _know_again(self) -> None:
+        """Remember how the sharded form describes itself, and by what to see that it was changed."""
+        self.spec = _compat.spec_of(self.sharded)
+        self._storage = _compat.storage_id(self.sharded)
+
+    def check_data(self) -> None:
+        if _compat.storage_id(self.sharded) != self._storage:
+            raise ShardingError(
+                f"{here()}: '{self.name}'.data was assigned to, but a sharded parameter is a DTensor, which"
+                " keeps its values all the same. Change them in place: data.copy_(...), or any in-place"
+                " operation under no_grad"
+            )
 
     def move(self, piece: Tensor) -> None:
         """Let the sharded form be `piece`, equal memory elsewhere.
@@ -317,6 +340,7 @@ class EvenParam(ShardedParam):
             requires_grad = self.sharded.requires_grad
             self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)
             self.show(self.sharded)
+            self._know_again()
 
     @property
     def local(self) -> Tensor:
@@ -330,8 +354,11 @@ class EvenParam(ShardedParam):
         """Set, or add to, the sharded parameter's gradient."""
         grad = self.sharded.grad
         if grad is None:
-            self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
+            self.sharded.grad = self.as_grad(shard)
         else:
             local = _compat.local_tensor(grad)
             local += shard
-        self.run_grad_hooks()
+
+    def as_grad(self, shard: Tensor) -> DTensor:
+        """A part of a reduced buffer as a gradient of the sharded form."""
+        return _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))

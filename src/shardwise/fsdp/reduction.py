@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
 from shardwise.comm.foreach import Reduction, current_stream
 from shardwise.errors import ShardingError, here
@@ -239,6 +240,14 @@ class InterleavedReducer(GradReducer):
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
         shard = self._to_home(params, shard)
         offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
-        for param in params:
-            param.set_sharded_grad(shard.as_strided(param.shard_shape, param.shard_stride, offset))
-            offset += param.padded_shard_numel
+        with _compat.plain_attributes():
+            hooked = any(param.has_grad_hooks for param in params)
+        with nullcontext() if hooked else _compat.plain_attributes():
+            for param in params:
+                piece = shard.as_strided(param.shard_shape, param.shard_stride, offset)
+                if hooked:
+                    piece = _compat.local_tensor(param.change_grad(param.as_grad(piece)))
+                param.set_sharded_grad(piece)
+                if hooked:
+                    param.after_accumulation()
+                offset += param.padded_shard_numel

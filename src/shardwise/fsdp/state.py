@@ -92,6 +92,7 @@ class FSDPState:
         self.inside = False  # some module around this one is sharded too
         self.below: list[FSDPState] = []  # root only: the states of the modules inside it
         self.guards: list[guard.Guard] = []
+        self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
         self.lists: list[FSDPState] = []  # tracing, root only: the states below of several modules
         self.shown: Any = None  # tracing, lists only: what hides the gathered parameters again
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
@@ -218,10 +219,18 @@ class FSDPState:
             if state.guards:
                 guard.lift(state.guards)
         schedule.begin_forward()
+        self._check_one_groups_data()
         if self.device.type == "cpu":
             return args, kwargs
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         return args, kwargs
+
+    def _check_one_groups_data(self) -> None:
+        """Look for parameters whose `data` was assigned to, each pass in one group, as looking is slow."""
+        if not self.to_check:
+            self.to_check = [g for state in (self, *self.below) for g in state.groups]
+        for param in self.to_check.pop().params:
+            param.check_data()
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_dtype is None:

@@ -139,19 +139,29 @@ class ShardedRows(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Other rows of a tensor of the same shape, in place of these."""
+        """Other rows of a tensor of the same shape, in place of these.
+
+        They are copied to where these lie, which is what ranks gather; only another dtype or device takes
+        other memory.
+        """
         if not isinstance(value, ShardedRows) or value.shape != self.shape:
             raise ShardingError(
                 f"{here()}: expected rows of a tensor of shape {tuple(self.shape)} as .data, found a"
                 f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
             )
+        if value.piece == self.piece and (value.dtype, value.device) == (self.dtype, self.device):
+            if value._local is not self._local:
+                self._local.copy_(value._local)
+                torch.autograd.graph.increment_version(self)
+            return
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local, self.piece = value._local, value.piece
+        ShardedRows.changes += 1
 
     # What `fully_shard` reads of every parameter in every step: an attribute of a tensor subclass costs
     # torch a lookup by name, a plain one is ten times as cheap.
 
-    trainings = 0  # how often `requires_grad` of any was set, so that readers know when to look again
+    changes = 0  # how often `requires_grad` or the memory of any was set: readers know when to look again
     trains = False  # requires_grad
     any_hooked = False  # has any of them?
     hooked = False  # has it hooks that run when its gradient is there?
@@ -168,8 +178,12 @@ class ShardedRows(Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> ShardedRows:
         _requires_grad.__set__(self, requires_grad)
         self.trains = requires_grad
-        ShardedRows.trainings += 1
+        ShardedRows.changes += 1
         return self
+
+    def register_hook(self, hook: Any) -> Any:
+        self.hooked = ShardedRows.any_hooked = True
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         self.hooked = ShardedRows.any_hooked = True

@@ -1,0 +1,123 @@
+"""What users do to sharded parameters: hooks on their gradients, other dtypes and data; in either layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp.models import Net, raises_on_every_rank, sharded_net, step
+from ranks import on_ranks
+from shardwise.errors import ShardingError
+
+LAYOUTS = ("interleaved", "contiguous")
+
+
+def names_seen(model: nn.Module, seen: list[str]) -> None:
+    """Let hooks after accumulation note whose gradient is there, and communicate over it."""
+
+    def note(name: str) -> Any:
+        def hook(param: nn.Parameter) -> None:
+            assert param.grad is not None
+            norm = param.grad.norm()  # collective; pairs different parameters if ranks differ in order
+            getattr(norm, "full_tensor", lambda: norm)()
+            seen.append(name)
+
+        return hook
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(note(name))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2, 4)
+def test_hooks_after_accumulation_run_in_order_of_registration_on_every_rank(
+    layout: str, replicas: int
+) -> None:
+    shape, names = (replicas, dist.get_world_size() // replicas), ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape[-2 + (replicas == 1) :], mesh_dim_names=names[replicas == 1 :])
+    model = sharded_net(blocks=2, layout=layout, mesh=mesh)
+    seen: list[str] = []
+    names_seen(model, seen)
+    expected = [name for index in (1, 0) for name in dict(Net().named_parameters()) if f"s.{index}." in name]
+    expected += ["inner.weight", "inner.bias", "head.weight", "head.bias"]
+    step(model)
+    assert seen == expected
+    seen.clear()
+    model.set_requires_gradient_sync(False)
+    step(model)
+    assert seen == []
+    model.set_requires_gradient_sync(True)
+    for param in model.blocks[1].parameters():
+        param.grad = None
+    step(model)  # makes some gradients, and adds to others
+    assert seen == expected
+    seen.clear()
+    for param in model.parameters():
+        param.grad = None
+    model.blocks[0].up.requires_grad_(False)
+    step(model)
+    assert seen == [name for name in expected if "0.up" not in name]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(3)
+def test_a_gradient_hook_changes_the_sharded_gradient_before_it_is_accumulated(layout: str) -> None:
+    model, reference = sharded_net(layout=layout), sharded_net(layout=layout)
+    bias = model.head.bias  # two rows on three ranks
+    seen: list[tuple[type, torch.Size]] = []
+
+    def double(grad: torch.Tensor) -> torch.Tensor:
+        seen.append((type(grad), grad.shape))
+        return grad * 2 + grad.norm() * 0  # collective
+
+    handle = bias.register_hook(double)
+    for _ in range(2):
+        step(model)
+        step(reference)
+    handle.remove()
+    step(model)
+    step(reference)
+    once = reference.head.bias.grad.full_tensor() / 3
+    assert seen == [(type(bias.grad), torch.Size([2]))] * 2
+    torch.testing.assert_close(bias.grad.full_tensor(), 5 * once)
+    torch.testing.assert_close(
+        model.head.weight.grad.full_tensor(), reference.head.weight.grad.full_tensor(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_gradients_of_a_converted_model_describe_the_new_dtype(layout: str, dtype: torch.dtype) -> None:
+    model = sharded_net(layout=layout)
+    step(model)
+    model.zero_grad()
+    model.to(dtype)
+    model(torch.ones(4, 8, dtype=dtype)).sum().backward()
+    for param in model.parameters():
+        assert (param.grad + torch.ones_like(param)).dtype == dtype
+    torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@on_ranks(2)
+def test_data_assigned_to_a_dtensor_is_an_error_and_to_rows_is_used(stepped: bool) -> None:
+    contiguous, interleaved = sharded_net(layout="contiguous"), sharded_net()
+    for model in (contiguous, interleaved):
+        if stepped:
+            step(model)
+        for param in model.parameters():
+            param.data = torch.zeros_like(param)
+    assert contiguous(torch.ones(4, 8)).abs().sum() == 0
+    message = raises_on_every_rank(ShardingError, lambda: interleaved(torch.ones(4, 8)))
+    assert f"'{'blocks.1.up' if stepped else 'inner'}.weight'.data was assigned to" in message
+    contiguous.reshard()
+    contiguous.head.weight.data = contiguous.head.weight.data.double()
+    message = raises_on_every_rank(ShardingError, lambda: contiguous(torch.ones(4, 8)))
+    assert "'head.weight' was given other memory (torch.float64" in message
