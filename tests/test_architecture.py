@@ -7,6 +7,7 @@ is applied to every file under src/shardwise, and to a made-up file that breaks 
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[1] / "src" / "shardwise"
 ORDER = [
     "_compat",
     "errors",
+    "files",
     "mesh",
     "layout",
     "comm",
@@ -43,6 +45,16 @@ FORBIDDEN = [
     "torch.distributed._tools",
     "torch.distributed.tensor.experimental",
 ]
+OBJECTS = re.compile(r"_object(_list)?$")
+UNPICKLING = {  # also by way of what they call
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "torch.distributed.checkpoint.load",
+    "torch.distributed.checkpoint.save",
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.state_dict_saver",
+}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
 
 
@@ -199,6 +211,24 @@ def private_torch_names_stay_in_compat(file: Source) -> list[str]:
     ]
 
 
+def ranks_and_files_say_text_and_numbers_only(file: Source) -> list[str]:
+    """Unpickling runs what a pickle names: whoever can write to a peer or a file could run anything."""
+    bad: dict[int, str] = {}
+    for line, name in [*imports(file), *torch_names(file)]:
+        if is_within(name, "torch.distributed") and OBJECTS.search(name):
+            bad[line] = f"{name} unpickles what ranks send"
+        elif name in UNPICKLING:
+            bad[line] = f"{name} unpickles"
+    for node in ast.walk(file.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+        if called in UNPICKLING or (called == "torch.load" and not safe):
+            bad[node.lineno] = f"{called} unpickles"
+    return [f"{file.module}:{line}: {why}" for line, why in sorted(bad.items())]
+
+
 def files_and_functions_are_short(file: Source) -> list[str]:
     bad = []
     lines = len(file.text.splitlines())
@@ -219,6 +249,7 @@ RULES: list[Rule] = [
     nothing_imports_the_command_line,
     torch_modules_this_library_replaces_are_not_used,
     private_torch_names_stay_in_compat,
+    ranks_and_files_say_text_and_numbers_only,
     files_and_functions_are_short,
 ]
 
@@ -299,6 +330,22 @@ LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
             torch.__version__
             """,
             [2, 3, 4, 6, 7, 8],
+        ),
+        (
+            ranks_and_files_say_text_and_numbers_only,
+            "shardwise.verify.run",
+            """
+            import pickle, torch, torch.distributed as dist
+            from torch.distributed import all_gather_object
+            from pickle import loads
+            from torch.distributed.checkpoint import save
+            dist.broadcast_object_list([1])
+            pickle.loads(b"")
+            torch.load("x")
+            torch.load("x", weights_only=False)
+            torch.load("x", weights_only=True)
+            """,
+            [3, 4, 5, 6, 7, 8, 9],
         ),
         (files_and_functions_are_short, "shardwise.cli", LONG_FUNCTION, [1]),
         (files_and_functions_are_short, "shardwise.cli", "\n" * (MAX_FILE_LINES + 1), [MAX_FILE_LINES + 1]),

@@ -214,7 +214,7 @@ def test_reading_finds_files_and_says_what_it_does_not_find(tmp_path: Path) -> N
     assert "it has 2 others, such as ['layers.0.weight', 'layers.0.bias']" in load(folder, "zzz")
     assert "expected *.safetensors files or their index, found none" in load(folder / "sub")
     assert "no such file or folder" in load(folder / "missing")
-    assert "outside the index's folder; not read" in load(folder / "other", "stolen")
+    assert "lies outside the folder; not read" in load(folder / "other", "stolen")
     assert "SafetensorError" in load(folder / "broken.safetensors")
     assert "ChunkShardingSpec cuts dim 2, which shape (6, 2) does not have" in load(
         folder, spec=ChunkShardingSpec(2, ["rank:0"])

@@ -22,6 +22,9 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 # comm.count: the one subclass that cannot run below an active mode that steps aside for it.
 from torch._subclasses.fake_tensor import FakeTensor
+
+# checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 
 # comm.count: a functional collective carries the name of its group, and only this knows the group.
@@ -68,6 +71,7 @@ __all__ = [
     "AOT_EAGER",
     "DTensorSpec",
     "FakeTensor",
+    "StorageInfo",
     "StridedShard",
     "TensorMeta",
     "TorchDispatchMode",

@@ -19,58 +19,24 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
+from shardwise.files import inside, regular
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_MOST_LINES = 20  # of problems in one error message
-
-T = TypeVar("T")
 
 
 def rank_and_size() -> tuple[int, int]:
     """Of the default process group; (0, 1) without one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def together(what: str, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank; every rank's result in rank order.
-
-    Collective over the default process group. If it raised on any rank, every rank raises
-    CheckpointError with the problems of all of them.
-    """
-    result: T | None = None
-    problem = None
-    try:
-        result = action()
-    except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    _, size = rank_and_size()
-    outcomes: list[Any] = [(result, problem)]
-    if dist.is_initialized():
-        outcomes = [None] * size
-        dist.all_gather_object(outcomes, (result, problem))
-    problems = {rank: problem for rank, (_, problem) in enumerate(outcomes) if problem is not None}
-    if problems:
-        raise CheckpointError(f"{what} failed\n{by_ranks(problems)}")
-    return [result for result, _ in outcomes]
-
-
-def by_ranks(problems: dict[int, str]) -> str:
-    """One line per distinct problem line, led by the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, problem in sorted(problems.items()):
-        for line in problem.splitlines():
-            ranks.setdefault(line, []).append(rank)
-    lines = [f"  rank {', '.join(map(str, found))}: {line.strip()}" for line, found in ranks.items()]
-    more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    return "\n".join(lines[:_MOST_LINES] + more)
 
 
 def checkpoints(path: Path) -> list[tuple[int, int, Path]]:
@@ -154,20 +120,81 @@ def prune(path: Path, keep: int | None, *, written: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose own digest must fit."""
-    file = folder / MANIFEST
+    """The manifest of a checkpoint, whose own digest must fit and whose entries have the types they should.
+
+    format, step, world_size     int
+    tensors                      {name: {"shape": [int], "dtype": name of a torch dtype}}
+    values                       {name: what `to_json` makes}
+    lists                        {name: length} of the lists that tensors are in
+    per_rank                     [name] of what every rank has its own of
+    files                        {name: {"bytes": int, "sha256": hexadecimal digits}}
+    """
+    file = inside(folder, MANIFEST)
     try:
-        manifest: dict[str, Any] = json.loads(file.read_text())
+        manifest: dict[str, Any] = json.loads(regular(file).read_text())
         expected = manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file}: unreadable manifest ({error}). Load another step") from error
-    if _own_digest(manifest) != expected:
-        raise CheckpointError(f"{file}: its content does not fit its own sha256. Load another step")
-    if manifest["format"] != FORMAT:
+        found = _own_digest(manifest)
+        version = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: expected format {FORMAT}, found {manifest['format']}. Use another release"
+            f"{file}: unreadable manifest ({type(error).__name__}: {error}). Load another step"
+        ) from error
+    if found != expected:
+        raise CheckpointError(f"{file}: its content does not fit its own sha256. Load another step")
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{file}: expected format {FORMAT}, found {version!r:.100}. Use another release"
         )
+    for key, (fits, what) in _TYPES.items():
+        if key not in manifest or not _fits(fits, manifest[key]):
+            value = manifest.get(key, "nothing")
+            raise CheckpointError(
+                f"{file}: expected {key!r} to be {what}, found {value!r:.100}. Load another step"
+            )
     return manifest
+
+
+def _fits(fits: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return fits(value)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_tensor(value: Any) -> bool:
+    known = isinstance(getattr(torch, value["dtype"], None), torch.dtype)
+    return known and isinstance(value["shape"], list) and all(map(_is_number, value["shape"]))
+
+
+def _is_file(value: Any) -> bool:
+    return _is_number(value["bytes"]) and isinstance(value["sha256"], str) and len(value) == 2
+
+
+def _is_value(value: Any) -> bool:
+    from_json(value)
+    return True
+
+
+def _all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def fit(found: Any) -> bool:
+        return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))
+
+    return fit
+
+
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_is_number, "an int of at least 0"),
+    "world_size": (_is_number, "an int of at least 0"),
+    "tensors": (_all_in(dict, _is_tensor), "shapes and dtypes by name"),
+    "values": (_all_in(dict, _is_value), "plain values by name"),
+    "lists": (_all_in(dict, _is_number), "lengths by name"),
+    "per_rank": (_all_in(list, lambda name: isinstance(name, str)), "a list of names"),
+    "files": (_all_in(dict, _is_file), "sizes and digests by name"),
+}
 
 
 def _own_digest(manifest: dict[str, Any]) -> str:

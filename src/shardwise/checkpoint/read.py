@@ -1,43 +1,41 @@
 """Read a checkpoint into a state that already exists, whatever number of ranks wrote it.
 
-Everything that can be wrong is found before the first tensor is read, on every rank: a file
-that is missing or whose bytes changed (each rank hashes its part of the files), and every name,
-shape and dtype that does not fit.
+    verify    on every rank: the manifest, every file's bytes (each rank hashes its part), the index,
+    every name,
+              shape and dtype, and the dtype, shape and place of every chunk that this rank is to read
+    write     only then: bytes into tensors, values into the state
 
-Trust: a checkpoint may come from elsewhere, so nothing in it is unpickled freely. Plain values
-are JSON. Tensor files are read by torch with `weights_only=True`. torch's `.metadata` index is a
-pickle; it is read by an unpickler that knows only the index's own record types. The manifest's
-digests guard against damage; they do not say who wrote the checkpoint.
+What is wrong on any rank raises on all, before anything is written. What the files say is never more than
+text and numbers, and never makes room for more than the files hold.
+
+Trust: a checkpoint may come from elsewhere. Nothing in it is executed, and no file outside its folder is
+read. The manifest's digests guard against damage; they do not say who wrote the checkpoint.
 """
 
 from __future__ import annotations
 
-import copyreg
-import dataclasses
-import enum
+import hashlib
 import os
-import pickle
-from pathlib import Path, PurePath
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint.filesystem as dcp_filesystem
-import torch.distributed.checkpoint.metadata as dcp_metadata
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
 
-from shardwise.checkpoint.commit import (
-    by_ranks,
-    digest,
-    find,
-    rank_and_size,
-    read_manifest,
-    together,
-)
-from shardwise.checkpoint.state import Leaf, describe, flatten, from_json
+from shardwise.checkpoint.commit import MANIFEST, digest, find, rank_and_size, read_manifest
+from shardwise.checkpoint.index import Index, read_index
+from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, from_json
+from shardwise.checkpoint.stored import Stored, locate
+from shardwise.comm.together import raise_all, together
 from shardwise.errors import CheckpointError
+from shardwise.files import inside, regular
 
 
 def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | None = None) -> int:
@@ -45,7 +43,8 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
 
     Collective over the default process group; the number of ranks, the mesh and the placements
     may differ from those that saved. Tensors are copied into the state's tensors, so shapes
-    (of whole tensors) and dtypes must be equal; plain values replace the state's.
+    (of whole tensors) and dtypes must be equal; plain values replace the state's. Each rank finds
+    its own values in `PerRank`s, if as many ranks load as saved.
 
     step: which checkpoint under `path`; None takes the newest complete one.
 
@@ -53,136 +52,197 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     damaged on disk or if the names, shapes or dtypes of state and checkpoint differ.
     """
     rank, _ = rank_and_size()
-    what = f"loading from {path}"
-    folder = together(what, lambda: find(Path(path), step) if rank == 0 else None)[0]
-    assert folder is not None
-
+    [folder, *_] = together(f"loading from {path}", lambda: str(find(Path(path), step)) if rank == 0 else "")
     what = f"loading {folder}"
-    leaves: dict[str, Leaf] = {}
-    manifest: dict[str, Any] = {}
-    index: list[dcp_metadata.Metadata] = []
+    checked: list[_Checked] = []
 
-    def check() -> list[str]:
-        manifest.update(read_manifest(folder))
-        _check_files(folder, manifest["files"])
-        leaves.update(flatten(state))
-        _check_leaves(leaves, manifest)
-        index.append(_read_index(folder, manifest["files"]))
-        return list(leaves)
+    def check() -> tuple[str, list[str]]:
+        checked.append(_check(Path(folder), state))
+        return checked[0].digest, [*checked[0].flat.leaves, *checked[0].flat.lists]
 
-    known = {name for names in together(what, check) for name in names}
-    unexpected = [name for kind in ("tensors", "values") for name in manifest[kind] if name not in known]
-    if unexpected:
-        lines = "\n".join(f"{n}: in the checkpoint, expected by no rank. {_FIX_NAMES}" for n in unexpected)
-        raise CheckpointError(f"{what} failed\n{by_ranks({rank: lines})}")
-
-    tensors = {name: leaf.value for name, leaf in leaves.items() if leaf.is_tensor}
-    try:
-        reader = _CheckedReader(folder, index[0])
-        state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        failures = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-        raise CheckpointError(f"{what} failed\n{by_ranks(failures)}") from error
-    for name, leaf in leaves.items():
-        if name in manifest["values"]:
-            leaf.container[leaf.key] = from_json(manifest["values"][name])
-    return int(manifest["step"])
+    told = together(what, check)
+    raise_all(what, _differences(told, checked[0].manifest))
+    with torch.no_grad():
+        together(f"{what}: the state is half written, load again; reading", checked[0].write)
+    return int(checked[0].manifest["step"])
 
 
 _FIX_NAMES = "Load into a state made of the same parts as the one saved"
 _FIX_SHAPE = "Build the model with the sizes and dtypes it was saved with"
 
 
-def _check_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """This rank's part of the files is there and unchanged."""
+@dataclass(frozen=True)
+class _Read:
+    """A box of a chunk in a file, and the memory it goes to."""
+
+    file: Path
+    stored: Stored
+    offsets: Sequence[int]
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A checkpoint that this rank's state can be filled from."""
+
+    manifest: dict[str, Any]
+    digest: str  # of the manifest
+    flat: Flat
+    reads: list[_Read]
+
+    def write(self) -> None:
+        with ExitStack() as stack:
+            opened: dict[Path, BufferedReader] = {}
+            for read in self.reads:
+                if read.file not in opened:
+                    opened[read.file] = stack.enter_context(read.file.open("rb"))
+                read.target.copy_(read.stored.read(opened[read.file], read.offsets, read.target.shape))
+        for name, leaf in self.flat.leaves.items():
+            if not leaf.is_tensor:
+                leaf.put(from_json(self.manifest["values"][name]))
+
+
+def _check(folder: Path, state: dict[str, Any]) -> _Checked:
+    rank, size = rank_and_size()
+    manifest = read_manifest(folder)
+    own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    _check_files(folder, manifest["files"])
+    flat = flatten(state, rank=rank, ranks=size)
+    _check_leaves(flat, manifest)
+    index = read_index(folder, manifest["tensors"], manifest["files"])
+    tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
+    return _Checked(manifest, own, flat, _reads(tensors, index))
+
+
+def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
+    """What all ranks' states have not, by rank; the same on every rank."""
+    other = next((rank for rank, (own, _) in enumerate(told) if own != told[0][0]), None)
+    if other is not None:
+        return {other: "found another checkpoint here than rank 0; PATH is a file system that all ranks see"}
+    _, size = rank_and_size()
+    known = {name for _, names in told for name in names}
+    left_out = tuple(f"{name}.rank-" for name in manifest["per_rank"] if manifest["world_size"] != size)
+    lines = [
+        f"{name}: in the checkpoint, expected by no rank. {_FIX_NAMES}"
+        for kind in ("tensors", "values", "lists")
+        for name in manifest[kind]
+        if name not in known and not name.startswith(left_out)
+    ]
+    return {0: "\n".join(lines)} if lines else {}
+
+
+def _check_files(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    """All files are inside the folder; this rank's part of them is there and unchanged."""
     rank, size = rank_and_size()
     problems = []
-    for name in sorted(files)[rank::size]:
-        file, expected = folder / name, files[name]
-        if not file.is_file():
-            problems.append(f"{file}: missing. Load another step")
-            continue
-        found = digest(file)
-        if found != expected:
-            problems.append(f"{file}: damaged, expected {expected}, found {found}. Load another step")
+    for number, name in enumerate(sorted(files)):
+        try:
+            file = inside(folder, name)
+            if number % size != rank:
+                continue
+            found = digest(regular(file))
+            if found != files[name]:
+                problems.append(f"{file}: damaged, expected {files[name]}, found {found}. Load another step")
+        except CheckpointError as error:
+            problems.append(str(error))
     if problems:
         raise CheckpointError("\n".join(problems))
 
 
-def _check_leaves(leaves: dict[str, Leaf], manifest: dict[str, Any]) -> None:
+def _check_leaves(flat: Flat, manifest: Mapping[str, Any]) -> None:
     """Every entry of this rank's state is in the checkpoint, of the same kind, shape and dtype."""
-    problems = []
-    for name, leaf in leaves.items():
-        kind, other = ("tensors", "values") if leaf.is_tensor else ("values", "tensors")
-        if name in manifest[other]:
-            problems.append(
-                f"{name}: expected one of the {kind}, found among the checkpoint's {other}. {_FIX_NAMES}"
+    found = {name: kind for kind in ("lists", "tensors", "values") for name in manifest[kind]}
+    problems = [
+        *(_wrong_list(name, length, manifest) for name, length in flat.lists.items()),
+        *(_wrong_leaf(name, leaf, found.get(name), manifest) for name, leaf in flat.leaves.items()),
+    ]
+    if any(problems):
+        raise CheckpointError("\n".join(filter(None, problems)))
+
+
+def _wrong_list(name: str, length: int, manifest: Mapping[str, Any]) -> str:
+    found = manifest["lists"].get(name)
+    if found == length:
+        return ""
+    told = "a list without tensors or none" if found is None else f"one of {found}"
+    return f"{name}: expected a list of {length} with tensors, found {told}. Make it as long as the one saved"
+
+
+def _wrong_leaf(name: str, leaf: Leaf, found: str | None, manifest: Mapping[str, Any]) -> str:
+    kind = "tensors" if leaf.is_tensor else "values"
+    if found == "lists":
+        return (
+            f"{name}: expected one of the {kind}, found a list of {manifest['lists'][name]} with"
+            " tensors. Give a list of tensors like them"
+        )
+    if found is not None and found != kind:
+        return f"{name}: expected one of the {kind}, found among the checkpoint's {found}. {_FIX_NAMES}"
+    if found is None:
+        own = next((own for own in manifest["per_rank"] if name.startswith(f"{own}.rank-")), None)
+        if own is not None:
+            return (
+                f"{own}: saved once for each of {manifest['world_size']} ranks, of which none is this one."
+                " Load on as many ranks with the same parts in it, or leave it out of the state"
             )
-        elif name not in manifest[kind]:
-            problems.append(f"{name}: expected by the state, not in the checkpoint. {_FIX_NAMES}")
-        elif leaf.is_tensor and (expected := describe(leaf)) != (found := manifest["tensors"][name]):
-            problems.append(f"{name}: expected {_show(expected)}, found {_show(found)}. {_FIX_SHAPE}")
-    if problems:
-        raise CheckpointError("\n".join(problems))
+        return f"{name}: expected by the state, not in the checkpoint. {_FIX_NAMES}"
+    if not leaf.is_tensor:
+        return ""
+    expected, stored = describe(leaf), manifest["tensors"][name]
+    if expected != stored:
+        return f"{name}: expected {_show(expected)}, found {_show(stored)}. {_FIX_SHAPE}"
+    return ""
 
 
 def _show(tensor: dict[str, Any]) -> str:
     return f"{tensor['dtype']} {tuple(tensor['shape'])}"
 
 
-def _read_index(folder: Path, files: dict[str, Any]) -> dcp_metadata.Metadata:
-    """Which bytes of which file hold which box of which tensor: torch's `.metadata`, checked."""
-    with (folder / ".metadata").open("rb") as stream:
-        index = _IndexUnpickler(stream).load()
-    if not isinstance(index, dcp_metadata.Metadata):
-        raise CheckpointError(f".metadata: expected an index, found {type(index).__name__}")
-    for name, entry in index.state_dict_metadata.items():
-        if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
-            raise CheckpointError(f"{name}: expected a tensor, found {type(entry).__name__}; not read")
-    for place in index.storage_data.values():
-        if place.relative_path not in files:
-            raise CheckpointError(f"{place.relative_path}: named by .metadata, not in the manifest; not read")
-    return index
+def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
+    """What this rank is to read for `tensors`, each chunk checked in its file; by file and place."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise CheckpointError(f"{name}: is on the meta device, without memory to load into; see to_empty")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, index.metadata)
+    found: list[_Read] = []
+    with ExitStack() as stack:
+        opened: dict[Path, BufferedReader] = {}
+        located: dict[MetadataIndex, Stored] = {}
+        for item in create_default_local_load_plan(tensors, index.metadata).items:
+            key = item.storage_index
+            name, offsets = key.fqn, tuple(key.offset or ())
+            place = index.places[name, offsets]
+            try:
+                if place.file not in opened:
+                    opened[place.file] = stack.enter_context(regular(place.file).open("rb"))
+                if key not in located:
+                    located[key] = locate(opened[place.file], place.begin, place.length)
+                    _check_stored(located[key], index, key)
+                target = _writable(planner.resolve_tensor(item).detach(), located[key], item)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {place.file} at {place.begin}: {error}") from error
+            found.append(_Read(place.file, located[key], item.storage_offsets, target))
+    return sorted(found, key=lambda read: (read.file, read.stored.begin))
 
 
-class _CheckedReader(FileSystemReader):
-    """Reads tensors by an index that was checked before."""
-
-    def __init__(self, folder: Path, index: dcp_metadata.Metadata) -> None:
-        super().__init__(folder)
-        self.index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        return self.index
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Makes records (dataclasses, enums) of torch's index modules, sizes, dtypes, paths; refuses the rest."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePath
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == _LAYOUT_BY_NAME:
-            return {str(torch.strided): torch.strided}.__getitem__
-        for known in (dcp_metadata, dcp_filesystem):
-            found = getattr(known, name, None)
-            if module == known.__name__ == getattr(found, "__module__", None) and _is_record(found):
-                return found
-        raise CheckpointError(f".metadata: names {module}.{name}, which an index has no use for; not read")
+def _check_stored(stored: Stored, index: Index, key: MetadataIndex) -> None:
+    entry: Any = index.metadata.state_dict_metadata[key.fqn]
+    sizes = next(tuple(chunk.sizes) for chunk in entry.chunks if chunk.offsets == key.offset)
+    if (stored.dtype, stored.shape) != (entry.properties.dtype, sizes):
+        raise CheckpointError(
+            f"expected a chunk of {entry.properties.dtype} {sizes}, found {stored.dtype} {stored.shape}. Load"
+            " another step"
+        )
 
 
-def _is_record(found: Any) -> bool:
-    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-
-
-def _pickled_layout() -> tuple[str, str]:
-    """Module and name of the function that torch's pickles of a layout call."""
-    function: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]
-    return function.__module__, function.__name__
-
-
-_LAYOUT_BY_NAME = _pickled_layout()
+def _writable(target: Tensor, stored: Stored, item: ReadItem) -> Tensor:
+    if target.dtype != stored.dtype or tuple(target.shape) != tuple(item.lengths):
+        raise CheckpointError(
+            f"expected memory for {stored.dtype} {tuple(item.lengths)}, found {target.dtype}"
+            f" {tuple(target.shape)}"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        raise CheckpointError("the state's tensor is expanded, several elements in one place; clone it")
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise CheckpointError("the state's tensor was made in inference mode; clone it, or load in that mode")
+    return target

@@ -1,23 +1,35 @@
 """A training state as flat names: what is a tensor, what is a plain value, where each one sits.
 
-    {"model": {"w": T}, "optimizer": {"param_groups": [{"lr": 0.1}]}, "step": 7}
-    tensors: model.w      values: optimizer.param_groups.0.lr, step
+    {"model": {"w": T}, "optimizer": {"state": [T, T]}, "history": [{"loss": 0.5}], "rng": PerRank(T)}
+    tensors: model.w, optimizer.state.0, optimizer.state.1, rng.rank-2-of-4      values: history
 
-Dicts, and lists that hold tensors or dicts, are walked; anything else is one leaf. Plain values
-(None, bool, int, float, str, and lists and tuples of them) become JSON, so nothing has to be
+Dicts are walked, and so are lists with tensors somewhere in them; anything else is one leaf. Plain values
+(None, bool, int, float, str, and lists, tuples and dicts of them) become JSON, so nothing has to be
 pickled to store them or unpickled to read them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardwise.errors import CheckpointError, here
 
-_TUPLE = "__tuple__"
+_TUPLE, _DICT = "__tuple__", "__dict__"
+
+
+@dataclass
+class PerRank:
+    """In a state: something of which every rank has its own, such as its random state or place in the data.
+
+    `PerRank({"rng": torch.get_rng_state(), "samples": 5120})` is saved once for each rank. Loaded on as
+    many ranks, each finds its own again in `value`; on another number of ranks whose it would be is
+    unknown, and loading raises unless the state leaves it out.
+    """
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -33,30 +45,66 @@ class Leaf:
 
     @property
     def is_tensor(self) -> bool:
-        return isinstance(self.value, torch.Tensor) or hasattr(self.value, "__create_write_items__")
+        return _is_tensor(self.value)
+
+    def put(self, value: Any) -> None:
+        """Replace a plain value; a list stays the same object."""
+        if isinstance(value, list) and isinstance(self.value, list):
+            self.value[:] = value
+        else:
+            self.container[self.key] = value
 
 
-def flatten(state: dict[str, Any]) -> dict[str, Leaf]:
+@dataclass
+class Flat:
+    """A state by dotted names."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    lists: dict[str, int] = field(default_factory=dict)  # lengths of those that were walked
+    per_rank: list[str] = field(default_factory=list)
+
+
+def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
     """Every leaf of a nested state by its dotted name. Two leaves with one name are an error."""
-    leaves: dict[str, Leaf] = {}
-    _walk(state, "", leaves)
-    return leaves
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{here()}: a state is a dict, found {type(state).__name__}")
+    flat = Flat()
+    _walk(state, "", flat, f"rank-{rank}-of-{ranks}")
+    return flat
 
 
-def _walk(container: Any, prefix: str, leaves: dict[str, Leaf]) -> None:
+def _walk(container: Any, prefix: str, flat: Flat, own: str) -> None:
     items = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in items:
         name = f"{prefix}{key}"
-        if isinstance(value, dict) or _is_structure(value):
-            _walk(value, f"{name}.", leaves)
-        elif name in leaves:
-            raise CheckpointError(f"{here()}: two entries of the state are named {name!r}; rename one")
+        if isinstance(value, PerRank):
+            flat.per_rank.append(name)
+            _enter(vars(value), "value", f"{name}.{own}", flat, own)
         else:
-            leaves[name] = Leaf(container, key)
+            _enter(container, key, name, flat, own)
 
 
-def _is_structure(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(item, (dict, list, torch.Tensor)) for item in value)
+def _enter(container: Any, key: Any, name: str, flat: Flat, own: str) -> None:
+    value = container[key]
+    if isinstance(value, dict):
+        _walk(value, f"{name}.", flat, own)
+    elif isinstance(value, list) and _has_tensors(value):
+        flat.lists[name] = len(value)
+        _walk(value, f"{name}.", flat, own)
+    elif name in flat.leaves:
+        raise CheckpointError(f"{here()}: two entries of the state are named {name!r}; rename one")
+    else:
+        flat.leaves[name] = Leaf(container, key)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, PerRank) or _is_tensor(value)
 
 
 def describe(leaf: Leaf) -> dict[str, Any]:
@@ -72,16 +120,23 @@ def to_json(name: str, value: Any) -> Any:
         return [to_json(name, item) for item in value]
     if isinstance(value, tuple):
         return {_TUPLE: [to_json(name, item) for item in value]}
+    if isinstance(value, dict):
+        return {_DICT: [[to_json(name, key), to_json(name, item)] for key, item in value.items()]}
     raise CheckpointError(
         f"{here()}: {name} is a {type(value).__name__}; expected a tensor, None, bool, int, float, str, or a "
-        f"list or tuple of these. Convert it before saving"
+        f"list, tuple or dict of these. Convert it before saving"
     )
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`."""
+    """The inverse of `to_json`; raises TypeError or ValueError for what that does not make."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
-    if isinstance(value, dict):
-        return tuple(from_json(item) for item in value[_TUPLE])
-    return value
+    if not isinstance(value, dict):
+        return value
+    ((kind, items),) = value.items()
+    if kind not in (_TUPLE, _DICT) or not isinstance(items, list):
+        raise ValueError(f"expected a tuple or a dict, found {kind!r}")
+    if kind == _TUPLE:
+        return tuple(from_json(item) for item in items)
+    return {from_json(key): from_json(item) for key, item in items}

@@ -1,36 +1,43 @@
 """Write a sharded state: each rank its own shards, in torch's distributed-checkpoint format.
 
-Tensors (DTensors, sharded tensors, plain replicated tensors) go through
-`torch.distributed.checkpoint`; plain values go into the manifest as JSON. The order is: tensor
-files, their digests, manifest, rename (`commit.py`), then older checkpoints go. A problem on one
-rank, say a full disk, ends the save on every rank with one error and leaves no trace.
+    tell       every rank says what it has, as text; all find the same faults in what all say
+    plan       from that alone, so equally on every rank: who writes which chunk
+    write      tensor files by torch's writer; the index by one rank
+    commit     the files' digests, the manifest, one rename (`commit.py`); then older checkpoints go
+
+A problem on one rank, say a full disk, ends the save on every rank with one error and leaves no trace.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-from shardwise.checkpoint.commit import (
-    FORMAT,
-    by_ranks,
-    digest,
-    open_staging,
-    prune,
-    publish,
-    rank_and_size,
-    sync,
-    together,
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
 )
-from shardwise.checkpoint.state import describe, flatten, to_json
-from shardwise.errors import CheckpointError
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from shardwise import _compat
+from shardwise.checkpoint.commit import FORMAT, digest, open_staging, prune, publish, rank_and_size, sync
+from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, to_json
+from shardwise.comm.together import raise_all, together
+from shardwise.errors import CheckpointError, ShardingError
+from shardwise.layout import Box, cover
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep: int | None = None) -> Path:
@@ -40,67 +47,214 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
     structure. Without a process group one process saves alone.
 
     state: nested dicts and lists of tensors and plain values. A DTensor is saved as its shards;
-        a plain tensor counts as replicated, and one rank's copy is saved.
+        a plain tensor counts as replicated, and one rank's copy is saved. What every rank has its
+        own of is marked by `PerRank`.
     step: 0 or more. Saving a step again replaces it, without a moment in between.
     keep: how many newest steps stay afterwards, beside the one saved; None keeps all.
 
-    Raises CheckpointError on every rank when any rank fails; earlier checkpoints are untouched.
+    Raises CheckpointError on every rank when any rank fails, or where plain values or plain tensors
+    differ between ranks; earlier checkpoints are untouched.
     """
     path = Path(path)
-    if step < 0 or (keep is not None and keep < 1):
-        raise CheckpointError(f"expected step >= 0 and keep >= 1 or None, found step={step}, keep={keep}")
     rank, size = rank_and_size()
     what = f"saving step {step} to {path}"
+    flat = Flat()
 
-    tensors, contents = _contents(what, state)
-    staging = together(what, lambda: open_staging(path, step) if rank == 0 else None)[0]
-    assert staging is not None
+    def tell() -> dict[str, Any]:
+        _check_numbers(step, keep)
+        found = flatten(state, rank=rank, ranks=size)
+        flat.leaves, flat.lists, flat.per_rank = found.leaves, found.lists, found.per_rank
+        return {"call": [step, keep], **_told(flat, compare=size > 1)}
+
+    contents = _agreed(what, together(what, tell))
+    tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
+    staging = Path(together(what, lambda: str(open_staging(path, step)) if rank == 0 else "")[0])
     try:
         _write_tensors(what, tensors, staging)
         digests = together(what, lambda: _digests(staging, rank, size))
         files = {name: digest for part in digests for name, digest in part.items()}
         manifest = {"format": FORMAT, "step": step, "world_size": size, **contents, "files": files}
-        final = together(what, lambda: publish(staging, step, manifest) if rank == 0 else None)[0]
+        final = together(what, lambda: str(publish(staging, step, manifest)) if rank == 0 else "")[0]
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    assert final is not None
-    together(what, lambda: prune(path, keep, written=final) if rank == 0 else None)
-    return final
+    together(what, lambda: prune(path, keep, written=Path(final)) if rank == 0 else None)
+    return Path(final)
 
 
-def _contents(what: str, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's tensors by name, and the manifest's tensors and values over all ranks. Collective."""
-    leaves: dict[str, Any] = {}
+def _check_numbers(step: Any, keep: Any) -> None:
+    numbers = [step] if keep is None else [step, keep - 1 if isinstance(keep, int) else keep]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise CheckpointError(f"expected step >= 0 and keep >= 1 or None, found step={step!r}, keep={keep!r}")
 
-    def local() -> dict[str, dict[str, Any]]:
-        leaves.update(flatten(state))
-        values = {name: to_json(name, leaf.value) for name, leaf in leaves.items() if not leaf.is_tensor}
-        return {
-            "tensors": {n: describe(leaf) for n, leaf in leaves.items() if leaf.is_tensor},
-            "values": values,
-        }
 
-    contents: dict[str, dict[str, Any]] = {"tensors": {}, "values": {}}
-    problems: dict[int, str] = {}
-    for rank, part in enumerate(together(what, local)):
+# ------------------------------------------------------------ what ranks tell
+
+
+def _told(flat: Flat, *, compare: bool) -> dict[str, Any]:
+    tensors = {name: leaf for name, leaf in flat.leaves.items() if leaf.is_tensor}
+    return {
+        "tensors": {name: describe(leaf) for name, leaf in tensors.items()},
+        "values": {n: to_json(n, leaf.value) for n, leaf in flat.leaves.items() if not leaf.is_tensor},
+        "lists": flat.lists,
+        "per_rank": flat.per_rank,
+        "contents": {name: _content(leaf) for name, leaf in tensors.items()} if compare else {},
+    }
+
+
+def _content(leaf: Leaf) -> str | None:
+    """A digest of a plain tensor, which is to be equal on all ranks that have it; None of others."""
+    if isinstance(leaf.value, DTensor) or hasattr(leaf.value, "__create_write_items__"):
+        return None
+    flat = leaf.value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    numbers: Any = flat.view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(numbers)).hexdigest()
+
+
+_FIX_VALUE = "Make it equal, or wrap it in shardwise.checkpoint.PerRank, which keeps every rank's own"
+_FIX_TENSOR = (
+    "Make it equal (say by dist.broadcast from rank 0), or wrap it in shardwise.checkpoint.PerRank, which"
+    " keeps every rank's own"
+)
+
+
+def _agreed(what: str, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's contents over all ranks. Raises on every rank where they differ."""
+    contents: dict[str, Any] = {"tensors": {}, "values": {}, "lists": {}}
+    seen: dict[str, Any] = {}
+    per_rank: dict[str, None] = {}
+    problems: dict[int, str | None] = {}
+    for rank, tale in enumerate(told):
+        wrong = []
+        if tale["call"] != told[0]["call"]:
+            wrong.append(f"expected step and keep {told[0]['call']} as on rank 0, found {tale['call']}")
         for kind, known in contents.items():
-            for name, entry in part[kind].items():
-                if known.setdefault(name, entry) != entry and kind == "tensors":
-                    problems[rank] = f"{name}: expected {known[name]} as on a lower rank, found {entry}"
-    if problems:
-        raise CheckpointError(f"{what} failed\n{by_ranks(problems)}")
-    return {name: leaf.value for name, leaf in leaves.items() if leaf.is_tensor}, contents
+            for name, entry in tale[kind].items():
+                expected = known.setdefault(name, entry)
+                if json.dumps(expected) != json.dumps(entry):
+                    fix = f". {_FIX_VALUE}" if kind == "values" else ""
+                    wrong.append(
+                        f"{name}: expected {expected!r:.200} as on a lower rank, found {entry!r:.200}{fix}"
+                    )
+        for name, content in tale["contents"].items():
+            if seen.setdefault(name, content) != content:
+                wrong.append(f"{name}: a plain tensor with other numbers than on a lower rank. {_FIX_TENSOR}")
+        for name in set(tale["values"]) & set(contents["tensors"]) | set(tale["tensors"]) & set(
+            contents["values"]
+        ):
+            wrong.append(f"{name}: a tensor on one rank, a plain value on another")
+        per_rank |= dict.fromkeys(tale["per_rank"])
+        problems[rank] = "\n".join(wrong) or None
+    raise_all(what, problems)
+    return {**contents, "per_rank": list(per_rank)}
+
+
+# ------------------------------------------------------------ tensors
 
 
 def _write_tensors(what: str, tensors: dict[str, Any], staging: Path) -> None:
+    """All ranks' chunks in files, and the index. Collective."""
+    rank, _ = rank_and_size()
+    planner = _Planner()
     writer = _Writer(staging, sync_files=True)
-    try:
-        state_dict_saver.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        failures = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-        raise CheckpointError(f"{what} failed\n{by_ranks(failures)}") from error
+    metadata: list[Metadata] = []
+
+    def tell() -> list[Any]:
+        planner.set_up_planner(tensors, is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+        return [_as_text(item) for item in planner.create_local_plan().items]
+
+    items = together(what, tell)
+
+    def write() -> list[Any]:
+        plans, found = create_default_global_save_plan(_shared_out(items))
+        _check_covered(found)
+        by_name = {name: (name,) for name in found.state_dict_metadata}
+        metadata.append(dataclasses.replace(found, planner_data=by_name))
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
+        written = writer.write_data(plan, planner)
+        written.wait()
+        return [_result_as_text(result) for result in written.value()]
+
+    results = together(what, write)
+
+    def finish() -> None:
+        if rank == 0:
+            writer.finish(metadata[0], [[_result_of(text) for text in told] for told in results])
+
+    together(what, finish)
+
+
+def _as_text(item: WriteItem) -> list[Any]:
+    """What JSON can hold of a chunk to be written."""
+    data = item.tensor_data
+    assert data is not None
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return [item.index.fqn, item.type.name, data.chunk.offsets, data.chunk.sizes, data.size, dtype]
+
+
+def _item_of(text: list[Any]) -> WriteItem:
+    name, kind, offsets, sizes, size, dtype = text
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    properties = TensorProperties(dtype=getattr(torch, dtype))
+    data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(size))
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType[kind], tensor_data=data)
+
+
+def _shared_out(items: list[list[Any]]) -> list[SavePlan]:
+    """Every rank's plan: of the ranks that have a chunk, the one with the fewest bytes so far writes it."""
+    holders: dict[tuple[str, tuple[int, ...]], dict[int, WriteItem]] = {}
+    for rank, own in enumerate(items):
+        for item in map(_item_of, own):
+            assert item.index.offset is not None
+            holders.setdefault((item.index.fqn, tuple(item.index.offset)), {})[rank] = item
+    plans: list[list[WriteItem]] = [[] for _ in items]
+    written = [0] * len(items)
+    for by_rank in holders.values():
+        rank = min(by_rank, key=lambda rank: (written[rank], rank))
+        data = by_rank[rank].tensor_data
+        assert data is not None
+        written[rank] += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        plans[rank].append(by_rank[rank])
+    return [SavePlan(plan) for plan in plans]
+
+
+def _check_covered(metadata: Metadata) -> None:
+    entry: Any
+    for name, entry in metadata.state_dict_metadata.items():
+        try:
+            cover([Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks], entry.size)
+        except ShardingError as error:
+            raise CheckpointError(f"{name}: the ranks' shards are not the tensor: {error}") from error
+
+
+def _result_as_text(result: WriteResult) -> list[Any]:
+    place = result.storage_data
+    return [result.index.fqn, result.index.offset, place.relative_path, place.offset, place.length]
+
+
+def _result_of(text: list[Any]) -> WriteResult:
+    name, offset, path, begin, length = text
+    place = _compat.StorageInfo(relative_path=path, offset=begin, length=length)
+    return WriteResult(MetadataIndex(name, offset), length, place)
+
+
+class _Planner(DefaultSavePlanner):
+    """Writes plain tensors as they are; refuses what could not be read again."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Tensor:
+        tensor = object.detach()
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"{write_item.index.fqn}: a {type(tensor).__name__} of {tensor.layout} cannot be saved;"
+                " convert it to a dense plain tensor"
+            )
+        plain: Tensor = tensor.resolve_conj().resolve_neg()
+        return plain
 
 
 class _Writer(FileSystemWriter):
@@ -109,6 +263,8 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(f"{_first_cause(error)}; check the space and rights there") from error
 

@@ -2,7 +2,8 @@
 
     a mapping                          whole tensors by name, as `module.state_dict()`
     a .safetensors file                read by slices
-    a folder of them                   by the index json if it has one; files are opened as they are needed
+    a folder of them                   by the index json if it has one, files of that folder alone; they are
+                                       opened as they are needed
     a .pt, .pth or .bin file           a state dict by `torch.save`, mapped into memory and never executed
 
 Which parts a rank holds stands in the program's record (`state.record_of`), so that a program that was loaded
@@ -11,7 +12,6 @@ is filled as one just made.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from shardwise.errors import CheckpointError
+from shardwise.files import open_tensors, tensor_files
 from shardwise.tensor_parallel.device import here_for
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
@@ -160,47 +161,27 @@ def _opened(checkpoint: Mapping[str, Tensor] | str | Path) -> Iterator[Source]:
         return
     path = Path(checkpoint)
     if path.suffix in _PICKLED and path.is_file():
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(loaded, Mapping):
-            raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a state dict")
+        loaded = _mapped(path)
         yield lambda name: _in_memory(loaded[name]) if name in loaded else None
         return
     with ExitStack() as stack:
-        yield _of_files(_files_by_name(path), stack)
+        yield _of_files({name: file for names, file in tensor_files(path) for name in names}, stack)
 
 
-def _files_by_name(path: Path) -> dict[str, Path]:
-    """In which file each tensor lies."""
-    if path.is_file():
-        return dict.fromkeys(_names(path), path)
-    indexes = sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []
-    if len(indexes) == 1:
-        index = json.loads(indexes[0].read_text())["weight_map"]
-        lost = sorted({file for file in index.values() if not (path / file).is_file()})
-        if lost:
-            raise CheckpointError(f"{indexes[0]} names {lost[0]}, which is not there")
-        return {name: path / file for name, file in index.items()}
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    if not files:
-        raise CheckpointError(
-            f"{path} is no .safetensors, {', '.join(_PICKLED)} file and no folder of safetensors"
-        )
-    return {name: file for file in files for name in _names(file)}
-
-
-def _names(path: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
+def _mapped(path: Path) -> Mapping[str, Tensor]:
+    """The tensors that `torch.save` wrote, as views of the file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is no safetensors file, or is damaged: {error}") from error
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever a damaged file leads to
+        raise CheckpointError(
+            f"{path} holds no state dict of tensors alone, or is damaged: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a state dict")
+    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
 def _of_files(files: dict[str, Path], stack: ExitStack) -> Source:
-    from safetensors import safe_open
-
     opened: dict[Path, Any] = {}
 
     def find(name: str) -> Entry | None:
@@ -208,12 +189,15 @@ def _of_files(files: dict[str, Path], stack: ExitStack) -> Source:
         if path is None:
             return None
         if path not in opened:
-            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-        slices = opened[path].get_slice(name)
+            opened[path] = stack.enter_context(open_tensors(path))
+        file = opened[path]
+        if name not in list(file.keys()):
+            raise CheckpointError(f"{path} has no {name}, which the index says it has; copy both again")
+        slices = file.get_slice(name)
 
         def part(dim: int, begin: int, end: int) -> Tensor:
             if end < 0:
-                whole: Tensor = opened[path].get_tensor(name)
+                whole: Tensor = file.get_tensor(name)
                 return whole
             read: Tensor = slices[(slice(None),) * dim + (slice(begin, end),)]
             return read

@@ -28,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.export import ExportedProgram
 
+from shardwise.comm.together import together
 from shardwise.errors import ShardingError, here
+from shardwise.files import inside
 from shardwise.tensor_parallel import device
 from shardwise.tensor_parallel.auto import choose
 from shardwise.tensor_parallel.explain import collective_kind, explain
@@ -61,13 +63,13 @@ def save(
         ShardingError: programs that are not the parts of one, in order; a folder that is there.
     """
     place = Path(folder)
-    if place.exists() and not overwrite:
-        raise ShardingError(f"{place} is there already; choose another folder, or pass overwrite=True")
     if not isinstance(programs, ExportedProgram):
+        _check_free(place, overwrite=overwrite)
         _save_all(list(programs), place)
         return
     record = record_of(programs)
     if record["world_size"] == 1:
+        _check_free(place, overwrite=overwrite)
         _save_all([programs], place)
     elif not dist.is_initialized():
         raise ShardingError(
@@ -75,7 +77,7 @@ def save(
             " others; give all of them as a list"
         )
     else:
-        _save_together(programs, record, place, group or _default_group())
+        _save_together(programs, record, place, group or _default_group(), overwrite=overwrite)
 
 
 def load(
@@ -96,6 +98,7 @@ def load(
     Raises:
         ShardingError: a rank or world size other than the group's or the folder's; a file that is missing or
             damaged; a folder of another format.
+        CheckpointError: a manifest that names a file outside the folder.
     """
     place = Path(folder)
     manifest = _manifest(place)
@@ -115,7 +118,7 @@ def load(
         raise ShardingError(
             f"{here()}: {place} has programs for ranks 0 to {ranks - 1}, asked for rank {rank}"
         )
-    path = place / manifest["files"][rank]["name"]
+    path = inside(place, manifest["files"][rank]["name"])
     found = sha256(path) if path.is_file() else "no such file"
     if found != manifest["files"][rank]["sha256"]:
         raise ShardingError(
@@ -189,35 +192,43 @@ def _save_all(programs: list[ExportedProgram], place: Path) -> None:
 
 
 def _save_together(
-    program: ExportedProgram, record: dict[str, Any], place: Path, group: dist.ProcessGroup
+    program: ExportedProgram,
+    record: dict[str, Any],
+    place: Path,
+    group: dist.ProcessGroup,
+    *,
+    overwrite: bool,
 ) -> None:
     """Every rank writes its own file; the first one makes the folder and gives it its name."""
-    records: list[Any] = [None] * group.size()
-    dist.all_gather_object(records, record, group=group)
-    _check_parts(records)
-    named: list[Any] = [str(_beside(place))]
-    dist.broadcast_object_list(named, group_src=0, group=group)
-    temporary, rank = Path(named[0]), dist.get_rank(group)
-    failure, written = "", {}
-    try:
+    what, rank = f"saving to {place}", dist.get_rank(group)
+
+    def tell() -> dict[str, Any]:
+        _check_free(place, overwrite=overwrite)
+        return {key: record[key] for key in ("rank", *_SHARED)}
+
+    _check_parts(together(what, tell, group=group, kind=ShardingError))
+    beside = str(_beside(place))
+    temporary = Path(together(what, lambda: beside, group=group, kind=ShardingError)[0])
+
+    def write() -> dict[str, Any]:
         temporary.mkdir(parents=True, exist_ok=True)
-        written = _write(program, temporary, rank)
-    except Exception as error:  # the others must hear of it
-        failure = f"rank {rank}: {type(error).__name__}: {error}"
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, (failure, written), group=group)
-    failures = [failed for failed, _ in answers if failed]
-    if rank == 0:
-        try:
-            if not failures:
-                _finish(temporary, place, record, [file for _, file in answers])
-        except OSError as error:
-            failures.append(f"rank 0: {error}")
-        shutil.rmtree(temporary, ignore_errors=True)
-    told: list[Any] = [failures]
-    dist.broadcast_object_list(told, group_src=0, group=group)
-    if told[0]:
-        raise ShardingError(f"{here()}: nothing was saved to {place}: {'; '.join(told[0])}")
+        return _write(program, temporary, rank)
+
+    def finish(files: list[dict[str, Any]]) -> None:
+        if rank == 0:
+            _finish(temporary, place, record, files)
+
+    try:
+        files = together(what, write, group=group, kind=ShardingError)
+        together(what, lambda: finish(files), group=group, kind=ShardingError)
+    finally:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_free(place: Path, *, overwrite: bool) -> None:
+    if place.exists() and not overwrite:
+        raise ShardingError(f"{place} is there already; choose another folder, or pass overwrite=True")
 
 
 def _check_parts(records: list[dict[str, Any]]) -> None:
@@ -266,6 +277,8 @@ def _manifest(place: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         known = manifest["format"] == FORMAT
+        if known and manifest["version"] == VERSION and not _is_manifest(manifest):
+            raise ValueError("its entries are not those that save writes")
     except FileNotFoundError:
         raise ShardingError(f"{here()}: {path} is not there; {place} is no folder that save wrote") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -277,6 +290,16 @@ def _manifest(place: Path) -> dict[str, Any]:
         )
     found: dict[str, Any] = manifest
     return found
+
+
+def _is_manifest(found: dict[str, Any]) -> bool:
+    files, ranks = found["files"], found["world_size"]
+    return (
+        isinstance(files, list)
+        and type(ranks) is int
+        and len(files) == ranks
+        and all(isinstance(file[key], str) for file in files for key in ("name", "sha256"))
+    )
 
 
 def ranks_of(folder: Path) -> int:

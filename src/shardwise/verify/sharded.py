@@ -8,12 +8,16 @@ each replica compares; tensors that are not sharded are compared on every rank.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.comm.boxes import gather_text
 
 from .case import CaseError, apply_shard, load_case
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
@@ -140,9 +144,8 @@ def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[
             held.append(ABSENT)
         else:
             held.append(PRESENT if kind == "parameter" or parameter.grad is not None else EMPTY)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, held)
-    return gathered
+    assert dist.group.WORLD is not None
+    return [json.loads(text) for text in gather_text(json.dumps(held), group=dist.group.WORLD)]
 
 
 def _presence_problem(held: list[int], reference: int) -> str:
@@ -176,7 +179,9 @@ def _name_problems(
 
 def _gather_differences(differences: list[Difference]) -> list[Difference]:
     """What all ranks found, merged, on rank 0; empty elsewhere."""
-    is_first = dist.get_rank() == 0
-    gathered: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-    dist.gather_object(differences, gathered)
-    return merge_ranks(gathered) if gathered is not None else []
+    assert dist.group.WORLD is not None
+    text = json.dumps([dataclasses.asdict(difference) for difference in differences])
+    told = gather_text(text, group=dist.group.WORLD)
+    if dist.get_rank() != 0:
+        return []
+    return merge_ranks([Difference(**fields) for fields in json.loads(each)] for each in told)

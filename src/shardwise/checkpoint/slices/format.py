@@ -1,17 +1,8 @@
-"""What reading and writing safetensors files share: the format's dtypes, and failing on all ranks alike."""
+"""The dtypes of safetensors files."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.distributed as dist
-
-from shardwise.checkpoint.commit import by_ranks
-from shardwise.comm.boxes import gather_text
-from shardwise.errors import CheckpointError, ShardwiseError
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,23 +27,3 @@ DTYPES = {
     "F4": torch.float4_e2m1fn_x2,  # two in an element of torch's; files count them one by one
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def together(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's result of `action`, which JSON can hold. Collective over `group`.
-
-    Raises:
-        CheckpointError: on every rank, with the problems of all, if it raised on any.
-    """
-    result, problem = None, None
-    try:
-        result = action()
-    except Exception as error:
-        problem = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
-    text = json.dumps([result, problem])
-    told = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
-    ranks = dist.get_process_group_ranks(group) if group else [0]
-    problems = {rank: found for rank, (_, found) in zip(ranks, told, strict=True) if found is not None}
-    if problems:
-        raise CheckpointError(f"{what} failed\n{by_ranks(problems)}")
-    return [result for result, _ in told]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.slices.format import DTYPES, together
+from shardwise.checkpoint.slices.format import DTYPES
 from shardwise.comm.fingerprint import fingerprint
+from shardwise.comm.together import together
 from shardwise.errors import CheckpointError
+from shardwise.files import open_tensors, tensor_files
 from shardwise.layout import Box
 from shardwise.sharded_tensor.context import group_or_default
 from shardwise.sharded_tensor.metadata import TensorProperties
@@ -62,7 +63,7 @@ def load_slices(
         metadata = made[0].metadata()
         return [list(metadata.size), str(metadata.tensor_properties.dtype), fingerprint(describe(metadata))]
 
-    told = together(what, read, group)
+    told = together(what, read, group=group)
     for rank, found in enumerate(told):
         if found != told[0]:
             raise CheckpointError(
@@ -81,7 +82,7 @@ def _read(
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
-    with _open(_file_of(paths, name)) as file:
+    with open_tensors(_file_of(paths, name)) as file:
         stored = file.get_slice(name)
         shape, stored_dtype = list(stored.get_shape()), DTYPES.get(stored.get_dtype())
         if stored_dtype is None:
@@ -111,15 +112,6 @@ def _copied(stored: Any, box: Box, dtype: torch.dtype) -> Tensor:
     return bits.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _open(file: Path) -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise CheckpointError("reading safetensors files needs `pip install safetensors`") from error
-    opened: Any = safe_open
-    return opened(file, framework="pt")
-
-
 def _paths(path_or_paths: _Paths) -> list[Path]:
     if isinstance(path_or_paths, (str, os.PathLike)):
         return [Path(path_or_paths)]
@@ -130,41 +122,10 @@ def _file_of(paths: Sequence[Path], name: str) -> Path:
     """The file that has the tensor `name`."""
     known: list[str] = []
     for path in paths:
-        for names, file in _contents(path):
+        for names, file in tensor_files(path):
             if name in names:
                 return file
             known += names
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"near names: {', '.join(near)}" if near else f"it has {len(known)} others, such as {known[:3]}"
     raise CheckpointError(f"{name!r} is not in {', '.join(map(str, paths))}; {hint}")
-
-
-def _contents(path: Path) -> Iterator[tuple[list[str], Path]]:
-    """Names of tensors and the file that has them."""
-    if path.is_dir():
-        indexes = sorted(path.glob("*.safetensors.index.json"))
-        files = indexes[:1] or sorted(path.glob("*.safetensors"))
-        if len(indexes) > 1:
-            raise CheckpointError(
-                f"{path}: expected one index, found {[f.name for f in indexes]}; name one of them"
-            )
-        if not files:
-            raise CheckpointError(f"{path}: expected *.safetensors files or their index, found none")
-        for file in files:
-            yield from _contents(file)
-    elif path.suffix == ".json":
-        try:
-            places: dict[str, str] = json.loads(path.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: expected an index with a weight_map ({error!r})") from error
-        for name, file_name in places.items():
-            if Path(file_name).is_absolute() or ".." in Path(file_name).parts:
-                raise CheckpointError(
-                    f"{path}: {name} lies in {file_name}, outside the index's folder; not read"
-                )
-            yield [name], path.parent / file_name
-    elif not path.is_file():
-        raise CheckpointError(f"{path}: no such file or folder")
-    else:
-        with _open(path) as file:
-            yield list(file.keys()), path

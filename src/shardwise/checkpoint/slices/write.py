@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.commit import sync
-from shardwise.checkpoint.slices.format import DTYPES, NAMES, together
+from shardwise.checkpoint.commit import rank_and_size, sync
+from shardwise.checkpoint.slices.format import DTYPES, NAMES
 from shardwise.comm.fingerprint import fingerprint
+from shardwise.comm.together import together
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 from shardwise.sharded_parameter import ShardedRows
@@ -59,7 +60,6 @@ def save_slices(
             that disagree, a full disk.
     """
     path = Path(path)
-    group = dist.group.WORLD if dist.is_initialized() else None
     what = f"saving {path}"
     own: dict[str, ShardedTensor | Tensor] = {}
 
@@ -68,19 +68,19 @@ def save_slices(
         texts = json.dumps([str(path), _checked(metadata)], sort_keys=True)
         return {"call": texts, "tensors": {name: _told(tensor) for name, tensor in own.items()}}
 
-    told = together(what, tell, group)
-    rank = 0 if group is None else group.rank()
+    told = together(what, tell)
+    rank, _ = rank_and_size()
     plan: list[_Plan] = []
 
     def check() -> None:
         _check_told(own, told, rank)
         plan.append(_planned(told, metadata))
 
-    together(what, check, group)
-    staging = Path(together(what, lambda: _create(path, plan[0]) if rank == 0 else None, group)[0])
+    together(what, check)
+    staging = Path(together(what, lambda: _create(path, plan[0]) if rank == 0 else "")[0])
     try:
-        together(what, lambda: _write(staging, own, plan[0].places, rank), group)
-        together(what, lambda: _publish(staging, path) if rank == 0 else None, group)
+        together(what, lambda: _write(staging, own, plan[0].places, rank))
+        together(what, lambda: _publish(staging, path) if rank == 0 else None)
     except CheckpointError:
         if rank == 0:
             staging.unlink(missing_ok=True)

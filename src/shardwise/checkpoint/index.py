@@ -1,0 +1,148 @@
+"""Which bytes of which file hold which box of which tensor: torch's `.metadata`, read and checked.
+
+A checkpoint is whole if its boxes cover every tensor once. What is checked here is handed on as numbers
+and texts alone; nothing else that the index may hold gets any further.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import enum
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint.filesystem as dcp_filesystem
+import torch.distributed.checkpoint.metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardwise.checkpoint.records import read_records
+from shardwise.errors import CheckpointError, ShardingError
+from shardwise.files import inside, regular
+from shardwise.layout import Box, cover
+
+INDEX = ".metadata"
+
+
+class Place(NamedTuple):
+    """Bytes of a file."""
+
+    file: Path
+    begin: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """Where the chunks of a checkpoint's tensors lie."""
+
+    metadata: Metadata  # with what torch's planner reads: sizes and chunks
+    places: Mapping[tuple[str, tuple[int, ...]], Place]  # by name and the chunk's offsets
+
+
+def read_index(folder: Path, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
+    """The index of a checkpoint, which must fit the manifest's `tensors` and `files`.
+
+    Raises:
+        CheckpointError: an index that is damaged or none; other tensors, shapes or dtypes than the
+        manifest's;
+            chunks that do not cover a tensor once, or lie outside the files.
+    """
+    file = inside(folder, INDEX)
+    try:
+        found = read_records(regular(file).read_bytes(), find=_find, records=_RECORDS)
+        return _checked(folder, found, tensors, files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}. Load another step") from error
+    except Exception as error:  # attributes that are missing or of other types
+        raise CheckpointError(
+            f"{file}: no index ({type(error).__name__}: {error}). Load another step"
+        ) from error
+
+
+def _checked(folder: Path, found: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"expected an index, found {type(found).__name__}")
+    if differing := sorted(set(found.state_dict_metadata) ^ set(tensors), key=str):
+        raise CheckpointError(f"{differing[0]} is in only one of index and manifest")
+    entries: dict[str, Any] = {}
+    places: dict[tuple[str, tuple[int, ...]], Place] = {}
+    stored = {(key.fqn, _numbers(key.offset)): place for key, place in found.storage_data.items()}
+    for name, expected in tensors.items():
+        entry: Any = found.state_dict_metadata[name]
+        shape = _numbers(entry.size)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        if (list(shape), dtype) != (expected["shape"], expected["dtype"]):
+            raise CheckpointError(f"{name}: {dtype} {shape}, in the manifest {expected}")
+        boxes = [Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
+        try:
+            cover(boxes, shape)
+        except ShardingError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), chunks
+        )
+        for box in boxes:
+            places[name, box.offsets] = _place(folder, stored[name, box.offsets], files)
+    return Index(Metadata(entries), places)
+
+
+def _place(folder: Path, stored: Any, files: Mapping[str, Any]) -> Place:
+    name, begin, length = stored.relative_path, stored.offset, stored.length
+    if getattr(stored, "transform_descriptors", None):
+        raise CheckpointError(f"{name!r:.100} is stored in a form that is not read: {stored!r:.200}")
+    if name not in files:
+        raise CheckpointError(f"{name!r:.100}: named by {INDEX}, not in the manifest; not read")
+    begin, length = _numbers((begin, length))
+    if begin + length > files[name]["bytes"]:
+        raise CheckpointError(f"{name} has {files[name]['bytes']} bytes; expected {length} from {begin} on")
+    return Place(inside(folder, name), begin, length)
+
+
+def _numbers(found: Any) -> tuple[int, ...]:
+    if not isinstance(found, tuple) or any(type(n) is not int or not 0 <= n < 2**63 for n in found):
+        raise CheckpointError(f"expected sizes or offsets, found {found!r:.100}")
+    return tuple(found)
+
+
+def _find(module: str, name: str) -> Any:
+    """What the names in an index stand for: records of torch's index modules, sizes, dtypes, paths."""
+    if module == "torch":
+        found = getattr(torch, name, None)
+        return found if name == "Size" or isinstance(found, torch.dtype) else None
+    if module.split(".")[0] == "pathlib" and name.endswith("Path"):
+        return PurePath
+    if (module, name) == _LAYOUT_BY_NAME:
+        return {str(torch.strided): torch.strided}.__getitem__
+    for known in (dcp_metadata, dcp_filesystem):
+        found = getattr(known, name, None)
+        if module == known.__name__ == getattr(found, "__module__", None) and _is_known(found):
+            return found
+    return None
+
+
+def _is_known(found: Any) -> bool:
+    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+
+
+def _pickled_layout() -> tuple[str, str]:
+    """Module and name of the function that torch's pickles of a layout call."""
+    function: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]
+    return function.__module__, function.__name__
+
+
+_LAYOUT_BY_NAME = _pickled_layout()
+_RECORDS = tuple(
+    found
+    for known in (dcp_metadata, dcp_filesystem)
+    for found in vars(known).values()
+    if isinstance(found, type) and found.__module__ == known.__name__ and dataclasses.is_dataclass(found)
+)

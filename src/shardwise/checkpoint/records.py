@@ -1,0 +1,86 @@
+"""Read a pickle as the data that it should be: a few known records, and nothing else.
+
+Python's own unpickler runs what a pickle names and takes memory that it asks for. This one knows the
+instructions that build numbers, texts, tuples, lists, dicts and the records given; other instructions,
+and other names, end the reading. It is in Python, since the memory of the C unpickler follows numbers in
+the pickle rather than its length.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from shardwise.errors import CheckpointError
+
+_KNOWN = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
+    *(pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD, pickle.BINPERSID),
+)
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _KNOWN}
+
+    def __init__(
+        self,
+        content: bytes,
+        find: Callable[[str, str], Any],
+        records: tuple[type, ...],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(content))
+        self._find, self._records, self._persistent = find, records, persistent
+
+    def persistent_load(self, found: Any) -> Any:
+        if self._persistent is None:
+            raise CheckpointError(f"refers to {found!r:.100}, which is elsewhere; not read")
+        return self._persistent(found)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._find(module, name)
+        if found is None:
+            raise CheckpointError(f"names {module}.{name}, for which there is no use here; not read")
+        return found
+
+    def build_record(self) -> None:
+        if type(self.stack[-2]) not in self._records:  # never anything that outlives this reading
+            raise CheckpointError(f"changes a {type(self.stack[-2]).__name__}, which is no record; not read")
+        _PythonUnpickler.load_build(self)
+
+    dispatch[pickle.BUILD[0]] = build_record
+
+
+def read_records(
+    content: bytes,
+    *,
+    find: Callable[[str, str], Any],
+    records: tuple[type, ...] = (),
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """What the pickle `content` holds.
+
+    Args:
+        find: what stands for a module and name, or None to refuse it.
+        records: classes whose instances a pickle may fill with attributes.
+        persistent: what stands for a persistent id; None refuses them.
+
+    Raises:
+        CheckpointError: a pickle that names or does something else, or is damaged.
+    """
+    try:
+        return _Unpickler(content, find, records, persistent).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise CheckpointError(f"damaged ({type(error).__name__}: {error})") from error

@@ -1,0 +1,205 @@
+"""Tensors as `torch.save` writes them, found in a file without reading them.
+
+A checkpoint's tensor file is one such archive after the other:
+
+    archive/data.pkl     a pickle of: dtype, shape, strides, and which storage
+    archive/data/0       the storage's bytes, as they are
+
+`locate` reads all but the storage, checks it against the bytes there really are, and says where they lie;
+`read` is a seek and a read of just the rows that are wanted.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.records import read_records
+from shardwise.errors import CheckpointError
+
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field that follow it
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    begin: int  # of its first element, in bytes from the file's beginning
+
+    def read(self, file: io.BufferedReader, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The elements of a box within the tensor, from `file`."""
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=self.dtype)
+        itemsize = self.dtype.itemsize
+        first = sum(o * stride for o, stride in zip(offsets, self.strides, strict=True))
+        buffer = torch.empty(_span(sizes, self.strides) * itemsize, dtype=torch.uint8)
+        file.seek(self.begin + first * itemsize)
+        numbers: Any = buffer.numpy()
+        if file.readinto(memoryview(numbers)) != buffer.numel():
+            raise CheckpointError(f"{file.name}: ended before the tensor did; it changed while it was read")
+        return buffer.view(self.dtype).as_strided(tuple(sizes), self.strides)
+
+
+def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
+    """The tensor whose archive is `length` bytes from `begin` on.
+
+    Raises:
+        CheckpointError: anything but one plain tensor whose bytes are there.
+    """
+    try:
+        return _locate(file, begin, length)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged archive leads to
+        raise CheckpointError(f"damaged ({type(error).__name__}: {error})") from error
+
+
+def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
+    with zipfile.ZipFile(_Part(file, begin, length)) as archive:
+        entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        for info in entries.values():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise CheckpointError("compressed, which torch.save never does; not read")
+        order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
+        if order != sys.byteorder:
+            raise CheckpointError(f"written in {order} byte order; this machine has {sys.byteorder}")
+        described = _described(archive.read(entries["data.pkl"]))
+        info = entries[f"data/{described.key}"]
+    file.seek(begin + info.header_offset)
+    at = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size)))
+    itemsize = described.dtype.itemsize
+    end = (described.offset + _span(described.shape, described.strides)) * itemsize
+    if end > info.file_size or at + info.file_size > length:
+        raise CheckpointError(
+            f"a {described.dtype} tensor of shape {described.shape} needs {end} bytes; there are"
+            f" {min(info.file_size, max(0, length - at))}"
+        )
+    return Stored(
+        described.dtype, described.shape, described.strides, begin + at + described.offset * itemsize
+    )
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+@dataclass(frozen=True)
+class _Described:
+    key: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _described(content: bytes) -> _Described:
+    found = read_records(content, find=_find, persistent=_storage)
+    if not isinstance(found, _Described):
+        raise CheckpointError(f"expected one plain tensor, found {type(found).__name__}")
+    return found
+
+
+class _Bytes:
+    """A storage that knows no dtype; the tensor says it."""
+
+
+def _storage(found: Any) -> tuple[str, Any]:
+    word, kind, key, _, _ = found
+    if word != "storage" or not isinstance(key, str) or not (kind is _Bytes or isinstance(kind, torch.dtype)):
+        raise CheckpointError("expected a tensor's storage, found something else")
+    return key, kind
+
+
+def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> _Described:
+    """What such a pickle calls for dtypes that have storages of their own."""
+    key, dtype = storage
+    if len(rest) > 2 and rest[2]:
+        raise CheckpointError(f"a tensor with {rest[2]!r:.100}, expected a plain one")
+    if not isinstance(dtype, torch.dtype) or not _are_sizes((offset,), sizes, strides):
+        raise CheckpointError(f"no tensor: {dtype}, offset {offset!r}, {sizes!r:.100}, {strides!r:.100}")
+    if len(sizes) != len(strides):
+        raise CheckpointError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")
+    return _Described(key, dtype, offset, sizes, strides)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+) -> _Described:
+    """The same for later dtypes."""
+    return _tensor_v2((storage[0], dtype), offset, sizes, strides, grad, hooks, *rest)
+
+
+def _are_sizes(*found: Any) -> bool:
+    return all(isinstance(each, tuple) and all(type(n) is int and n >= 0 for n in each) for each in found)
+
+
+def _find(module: str, name: str) -> Any:
+    """What the names in the pickle of a tensor stand for."""
+    if module == "torch":
+        dtype = _STORAGES.get(name, getattr(torch, name, None))
+        return dtype if isinstance(dtype, torch.dtype) else None
+    known = {
+        ("torch.storage", "UntypedStorage"): _Bytes,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+        ("collections", "OrderedDict"): tuple,
+    }
+    return known.get((module, name))
+
+
+class _Part(io.RawIOBase):
+    """Bytes of a file as a file of their own, so that an archive cannot ask for more than there is."""
+
+    def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._begin + self._at)
+        found = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._at += len(found)
+        return found
