@@ -301,7 +301,7 @@ def test_an_index_that_is_code_is_refused_and_does_not_run(ranks: RankPool, tmp_
     (folder / "manifest.json").write_text(json.dumps(manifest))
     for found in ranks(load_damaged, tmp_path / "ours", True, world_size=2):
         assert found.startswith("CheckpointError")
-        assert "which an index has no use for; not read" in found
+        assert "which a checkpoint has no use for; not read" in found
     assert not trace.exists()
     pickle.loads((folder / ".metadata").read_bytes())
     assert trace.exists()

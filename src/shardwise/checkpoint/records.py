@@ -50,7 +50,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         found = self._find(module, name)
         if found is None:
-            raise CheckpointError(f"names {module}.{name}, for which there is no use here; not read")
+            raise CheckpointError(f"names {module}.{name}, which a checkpoint has no use for; not read")
         return found
 
     def build_record(self) -> None:
