@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+# Telling the tracer of frames which functions it shall pass by.
+from torch._C._dynamo import eval_frame as _frames
 
 # A functional collective carries the name of its group, and only this knows the group.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group as resolve_process_group,
 )
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Compilation. A tracer records these as they are; the public functional collectives would add a wrapper
 # tensor around each result, for eager use, and have no reduce-scatter by the name of a group.
@@ -37,6 +44,12 @@ def traced_all_reduce(shard: Tensor, op: str, group_name: str) -> Tensor:
     return cast(Tensor, functional.wait_tensor(functional.all_reduce(shard, op, group_name)))
 
 
+def in_compiled_autograd() -> bool:
+    """Is the running backward one that the tracer of compiled autograd took down beforehand?"""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # if imported, which takes a second
+    return compiled is not None and bool(compiled.in_compiled_autograd_region)
+
+
 def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
     """Run a function once, when the call is traced; it is not part of the graph.
 
@@ -52,11 +65,37 @@ def traced_object(context: Any) -> Any:
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
 
 
-def leave_graph(why: str) -> None:
-    """Break the graph being traced; with `fullgraph=True` the compiler raises with the reason."""
-    from torch._dynamo import graph_break
+def runs_eagerly(function: Function) -> Function:
+    """Mark a function as never compiled, nor what it calls, at no cost of a call.
 
-    graph_break(why)
+    While a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The
+    wrapper that `torch.compiler.disable` makes costs several calls each time, in uncompiled training too.
+    """
+    _pass_by(function, _frames._FrameAction.SKIP)
+    cast(Any, function)._torchdynamo_disable = True  # where a tracer meets it inside another function
+    return function
+
+
+def only_inlined(function: Function) -> Function:
+    """Mark a function as part of the graphs of its callers, and not compiled where eager code calls it."""
+    _pass_by(function, _frames._FrameAction.DEFAULT)
+    return function
+
+
+def runs_outside_graphs(function: FunctionType, why: str) -> Callable[..., Any]:
+    """A copy of a function that is never compiled, though what it calls is.
+
+    A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason.
+    """
+    copy: Any = FunctionType(function.__code__, function.__globals__, function.__name__)
+    _pass_by(copy, _frames._FrameAction.DEFAULT)
+    copy._torchdynamo_disable, copy._torchdynamo_disable_msg = True, why
+    return cast(Callable[..., Any], copy)
+
+
+def _pass_by(function: Callable[..., Any], callees: Any) -> None:
+    strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, callees)
+    _frames.set_code_exec_strategy(function.__code__, strategy)  # for calls from eager code
 
 
 def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:

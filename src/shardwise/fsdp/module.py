@@ -33,7 +33,7 @@ from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import trace_plan, traced
 from shardwise.fsdp.group import ParamGroup
-from shardwise.fsdp.state import FSDPState, state_of
+from shardwise.fsdp.state import FSDPState, live_states, state_of
 from shardwise.mesh import FSDPMeshInfo
 
 _COMPILED = "_shardwise_compiled"
@@ -382,35 +382,29 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
     return state.exit_forward(module, output)
 
 
-# Where a group cannot be traced, a tracer leaves the graph for enter, abandon and exit, and compiles the
-# forward between them. Made when needed: it imports the compiler.
-_outside_graphs: list[Callable[..., Any]] = []
-
-
+@_compat.only_inlined
 def _run_traced(
     state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups):
         return traced.run(state, forward, args, kwargs)
-    for group in state.groups:
-        if isinstance(group.traced, str):
-            _compat.leave_graph(f"a sharded module has {group.traced}, which only runs eagerly")
-    enter, abandon, leave = _outside_graphs
-    args, kwargs = enter(state, module, args, kwargs)
-    try:
-        output = forward(*args, **kwargs)
-    except BaseException:
-        abandon(state)
-        raise
-    return leave(state, module, output)
+    return state.runs_outside(state, module, forward, args, kwargs)
 
 
 def _prepare(context: Any) -> None:
-    if not _outside_graphs:
-        steps = (FSDPState.enter_forward, FSDPState.abandon_forward, FSDPState.exit_forward)
-        _outside_graphs.extend(torch.compiler.disable(step) for step in steps)
     trace_plan.prepare(_compat.traced_object(context))
+    for state in live_states():
+        for group in state.groups:
+            if isinstance(group.traced, str):
+                state.runs_outside = _outside_graphs(group.traced)
+
+
+@functools.cache
+def _outside_graphs(why: str) -> Callable[..., Any]:
+    """What a tracer leaves a graph for; the forward inside is compiled again."""
+    why = f"a sharded module has {why}, which only runs eagerly"
+    return _compat.runs_outside_graphs(cast(FunctionType, _run), why)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

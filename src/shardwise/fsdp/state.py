@@ -94,6 +94,7 @@ class FSDPState:
         self.guards: list[guard.Guard] = []
         self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
         self.lists: list[FSDPState] = []  # tracing, root only: the states below of several modules
+        self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
         self.shown: Any = None  # tracing, lists only: what hides the gathered parameters again
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
         self.prefetch_in_forward: list[weakref.ref[FSDPState]] = []
@@ -178,6 +179,7 @@ class FSDPState:
 
     # Forward
 
+    @_compat.runs_eagerly
     def enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before `module`'s forward: returns its arguments, cast and marked."""
         schedule = self.schedule or self.become_root()
@@ -257,6 +259,7 @@ class FSDPState:
         args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
         return args, kwargs
 
+    @_compat.runs_eagerly
     def exit_forward(self, module: nn.Module, output: Any) -> Any:
         """After `module`'s forward: returns its output, marked and cast."""
         schedule = self.schedule
@@ -274,6 +277,7 @@ class FSDPState:
                 output = self._end_pass(schedule, output)
         return output if self.policy.output_dtype is None else self._cast_output(output)
 
+    @_compat.runs_eagerly
     def abandon_forward(self) -> None:
         """A forward raised. Recomputation does so on purpose, when it has what it needs."""
         self.running -= 1
@@ -345,6 +349,7 @@ class FSDPState:
 
     # Backward
 
+    @_compat.runs_eagerly
     def enter_backward(self, grad: Tensor) -> Tensor:
         """Gather for this module's backward; called with the gradient of each of its outputs."""
         schedule = self.schedule
@@ -352,6 +357,11 @@ class FSDPState:
         action, self.training_state = _ENTER_BACKWARD[self.training_state]
         root = schedule.root()
         if not schedule.callback_queued and root is not None:
+            if _compat.in_compiled_autograd():
+                raise LifecycleError(
+                    f"{here()}: module '{self.name}' gathers and reduces outside of graphs, but compiled"
+                    " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
+                )
             schedule.callback_queued = True
             _compat.queue_backward_callback(root.end_of_backward)
         if action is Action.KEEP:
@@ -409,6 +419,7 @@ class FSDPState:
             if schedule.streams is not None:
                 schedule.hold_reductions(results)
 
+    @_compat.runs_eagerly
     def end_of_backward(self) -> None:
         """Root only, when autograd has finished: reduce what it passed by, and rest."""
         schedule = self.schedule
@@ -502,6 +513,7 @@ class _OutputHook:
         self.state = state
         self.ending: list[FSDPState] = []
 
+    @_compat.runs_eagerly
     def __call__(self, grad: Tensor) -> Tensor:
         for state in self.ending:
             state.exit_backward()
@@ -517,6 +529,7 @@ class _EndOfBackward(torch.autograd.Function):
         return inputs
 
     @staticmethod
+    @_compat.runs_eagerly
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.state.exit_backward()
         return (None, *grads)

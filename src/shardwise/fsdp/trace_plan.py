@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from shardwise import _compat
 from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import guard
@@ -145,6 +146,7 @@ def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) ->
     return torch.zeros((), dtype=dtype, device=device).expand(numel).requires_grad_(trains)
 
 
+@_compat.runs_eagerly
 def _pass_on(segment: weakref.ref[Segment], leaf: Tensor) -> None:
     """A backward reduced: what it left on the leaf is for the parameters."""
     alive, grad = segment(), leaf.grad
@@ -179,6 +181,7 @@ def _give(
     give(grad)
 
 
+@_compat.runs_eagerly
 def _keep(segment: weakref.ref[Segment], leaf: Tensor) -> None:
     """A backward without synchronisation: keep what it left for the next one."""
     alive, grad = segment(), leaf.grad

@@ -1,0 +1,114 @@
+"""Compiled functions that call `backward`: hooks run outside the graph, and gradients are the eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from fsdp.compiled.harness import local
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.comm import DefaultAllGather
+from shardwise.errors import LifecycleError
+
+
+class Mine(DefaultAllGather):
+    pass
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def with_own_gather(model: nn.Module, **options: Any) -> nn.Module:
+    fully_shard(model, **options).set_custom_all_gather(Mine())
+    return model
+
+
+def with_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    loss = model(rows).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module, step: Callable[..., Tensor], steps: int = 2) -> list[Tensor]:
+    """Losses and gradients of some steps; drops the counts of graphs made before."""
+    counters.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for number in range(steps):
+        made = torch.Generator().manual_seed(10 * dist.get_rank() + number)
+        found.append(step(model, torch.randn(4, 6, generator=made)))
+        grads = [param.grad for param in model.parameters()]
+        found += [local(grad).clone() for grad in grads if grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def breaks() -> int:
+    return sum(counters["graph_break"].values())
+
+
+@on_ranks(2)
+def test_backward_in_a_compiled_function_runs_hooks_outside_of_graphs() -> None:
+    def shard(fully: Callable[..., Any], **options: Any) -> nn.Module:
+        model = small()
+        fully(model[0], **options)
+        return fully(model, **options)
+
+    def compiled() -> Callable[..., Tensor]:
+        torch.compiler.reset()
+        return torch.compile(with_loss, backend="eager")
+
+    gradients(shard(fsdp2), compiled(), steps=1)
+    theirs = breaks()
+    for layout in ("interleaved", "contiguous"):
+        expected = gradients(shard(fully_shard, layout=layout), with_loss)
+        found = gradients(shard(fully_shard, layout=layout), compiled())
+        assert breaks() == 1 <= theirs  # at the call of backward
+        assert len(found) == len(expected) == 2 * 5
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("shard", "options"),
+    [
+        (with_own_gather, {"layout": "interleaved"}),
+        (fully_shard, {"layout": "contiguous", "strategy": "zero2"}),
+    ],
+)
+def test_so_do_modules_that_gather_and_reduce_outside_of_graphs(shard: Any, options: Any) -> None:
+    runs = []
+    torch.compiler.reset()
+    for step in (with_loss, torch.compile(with_loss, backend="eager")):
+        runs.append(gradients(shard(small(), **options), step))
+    assert counters["stats"]["unique_graphs"] > 1
+    assert len(runs[0]) == len(runs[1]) == 2 * 5
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@on_ranks(2)
+def test_compiled_autograd_takes_graphs_alone() -> None:
+    for shard in (fully_shard, with_own_gather):
+        torch.compiler.reset()
+        model = shard(small(), layout="contiguous")
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            step = torch.compile(with_loss, backend="eager")
+            if shard is fully_shard:
+                found = gradients(model, step)
+                expected = gradients(shard(small(), layout="contiguous"), with_loss)
+                assert len(found) == len(expected) == 2 * 5
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            else:
+                with pytest.raises(LifecycleError, match="compiled_autograd = False"):
+                    gradients(model, step)
