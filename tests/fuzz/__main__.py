@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from fuzz.campaign import Runner, campaign, parts_named
+from fuzz.campaign import Case, Runner, campaign, draw_cases, parts_named, shrunk
 from fuzz.parts import PARTS
 from ranks import RankPool
 
@@ -19,13 +19,15 @@ def main() -> int:
     parser.add_argument("--part", default="all", choices=["all", *PARTS])
     parser.add_argument("--mode", default="numbers", choices=["numbers", "disagree"])
     parser.add_argument("--replay", nargs="+", help="files of cases, or a case as JSON")
+    parser.add_argument("--drawn", help="replay case SEED:NUMBER of the part")
+    parser.add_argument("--shrink", action="store_true", help="make a replayed case that fails smaller")
     parser.add_argument("--shrink-seconds", type=float, default=60.0)
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
     pool = RankPool()
     try:
-        if given.replay:
-            return replay(pool, given.replay)
+        if given.replay or given.drawn:
+            return replay(pool, cases_of(given), given.shrink_seconds if given.shrink else 0.0)
         failed = 0
         for part in parts_named(given.part, given.mode):
             summary = campaign(
@@ -44,13 +46,25 @@ def main() -> int:
         pool.close()
 
 
-def replay(pool: RankPool, given: list[str]) -> int:
+def cases_of(given: argparse.Namespace) -> list[Case]:
+    if given.drawn:
+        seed, number = map(int, given.drawn.split(":"))
+        part = parts_named(given.part, given.mode)[0]
+        return [draw_cases(part, seed, number + 1)[number]]
+    return [
+        json.loads(one if one.lstrip().startswith("{") else Path(one).read_text()) for one in given.replay
+    ]
+
+
+def replay(pool: RankPool, cases: list[Case], shrink_seconds: float) -> int:
     failed = 0
-    for one in given:
-        case = json.loads(one if one.lstrip().startswith("{") else Path(one).read_text())
-        result = next(Runner(pool).run([case]))[1]
-        print(f"{one}: {result.kind} ({result.seconds:.2f} s) {result.notes}\n{result.text}")
+    runner = Runner(pool)
+    for case in cases:
+        result = next(runner.run([case]))[1]
+        print(f"{json.dumps(case)}: {result.kind} ({result.seconds:.2f} s) {result.notes}\n{result.text}")
         failed += result.bad
+        if result.bad and shrink_seconds:
+            print(json.dumps(shrunk(runner, case, seconds=shrink_seconds)))
     return 1 if failed else 0
 
 

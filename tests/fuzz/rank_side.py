@@ -2,7 +2,7 @@
 
 After each case ranks tell each other their verdicts, and rank 0 writes them to a file, so that a batch that
 a case kills or hangs says how far it came. Where our code raised, the exchange goes through the store, which
-no collective that the case left behind can disturb.
+no collective that the case left behind can disturb; so too where cases break their process group.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def run_batch(cases: list[dict[str, Any]], file: str) -> None:
         begin = time.monotonic()
         torch.default_generator.manual_seed(0)
         verdict = one(case, meshes)
-        said = json.dumps([verdict.kind, verdict.text[-3000:], verdict.notes])
-        everyone = by_store(number, said) if verdict.kind == "raised" else by_collective(said)
+        said = json.dumps([verdict.kind, verdict.text[:3000], verdict.notes])
+        apart = verdict.kind == "raised" or part_named(case["part"]).breaks_group
+        everyone = by_store(number, said) if apart else by_collective(said)
         if dist.get_rank() == 0:
             line = {"verdicts": [json.loads(text) for text in everyone], "seconds": time.monotonic() - begin}
             with Path(file).open("a") as lines:

@@ -243,7 +243,7 @@ def call(block: Any, x: Tensor, tokens: Tensor) -> Tensor:
     def once(x: Tensor, tokens: Tensor) -> Tensor:
         return unpack(block, block(x, tokens))
 
-    for _ in range(block.spec.get("calls", 1)):
+    for _ in range(0 if block.spec.get("skip") else block.spec.get("calls", 1)):
         around = block.spec.get("around")
         if around is None:
             x = once(x, tokens)
@@ -263,11 +263,14 @@ class Model(nn.Module):
             self.blocks.append(Block(spec, width, control, index=index, earlier=list(self.blocks)))
         self.head = nn.Linear(width, 3) if case.get("root") is not None else None
         self.out = case.get("out", "tuple")
+        self.order = range(len(self.blocks))
+        if case.get("backwards"):
+            self.order = self.order[::-1]
 
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
         taps = []
-        for block in self.blocks:
-            x = call(block, x, tokens)
+        for index in self.order:
+            x = call(self.blocks[index], x, tokens)
             taps.append(x)
         if self.head is not None:
             x = self.head(x.to(self.head.weight.dtype))

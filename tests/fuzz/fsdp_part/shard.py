@@ -67,7 +67,7 @@ def shard(api: ModuleType, case: Spec, model: Model, mesh: DeviceMesh) -> list[n
         api.fully_shard(blocks, **options_of(api, case, own, mesh, ignored))
     else:
         blocks = []
-    for block in model.blocks:
+    for block in reversed(model.blocks) if case.get("last_first") else model.blocks:
         if block not in blocks:
             shard_block(api, case, block, mesh, ignored)
     if case.get("root") is None:

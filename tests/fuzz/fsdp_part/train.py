@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -223,11 +224,32 @@ class Run:
             self.model.load_state_dict(saved)
         elif what == "optimizer_state":
             self.optimizer.load_state_dict(self.optimizer.state_dict())
-        elif what == "reshard_after_forward":
-            for root in self.roots:
-                root.set_reshard_after_forward(which == "1")
         elif what == "clear":
             self.optimizer.zero_grad(set_to_none=False)
+        elif what == "sleep":
+            time.sleep(float(which) / 1000)
+        elif what == "freeze":
+            list(self.params.values())[int(which) % len(self.params)].requires_grad_(False)
+        else:
+            self.set(what, which)
+
+    def set(self, what: str, which: str) -> None:
+        """A setting changed between steps."""
+        for one in sharded(self.model):
+            if what == "reshard_after_forward":
+                one.set_reshard_after_forward(which == "1", recurse=False)
+            elif what == "reshard_after_backward":
+                one.set_reshard_after_backward(which == "1", recurse=False)
+            elif what == "gradient_sync":
+                one.set_requires_gradient_sync(which == "1", recurse=False)
+            elif what == "factor":
+                one.set_gradient_divide_factor(float(which))
+            elif what == "force_sum":
+                one.set_force_sum_reduction_for_comms(which == "1")
+            elif what == "unused":
+                one.set_reduce_scatter_unused_params(which == "1", recurse=False)
+            else:
+                raise AssertionError(what)
 
     def look(self, what: str) -> None:
         """A forward without a backward."""
