@@ -197,6 +197,8 @@ def test_reading_finds_files_and_says_what_it_does_not_find(tmp_path: Path) -> N
         for name, map_ in (("", places), ("other", {"stolen": "../model-1-of-2.safetensors"})):
             (folder / name / "model.safetensors.index.json").write_text(json.dumps({"weight_map": map_}))
         (folder / "broken.safetensors").write_bytes(b"\x80\x04 no header")
+        (folder / "linked").mkdir()
+        (folder / "linked" / "here.safetensors").symlink_to("../model-1-of-2.safetensors")
     dist.barrier()
     files = sorted(folder.glob("model-*.safetensors"))
     for paths in (folder, str(folder), folder / "model.safetensors.index.json", files):
@@ -215,6 +217,9 @@ def test_reading_finds_files_and_says_what_it_does_not_find(tmp_path: Path) -> N
     assert "expected *.safetensors files or their index, found none" in load(folder / "sub")
     assert "no such file or folder" in load(folder / "missing")
     assert "lies outside the folder; not read" in load(folder / "other", "stolen")
+    assert "'here.safetensors' is a link to" in load(folder / "linked")
+    as_named = load_slices(folder / "linked" / "here.safetensors", "layers.0.weight", rows)  # by the user
+    assert torch.equal(as_named.full_tensor(), weight)
     assert "SafetensorError" in load(folder / "broken.safetensors")
     assert "ChunkShardingSpec cuts dim 2, which shape (6, 2) does not have" in load(
         folder, spec=ChunkShardingSpec(2, ["rank:0"])
@@ -292,8 +297,9 @@ def test_a_tensor_of_some_ranks_is_saved_by_them(tmp_path: Path) -> None:
 def test_one_process_saves_alone(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.arange(6).view(2, 3), "b": torch.nn.Parameter(torch.ones(2))}
-    save_slices(tensors, path)
+    save_slices({**tensors, "one of two": torch.arange(2.0)[::2]}, path)
     found = load_file(path)
+    assert torch.equal(found["one of two"], torch.zeros(1))
     assert torch.equal(found["a"], tensors["a"])
     assert torch.equal(found["b"], torch.ones(2))
     save_slices({}, path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lockstep
 import pytest
@@ -202,8 +204,36 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         ({**whole, "up.bias": torch.ones(11)}, r"up.bias has shape \(11,\), expected \(12,\)"),
         (whole, "it lacks shift; give buffers that are not saved by values="),
         ({}, "it lacks up.weight, up.bias, .* give"),
-        (tmp_path, "no folder of safetensors"),
+        (tmp_path / "inner", "no folder of safetensors"),
     ]
+    inner = tmp_path / "inner"
+    (inner / "linked").mkdir(parents=True)
+    save_file(whole, tmp_path / "whole.safetensors")
+    (inner / "linked" / "whole.safetensors").symlink_to(tmp_path / "whole.safetensors")
+    (inner / "broken.pt").write_bytes(b"no pickle")
+    (inner / "linked" / "broken").write_bytes(b"no header")
+    cases += [
+        (inner / "linked", r"'whole.safetensors' is a link to .*, outside the folder; not read"),
+        (inner / "broken.pt", "broken.pt holds no state dict of tensors alone, or is damaged"),
+        (inner / "linked" / "broken", "no safetensors file, or damaged"),
+        (inner / "none.safetensors", "no such file or folder"),
+    ]
+    for number, (places, message) in enumerate(
+        (
+            (
+                {"up.weight": "../../whole.safetensors"},
+                r"whole.safetensors' lies outside the folder; not read",
+            ),
+            ({"up.weight": str(tmp_path / "whole.safetensors")}, r"lies outside the folder; not read"),
+            ({"up.weight": 3}, r"expected the name of a file in it, found 3"),
+            ({"up.weight": "none.safetensors"}, r"none.safetensors: missing"),
+            ([], r"expected an index with a weight_map"),
+        )
+    ):
+        folder = inner / str(number)
+        folder.mkdir()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        cases.append((folder, message))
     for checkpoint, message in cases:
         with pytest.raises(CheckpointError, match=message):
             materialize(part, checkpoint)
@@ -312,9 +342,16 @@ def test_folders_and_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (place / "rank-1.pt2").unlink()
     with pytest.raises(ShardingError, match="no such file"):
         package.load(place, rank=1)
-    (place / "manifest.json").write_text("{")
-    with pytest.raises(ShardingError, match="cannot be read"):
+    manifest = json.loads((place / "manifest.json").read_text())
+    shutil.move(place / "rank-0.pt2", tmp_path / "elsewhere.pt2")
+    manifest["files"][0]["name"] = "../elsewhere.pt2"
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="lies outside the folder; not read"):
         package.load(place, rank=0)
+    for damaged in ("{", json.dumps({**manifest, "files": []}), json.dumps({**manifest, "world_size": "2"})):
+        (place / "manifest.json").write_text(damaged)
+        with pytest.raises(ShardingError, match="cannot be read"):
+            package.load(place, rank=0)
 
 
 def test_the_command_cuts_a_file_by_words_in_a_file(tmp_path: Path) -> None:
@@ -372,3 +409,11 @@ def test_programs_made_in_one_process_run_in_a_group_of_some_ranks_of_a_job(tmp_
         package.save(program, tmp_path / "all", group=group)
     with pytest.raises(ShardingError, match=f"but this process is rank {rank + 1} of 3"):
         package.bind(program)
+    full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with (
+        mock.patch.object(package, "_write", full_disk if rank == 1 else package._write),
+        pytest.raises(ShardingError, match=r"rank 2: OSError: \[Errno 28\] No space left"),
+    ):
+        package.save(program, tmp_path / "third", group=group)
+    dist.barrier(group)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "together"]

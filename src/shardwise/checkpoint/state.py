@@ -112,6 +112,14 @@ def describe(leaf: Leaf) -> dict[str, Any]:
     return {"shape": list(leaf.value.shape), "dtype": str(leaf.value.dtype).removeprefix("torch.")}
 
 
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The numbers of a plain tensor, row by row."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # Not view(-1), which leaves a single element with whatever stride it has.
+    numbers: Any = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
 def to_json(name: str, value: Any) -> Any:
     """`value` as JSON can hold it; the error for anything else names the entry."""
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.checkpoint.commit import FORMAT, digest, open_staging, prune, publish, rank_and_size, sync
-from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, to_json
+from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
 from shardwise.comm.together import raise_all, together
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.layout import Box, cover
@@ -107,9 +107,7 @@ def _content(leaf: Leaf) -> str | None:
     """A digest of a plain tensor, which is to be equal on all ranks that have it; None of others."""
     if isinstance(leaf.value, DTensor) or hasattr(leaf.value, "__create_write_items__"):
         return None
-    flat = leaf.value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    numbers: Any = flat.view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(numbers)).hexdigest()
+    return hashlib.sha256(as_bytes(leaf.value)).hexdigest()
 
 
 _FIX_VALUE = "Make it equal, or wrap it in shardwise.checkpoint.PerRank, which keeps every rank's own"

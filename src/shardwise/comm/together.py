@@ -67,7 +67,7 @@ def _by_ranks(problems: dict[int, str]) -> str:
     """One line per distinct problem line, led by the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in problems.items():
-        for line in problem.splitlines() or ["an error without text"]:
+        for line in dict.fromkeys(problem.splitlines()) or ["an error without text"]:
             ranks.setdefault(line, []).append(rank)
     lines = [f"  rank {', '.join(map(str, found))}: {line.strip()}" for line, found in ranks.items()]
     more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []

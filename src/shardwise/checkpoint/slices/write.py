@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.commit import rank_and_size, sync
 from shardwise.checkpoint.slices.format import DTYPES, NAMES
+from shardwise.checkpoint.state import as_bytes
 from shardwise.comm.fingerprint import fingerprint
 from shardwise.comm.together import together
 from shardwise.errors import CheckpointError
@@ -255,9 +256,7 @@ def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None
     if box.is_empty:
         return
     itemsize = tensor.element_size()
-    flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
-    numbers: Any = flat.view(torch.uint8).numpy()
-    content = memoryview(numbers)
+    content = as_bytes(tensor)
     strides = [math.prod(place.shape[dim + 1 :]) * itemsize for dim in range(len(place.shape))]
     whole_from = len(place.shape)  # dims from here on lie in the box whole
     while whole_from and box.sizes[whole_from - 1] == place.shape[whole_from - 1]:
