@@ -266,7 +266,8 @@ def test_a_save_that_fails_anywhere_raises_everywhere_and_leaves_the_older_file(
         {"some": ones(ChunkShardingSpec(0, ["rank:1", "rank:2"]), 4, process_group=group)} if rank else {}
     )
     check_failed("rank 1: some: ranks [2] hold shards of it", some if rank == 1 else {})
-    check_failed("but F32 (7, 3) in cut", {"weight": ones(one if rank == 1 else rows, 7, 3)})
+    cuts = ones(rows, 7, 3), ones(one, 7, 3)
+    check_failed("but F32 (7, 3) in cut", {"weight": cuts[rank == 1]})
     check_failed(
         "b: F32 (2,) not sharded here, but F32 (3,) not sharded on rank 1", {"b": torch.ones(2 + rank % 2)}
     )

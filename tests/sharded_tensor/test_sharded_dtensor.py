@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ranks import on_ranks
 from sharded_parameter.pieces import FOUR_RANKS, parameter, replicated, uneven
 from sharded_parameter.pieces import sharded as sharded_rows
-from shardwise import _compat
+from shardwise import _compat, sharded_tensor
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.layout import Box
 from shardwise.sharded_parameter import Piece, ShardedRows
@@ -29,7 +29,7 @@ from shardwise.sharded_tensor import (
     GridShardingSpec,
     ShardedTensor,
     ShardMetadata,
-    empty,
+    TensorProperties,
     shard_tensor,
 )
 from shardwise.sharded_tensor.dtensor import _table, from_dtensor, to_dtensor
@@ -324,9 +324,13 @@ def test_rows_that_do_not_fit_are_refused_everywhere() -> None:
     source = shard_tensor(whole_of((6, 2)), ChunkShardingSpec(0, ["rank:0", "rank:1"]))
     with pytest.raises(ShardingError, match=r"shape \(6, 2\) on every rank, found \(6, 3\) on rank 0"):
         to_rows(source, sharded_rows(whole_of((6, 3)), uneven))
-    other = ChunkShardingSpec(0, [f"rank:{rank}"])
+    assert dist.group.WORLD is not None
+    cut = ChunkShardingSpec(0, [f"rank:{rank}"]).build_metadata(torch.Size((6, 2)), TensorProperties())
+    other = ShardedTensor.wrap(
+        [sharded_tensor.Shard(torch.zeros(6, 2), cut.shards_metadata[0])], cut, process_group=dist.group.WORLD
+    )
     with pytest.raises(RankMismatchError, match="rank 1 copies a sharded tensor that is cut otherwise"):
-        to_rows(empty(other, 6, 2), sharded_rows(whole_of((6, 2)), uneven))
+        to_rows(other, sharded_rows(whole_of((6, 2)), uneven))
     alone = dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ShardingError, match="elements of shape"):
         from_rows(sharded_rows(whole_of((6, 2)), uneven), process_group=alone)

@@ -230,7 +230,8 @@ DIFFERING: dict[str, Fault] = {
 
 def cut_locally() -> ShardedTensor:
     metadata = rows(0, 1, 2).build_metadata(torch.Size(SIZE), TensorProperties())
-    return init_from_local_shards_and_global_metadata([shard()], metadata)
+    assert dist.group.WORLD is not None
+    return ShardedTensor.wrap([shard()], metadata, process_group=dist.group.WORLD)
 
 
 def gathered(on_odd: dict[str, Any], **elsewhere: Any) -> Callable[[bool], object]:
@@ -333,7 +334,7 @@ def test_what_all_ranks_get_wrong_alike_is_said_alike() -> None:
 
 
 @on_ranks(RANKS, timeout=20)
-def test_shards_that_are_not_those_of_the_given_metadata_are_refused_where_they_are() -> None:
+def test_shards_that_are_not_those_of_the_given_metadata_are_refused_everywhere() -> None:
     rank = dist.get_rank()
     properties = TensorProperties()
     metadata = rows(0, 1, 2).build_metadata(torch.Size(SIZE), properties)
@@ -347,14 +348,17 @@ def test_shards_that_are_not_those_of_the_given_metadata_are_refused_where_they_
         "torch.sparse_coo": [shard(ones().to_sparse())],
     }
     for words, given in shards.items():
-        with pytest.raises(ShardingError, match=f"rank {rank}.*{words}"):
+        with pytest.raises((ShardingError, RankMismatchError), match=f"(?s)rank {rank}.*{words}"):
             init_from_local_shards_and_global_metadata(given, metadata)
+    fitting = [shard()] if rank != 1 else []
+    with pytest.raises(RankMismatchError, match="impossible: holds 0 shards, but the metadata places 1"):
+        init_from_local_shards_and_global_metadata(fitting, metadata)
     incomplete = ShardedTensorMetadata(metadata.shards_metadata[:2], metadata.size, properties)
     with pytest.raises(ShardingError, match="16 of the 24"):
         init_from_local_shards_and_global_metadata([shard()][: 2 - rank], incomplete)
     images = rows(0, 1, 2).build_metadata(torch.Size([3, 2, 2, 2]), properties)
     nhwc = torch.ones(1, 2, 2, 2).to(memory_format=torch.channels_last)
-    with pytest.raises(ShardingError, match="channels_last, but the metadata says"):
+    with pytest.raises((ShardingError, RankMismatchError), match="channels_last, but the metadata says"):
         init_from_local_shards_and_global_metadata([Shard(nhwc, images.held_by(rank)[0])], images)
 
 
@@ -363,8 +367,10 @@ def test_formats_that_differ_are_refused_and_ranks_are_named_as_in_the_whole_job
     group = dist.new_group([2, 0])
     rank = dist.get_rank()
     if rank == 1:
-        with pytest.raises(ShardingError, match="rank 1: expected a process group that this process is in"):
-            empty(rows(0, 2), 4, process_group=group)
+        outside = empty(rows(0, 2), 4, process_group=group)  # as the others do not: it takes no part
+        assert outside.local_shards() == []
+        with pytest.raises(ShardingError, match="rank 1 is not in the tensor's process group"):
+            init_from_local_shards([], 4, process_group=group)
         return
     image = torch.ones(1, 2, 2, 2)
     if rank == 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +10,27 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from covers import boxes_on, counted, cut, rows
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 from ranks import on_ranks
-from shardwise.sharded_tensor import RaggedShardingSpec, ShardedTensor, rand
+from shardwise.errors import RankMismatchError, ShardingError
+from shardwise.sharded_tensor import (
+    RaggedShardingSpec,
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+    empty,
+    full,
+    init_from_local_shards_and_global_metadata,
+    ones,
+    rand,
+    reshard_output,
+    to_dtensor,
+    zeros,
+)
 
 
 def equal_everywhere(value: Tensor) -> bool:
@@ -87,3 +105,104 @@ def test_weights_of_bags_get_their_gradient_from_a_table_with_an_empty_shard() -
         F.embedding_bag(ids, sharded, per_sample_weights=weights, mode="sum").sum().backward()
         F.embedding_bag(ids, counted((5, 4)), per_sample_weights=plain, mode="sum").sum().backward()
         torch.testing.assert_close(weights.grad, plain.grad)
+
+
+DIFFERENT: dict[str, Callable[[int], object]] = {
+    "specs": lambda rank: zeros(rows(rank), 4),
+    "sizes": lambda rank: empty(rows(0, 1), 4 + rank),
+    "dtypes": lambda rank: ones(rows(0, 1), 4, dtype=(torch.float32, torch.float64)[rank]),
+    "gradients": lambda rank: ones(rows(0, 1), 4, requires_grad=bool(rank)),
+    "values": lambda rank: full(rows(0, 1), 4, float(rank)),
+    "seeds": lambda rank: rand(rows(0, 1), 4, seed=rank),
+    "functions": lambda rank: (zeros, ones)[rank](rows(0, 1), 4),
+    "one cannot": lambda rank: rand(rows(0, 1 + rank), 4),
+    "metadata": lambda rank: init_from_local_shards_and_global_metadata(*_local_shards(rank)),
+    "outputs": lambda rank: reshard_output(nn.Identity(), rows(0, 1, dim=rank))(torch.ones(4, 4)),
+}
+
+
+def _local_shards(rank: int) -> tuple[list[Shard], ShardedTensorMetadata]:
+    """Each rank is right in its own eyes: first the rows 0 to 1, then 2 to 3, or the other way round."""
+    metadata = rows(rank, 1 - rank).build_metadata(torch.Size([4]), TensorProperties())
+    return [Shard(torch.zeros(2), place) for place in metadata.held_by(rank)], metadata
+
+
+@on_ranks(2, timeout=20)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_make_different_tensors_hear_of_it_on_all_of_them(what: str) -> None:
+    with pytest.raises(RankMismatchError):
+        DIFFERENT[what](dist.get_rank())
+    assert equal_everywhere(ones(rows(0, 1), 4).sum())
+
+
+def _divided() -> ShardedTensor:
+    """By zero, on rank 1 alone."""
+    divisor = cut(torch.tensor([1, 2, 3, 0]), rows(0, 1))
+    return cut(torch.arange(4), rows(0, 1)) % divisor
+
+
+def _improbable() -> ShardedTensor:
+    return cut(torch.tensor([0.5, 0.5, 0.5, 2.0]), rows(0, 1), requires_grad=True)
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    if (tensor > 3).any():
+        raise ValueError("too large")
+    return tensor + 1
+
+
+FAILING: dict[str, Callable[[], object]] = {
+    "sum": lambda: _divided().sum(),
+    "sum of what is made of it": lambda: (_divided()[1:] * 2 + 1).sum(),
+    "full_tensor": lambda: _divided().full_tensor(),
+    "max": lambda: _divided().max(),
+    "min": lambda: _divided().min(),
+    "all": lambda: _divided().all(),
+    "item": lambda: _divided()[:1].item(),
+    "gather": lambda: _divided().gather(),
+    "reshard": lambda: _divided().reshard(rows(1, 0)),
+    "equal": lambda: torch.equal(_divided(), torch.arange(4)),
+    "copy_": lambda: cut(torch.arange(4), rows(1, 0)).copy_(_divided()),
+    "norm": lambda: torch.linalg.vector_norm(_divided().double()),
+    "softmax": lambda: _divided().double().softmax(0),
+    "in place": lambda: cut(torch.arange(4), rows(0, 1)).remainder_(torch.tensor([1, 1, 1, 0])).sum(),
+    "lists": lambda: torch._foreach_norm([cut(torch.ones(4), rows(0, 1)), _divided().double()]),
+    "map": lambda: cut(torch.ones(4).cumsum(0), rows(0, 1)).map(_checked).sum(),
+    "loss": lambda: F.binary_cross_entropy(_improbable(), torch.ones(4)),
+    "matmul": lambda: _divided().double() @ torch.ones(4, 2, dtype=torch.float64),
+    "embedding": lambda: F.embedding(torch.tensor([0, 1]), _divided().double().reshape(4, 1)),
+    "to_dtensor": lambda: to_dtensor(_divided(), init_device_mesh("cpu", (2,)), [Replicate()]),
+}
+
+
+@on_ranks(2, timeout=20)
+@pytest.mark.parametrize("what", FAILING)
+def test_what_fails_on_one_rank_raises_on_all_with_the_next_collective(what: str) -> None:
+    with pytest.raises((ShardingError, RankMismatchError), match=r"Rank 1: .*Error: |rank 1: .*Error: "):
+        FAILING[what]()
+    assert equal_everywhere(ones(rows(0, 1), 4).sum())
+
+
+@on_ranks(2, timeout=20)
+def test_shards_that_could_not_be_made_are_not_shown() -> None:
+    divided = _divided()
+    if dist.get_rank() == 0:
+        assert divided.local_tensor().tolist() == [0, 1]
+        return
+    for call in (divided.local_shards, (divided + 1).local_tensor):
+        with pytest.raises(ShardingError, match=r"rank 1: .*ZeroDivision") as raised:
+            call()
+        assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+@on_ranks(2, timeout=20)
+def test_what_fails_on_every_rank_for_shapes_and_dtypes_raises_at_once_as_torch_does() -> None:
+    sharded = cut(torch.arange(4), rows(0))
+    with pytest.raises(RuntimeError, match="result type Float can't be cast"):
+        sharded.add_(1.5)
+    with pytest.raises(ValueError, match="never"):
+        sharded.map(_never)
+
+
+def _never(tensor: Tensor) -> Tensor:
+    raise ValueError("never")

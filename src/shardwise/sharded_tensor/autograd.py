@@ -26,11 +26,13 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm.boxes import Agreement, exchange, part
 from shardwise.layout import Box, Message
+from shardwise.sharded_tensor import failure
+from shardwise.sharded_tensor.context import is_outside
 
 
 def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`tensor`, equal on every rank, for use with local shards. Its gradient is summed over `group`."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or group.size() == 1:
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or is_outside(group) or group.size() == 1:
         return tensor
     return cast(Tensor, _replicated(tensor, group))
 
@@ -43,13 +45,25 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """A reduction without gradient, in new memory. Collective over `group`."""
+    """A reduction without gradient, in new memory. Collective over `group`.
+
+    Raises:
+        ShardingError: on every rank, where on one the operation that asks for it has failed (`failure`).
+    """
     # gloo reduces neither bool nor, before some version, bfloat16: through a dtype that holds them.
     carrier = {torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype)
-    reduced = tensor.detach().to(carrier, copy=True, memory_format=torch.contiguous_format)
-    if group.size() > 1:
-        dist.all_reduce(reduced, op=op, group=group)
-    return reduced.to(tensor.dtype)
+    if group.size() == 1:
+        return tensor.detach().to(carrier, copy=True, memory_format=torch.contiguous_format).to(tensor.dtype)
+    count, told = tensor.numel(), tensor.is_cpu
+    reduced = torch.empty(count + told, dtype=carrier, device=tensor.device)
+    reduced[:count].view(tensor.shape).copy_(tensor.detach())
+    right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank that is well
+    if told:
+        reduced[count] = 1 - right if failure.flag() else right
+    dist.all_reduce(reduced, op=op, group=group)
+    if told and reduced[count].item() != right:
+        failure.raise_everywhere(group)
+    return reduced.resize_(tensor.shape).to(tensor.dtype)
 
 
 def moved(
@@ -89,9 +103,10 @@ def to_whole(
     whole: Box,
     group: dist.ProcessGroup,
     anchor: Tensor,
+    agreement: Agreement,
 ) -> Tensor:
     """The whole tensor on every rank, by `messages` from the ranks' `source` boxes. Collective."""
-    return cast(Tensor, _to_whole(messages, list(source), whole, group, anchor, *tensors))
+    return cast(Tensor, _to_whole(messages, list(source), whole, group, agreement, anchor, *tensors))
 
 
 def exchange_values(
@@ -104,6 +119,8 @@ def exchange_values(
 ) -> None:
     """`exchange`, where there are values: tensors on the meta device have none."""
     if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
+        if agreement is not None:
+            agreement.settle()
         return
     exchange(messages, source=source, target=target, group=group, agreement=agreement)
 
@@ -181,13 +198,18 @@ class _ToWhole(torch.autograd.Function):
         source: list[Box],
         whole: Box,
         group: dist.ProcessGroup,
+        agreement: Agreement,
         anchor: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.source, ctx.anchor = source, anchor.new_empty(0)
         made = torch.empty(whole.sizes, dtype=anchor.dtype, device=anchor.device)
         exchange_values(
-            messages, source=list(zip(source, tensors, strict=True)), target=[(whole, made)], group=group
+            messages,
+            source=list(zip(source, tensors, strict=True)),
+            target=[(whole, made)],
+            group=group,
+            agreement=agreement,
         )
         return made
 
@@ -196,7 +218,7 @@ class _ToWhole(torch.autograd.Function):
         whole = Box.whole(grad.shape)
         # Copies: views would keep all of the whole gradient alive, and share it with other users of it.
         parts = (part(whole, grad, box).clone(memory_format=torch.contiguous_format) for box in ctx.source)
-        return None, None, None, None, ctx.anchor, *parts
+        return None, None, None, None, None, ctx.anchor, *parts
 
 
 _replicated = _compat.apply_of(_Replicated)

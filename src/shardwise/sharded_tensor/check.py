@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.boxes import Agreement, agree, gather_text
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.context import is_outside
 from shardwise.sharded_tensor.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -118,7 +119,8 @@ def proposed(
         made = make()
         words = text(made)
     except Exception as error:  # of a user's spec, whatever it raises
-        agree(f"impossible: {error}", group=group, what=what)
+        said = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail alike say the same
+        agree(f"impossible: {said}", group=group, what=what)
         raise
     return made, Agreement(words, group=group, what=what)
 
@@ -127,7 +129,8 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
     """`make()`, which is pure arithmetic, where all ranks make the same. Collective over `group`.
 
     Args:
-        make: may raise, on some ranks only if they are given different things.
+        make: may raise, on some ranks only if they are given different things. On a process outside the
+            group all there is.
         text: of what is made, equal for equal things.
         what: is made, for the error.
 
@@ -135,6 +138,8 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
         RankMismatchError: on every rank, where ranks make different things or only some can.
         Exception: as `make` raises it, where it does so on all ranks alike.
     """
+    if is_outside(group):
+        return make()
     made, agreement = proposed(make, text=text, group=group, what=what)
     agreement.settle()
     return made

@@ -3,12 +3,12 @@
 ==============================================  =======================================================
 from                                            communication
 ==============================================  =======================================================
-a spec: `empty`, `zeros`, `ones`, `full`        none
-a spec: `rand`, `randn`                         a seed from the group's first rank, unless one is given
+a spec: `empty`, `zeros`, `ones`, `full`        8 bytes to each rank: do all mean the same tensor?
+a spec: `rand`, `randn`                         that, and a seed from the group's first rank unless given
 local shards: `init_from_local_shards`          descriptions of the shards
 a local tensor: `init_from_local_tensor`        descriptions of the shards
-local shards and metadata                       none: `init_from_local_shards_and_global_metadata`
-a whole tensor: `shard_tensor`                  the shards, from the rank that has it; or none
+local shards and metadata                       8 bytes: `init_from_local_shards_and_global_metadata`
+a whole tensor: `shard_tensor`                  8 bytes; the shards, from the rank that has it, or none
 ==============================================  =======================================================
 """
 
@@ -28,7 +28,7 @@ from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.autograd import exchange_values
 from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards, size_of
-from shardwise.sharded_tensor.context import group_or_default
+from shardwise.sharded_tensor.context import group_or_default, is_outside, ranks_of
 from shardwise.sharded_tensor.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -55,7 +55,9 @@ def empty(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """An uninitialised tensor cut by `sharding_spec`. Every rank of the group calls it; no communication.
+    """An uninitialised tensor cut by `sharding_spec`. Collective over the group: ranks compare 8 bytes.
+
+    A process that is not in the group gets the tensor without shards and takes no part.
 
     Args:
         sharding_spec: where each shard lies; its ranks are global ranks, all in the group.
@@ -70,41 +72,37 @@ def empty(
 
     Raises:
         ShardingError: a layout, size or spec that is not possible, equally on every rank.
+        RankMismatchError: on every rank, where ranks have different sizes, properties or specs.
     """
-    if layout != torch.strided:
-        raise ShardingError(f"a sharded tensor has layout torch.strided, found {layout}; use that")
-    properties = TensorProperties(
-        dtype=dtype or torch.get_default_dtype(),
+    return _made(
+        sharding_spec,
+        size,
+        dtype=dtype,
+        layout=layout,
         requires_grad=requires_grad,
-        memory_format=memory_format,
         pin_memory=pin_memory,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs,
     )
-    group = group_or_default(process_group)
-    metadata = with_ranks(sharding_spec.build_metadata(size_of(size), properties))
-    metadata.check(dist.get_process_group_ranks(group))
-    _check_properties(properties, len(metadata.size))
-    shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
-    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
-    if init_rrefs:
-        register_shards(made)
-    return made
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
     """A tensor of `fill_value` everywhere; the dtype is that of the value unless given. See `empty`."""
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
-    return _filled(sharding_spec, (size,), options, lambda tensor, box: tensor.fill_(fill_value))
+    made = _made(sharding_spec, (size,), values=f"full of {fill_value}", **options)
+    return _filled(made, lambda tensor, box: tensor.fill_(fill_value))
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A tensor of zeros. See `empty`."""
-    return _filled(sharding_spec, size, options, lambda tensor, box: tensor.zero_())
+    return _filled(_made(sharding_spec, size, values="zeros", **options), lambda tensor, box: tensor.zero_())
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A tensor of ones. See `empty`."""
-    return _filled(sharding_spec, size, options, lambda tensor, box: tensor.fill_(1))
+    return _filled(_made(sharding_spec, size, values="ones", **options), lambda tensor, box: tensor.fill_(1))
 
 
 def rand(
@@ -139,10 +137,11 @@ def randn(
 def shared_seed(group: dist.ProcessGroup) -> int:
     """A seed from torch's default CPU generator on the first rank, equal on all. Collective over `group`.
 
-    Every rank's generator takes that step, so that those which were equal stay so.
+    Every rank's generator takes that step, so that those which were equal stay so; also that of a process
+    outside the group, whose seed is its own.
     """
     seed = torch.empty((), dtype=torch.int64).random_()
-    if group.size() > 1:
+    if not is_outside(group) and group.size() > 1:
         on_group = seed.cuda() if dist.get_backend(group) == "nccl" else seed
         dist.broadcast(on_group, group=group, group_src=0)
         seed = on_group
@@ -183,20 +182,32 @@ def init_from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """The tensor that `sharded_tensor_metadata` describes, of which this rank has `local_shards`. Local.
+    """The tensor that `sharded_tensor_metadata` describes, of which this rank has `local_shards`.
 
-    The metadata must be equal on every rank, which is not checked.
+    Collective over the group: ranks compare 8 bytes. A process that is not in the group has no shards of it
+    and takes no part.
 
     Raises:
-        ShardingError: on this rank, where its shards are not those of the metadata, or the metadata does
-            not cover its tensor.
+        ShardingError: on every rank, where no rank's shards are those of the metadata or it does not cover
+            its tensor.
+        RankMismatchError: on every rank, where that is so on some ranks, or they have different metadata.
     """
     group = group_or_default(process_group)
-    metadata = with_ranks(sharded_tensor_metadata)
-    metadata.check(dist.get_process_group_ranks(group))
-    problems = check_local(local_shards, metadata)
-    if problems:
-        raise ShardingError(f"{here()}: " + "; ".join(problems))
+
+    def checked() -> ShardedTensorMetadata:
+        metadata = with_ranks(sharded_tensor_metadata)
+        metadata.check(ranks_of(group))
+        problems = check_local(local_shards, metadata)
+        if problems:
+            raise ShardingError(f"{here()}: " + "; ".join(problems))
+        return metadata
+
+    metadata = agreed(
+        checked,
+        text=lambda known: f"{known.tensor_properties} {describe(known)}",
+        group=group,
+        what="the tensor to make of local shards",
+    )
     made = ShardedTensor.wrap(local_shards, metadata, process_group=group, sharding_spec=sharding_spec)
     if init_rrefs:
         register_shards(made)
@@ -277,8 +288,8 @@ def shard_tensor(
         properties = TensorProperties.create_from_tensor(tensor)
         properties.memory_format = torch.contiguous_format
         metadata = with_ranks(sharding_spec.build_metadata(tensor.shape, properties))
-        metadata.check(dist.get_process_group_ranks(group))
-        if src_rank is not None and not 0 <= src_rank < group.size():
+        metadata.check(ranks_of(group))
+        if src_rank is not None and not is_outside(group) and not 0 <= src_rank < group.size():
             raise ShardingError(f"src_rank {src_rank} is not a rank of a group of {group.size()}")
         devices = [str(shard.placement) for shard in metadata.shards_metadata]
         if tensor.is_meta and not all(device.endswith("/meta") for device in devices):
@@ -296,7 +307,7 @@ def shard_tensor(
     )
     properties = metadata.tensor_properties
     shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
-    if src_rank is None:
+    if src_rank is None or is_outside(group):
         whole = Box.whole(tensor.shape)
         for shard in shards:
             shard.tensor.copy_(part(whole, tensor, shard.box))
@@ -334,28 +345,71 @@ def _on(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.device == device else torch.empty_like(tensor, device=device)
 
 
+def _made(
+    sharding_spec: ShardingSpec,
+    size: Sequence[Any],
+    *,
+    values: str = "",
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: dist.ProcessGroup | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """`empty`, of what is to be filled with `values`, in words that are equal on every rank."""
+    group = group_or_default(process_group)
+
+    def built() -> ShardedTensorMetadata:
+        if layout != torch.strided:
+            raise ShardingError(f"a sharded tensor has layout torch.strided, found {layout}; use that")
+        properties = TensorProperties(
+            dtype=dtype or torch.get_default_dtype(),
+            requires_grad=requires_grad,
+            memory_format=memory_format,
+            pin_memory=pin_memory,
+        )
+        metadata = with_ranks(sharding_spec.build_metadata(size_of(size), properties))
+        metadata.check(ranks_of(group))
+        _check_properties(properties, len(metadata.size))
+        return metadata
+
+    metadata = agreed(
+        built,
+        text=lambda made: f"{made.tensor_properties} {values} {describe(made)}",
+        group=group,
+        what="the tensor to make",
+    )
+    properties = metadata.tensor_properties
+    shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
+    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
+    if init_rrefs:
+        register_shards(made)
+    return made
+
+
 def _drawn(
     spec: ShardingSpec,
     size: tuple[Any, ...],
     options: dict[str, Any],
     seed: int | None,
-    draw: Callable[..., Tensor],
+    draw: partial[Tensor],
 ) -> ShardedTensor:
     """Filled by `draw`, a function of `sharded_tensor.random`."""
-    shape = size_of(size)
+    made = _made(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
     if seed is None:
-        seed = shared_seed(group_or_default(options.get("process_group")))
-    return _filled(spec, size, options, partial(draw, shape=shape, seed=seed))
+        seed = shared_seed(made.process_group)
+    return _filled(made, partial(draw, shape=made.metadata().size, seed=seed))
 
 
-def _filled(spec: ShardingSpec, size: tuple[Any, ...], options: dict[str, Any], fill: _Fill) -> ShardedTensor:
-    made = empty(spec, *size, **options)
-    with torch.no_grad():
-        for tensor, box in zip(made.tensors, made.boxes, strict=True):
-            fill(tensor, box=box)
-        if not made.tensors:  # so that a rank without shards refuses what the others do
-            none = (0,) * len(made.metadata().size)
-            fill(torch.empty(none, dtype=made.anchor.dtype), box=Box(none, none))
+@torch.no_grad()
+def _filled(made: ShardedTensor, fill: _Fill) -> ShardedTensor:
+    for tensor, box in zip(made.tensors, made.boxes, strict=True):
+        fill(tensor, box=box)
+    if not made.tensors:  # so that a rank without shards refuses what the others do
+        none = (0,) * len(made.metadata().size)
+        fill(torch.empty(none, dtype=made.anchor.dtype), box=Box(none, none))
     return made
 
 

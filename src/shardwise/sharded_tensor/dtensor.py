@@ -34,7 +34,7 @@ from shardwise.comm.boxes import agree, exchange
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.move import said_of
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -108,7 +108,7 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     _check_members(mesh, ranks)
     placements = _normalized(placements, mesh, ndim=len(shape))
     asked = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
-    agree(f"{describe(metadata)}\nto\n{asked}", group=group, what="the DTensor to make")
+    agree(f"{said_of(sharded)}\nto\n{asked}", group=group, what="the DTensor to make")
     holdings = _holdings(mesh, placements, shape)
     wanted = [[box for box, _ in holdings[rank].boxes] if rank in holdings else [] for rank in ranks]
     rank = group.rank()

@@ -254,19 +254,22 @@ class ShardedTensorMetadata:
         ]
         return replace(self, shards_metadata=moved, size=torch.Size(size))
 
-    def check(self, ranks: Sequence[int]) -> None:
-        """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`."""
+    def check(self, ranks: Sequence[int] | None) -> None:
+        """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`.
+
+        None where this process is not in the group and does not know its ranks.
+        """
         if not self.shards_metadata:
             raise ShardingError(
                 f"a sharded tensor of shape {tuple(self.size)} needs at least one shard, found none on any"
                 " rank; give one of them a shard, though it be empty"
             )
-        members = set(ranks)
+        members = None if ranks is None else set(ranks)
         for index, shard in enumerate(self.shards_metadata):
-            if shard.rank not in members:
+            if members is not None and shard.rank not in members:
                 raise ShardingError(
                     f"shard {index} ({shard.box}) is placed on rank {shard.rank}, which is not among the"
-                    f" ranks {list(ranks)} of the process group; place it on one of them"
+                    f" ranks {list(ranks or ())} of the process group; place it on one of them"
                 )
         boxes = [shard.box for shard in self.shards_metadata]
         try:

@@ -26,9 +26,9 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.check import agreed
 from shardwise.sharded_tensor.construct import empty, shard_tensor
-from shardwise.sharded_tensor.context import group_or_default
-from shardwise.sharded_tensor.metadata import TensorProperties
-from shardwise.sharded_tensor.move import boxes_of
+from shardwise.sharded_tensor.context import group_or_default, ranks_of
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor.move import boxes_of, describe
 from shardwise.sharded_tensor.plan import Sharder, ShardingPlan
 from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.shard import Shard
@@ -118,15 +118,19 @@ def reshard_output(
     """Let `module` return its output cut by `resharding_spec`; returns `module`. Local.
 
     In forward, a `ShardedTensor` is resharded over its own group. A plain tensor is taken for the whole
-    one, equal on every rank, of which every rank keeps its shards without communication; the gradient of
-    the whole is all-reduced over `process_group` (by default all ranks) in backward.
+    one, equal on every rank, of which every rank keeps its shards without communication, but that ranks
+    compare 8 bytes the first time; the gradient of the whole is all-reduced over `process_group` (by default
+    all ranks) in backward. A process that is not in the group gets the tensor without shards.
     """
+    compared = False
 
     def hook(module: nn.Module, args: Any, output: Any) -> ShardedTensor:
         if isinstance(output, ShardedTensor):
             return output.reshard(resharding_spec)
         if isinstance(output, Tensor):
-            return _cut(output, resharding_spec, group_or_default(process_group))
+            nonlocal compared
+            group, first, compared = group_or_default(process_group), not compared, True
+            return _cut(output, resharding_spec, group, compare=first)
         raise _no_tensor(module, output, "reshard_output")
 
     module.register_forward_hook(hook)
@@ -262,7 +266,7 @@ def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.Proces
     if parameter.grad is not None:
         raise ShardingError(f"parameter {name} has a gradient, which would be lost; set it to None before")
     properties = TensorProperties.create_from_tensor(parameter)
-    with_ranks(spec.build_metadata(parameter.shape, properties)).check(dist.get_process_group_ranks(group))
+    with_ranks(spec.build_metadata(parameter.shape, properties)).check(ranks_of(group))
 
 
 def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> None:
@@ -298,10 +302,18 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 # Outputs
 
 
-def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup) -> ShardedTensor:
-    """This rank's shards of a replicated tensor, in memory of their own; differentiable, local forward."""
-    metadata = with_ranks(spec.build_metadata(whole.shape, TensorProperties.create_from_tensor(whole)))
-    metadata.check(dist.get_process_group_ranks(group))
+def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
+    """This rank's shards of a replicated tensor, in memory of their own; differentiable.
+
+    Local forward, unless ranks are to `compare` what they make.
+    """
+
+    def built() -> ShardedTensorMetadata:
+        made = with_ranks(spec.build_metadata(whole.shape, TensorProperties.create_from_tensor(whole)))
+        made.check(ranks_of(group))
+        return made
+
+    metadata = agreed(built, text=describe, group=group, what="the output to cut") if compare else built()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
     everything = Box.whole(whole.shape)

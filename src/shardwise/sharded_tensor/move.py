@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.boxes import gather_text
+from shardwise.comm.boxes import Agreement, gather_text
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message, transfer
-from shardwise.sharded_tensor import autograd
+from shardwise.sharded_tensor import autograd, failure
 from shardwise.sharded_tensor.check import proposed
+from shardwise.sharded_tensor.context import is_outside
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.spec import ShardingSpec
@@ -49,12 +50,20 @@ def move_to(
 ) -> ShardedTensor:
     """The same values in the boxes of what `build` returns. Collective; differentiable."""
     source, group = sharded.metadata(), sharded.process_group
-    ranks = dist.get_process_group_ranks(group)
 
-    def built() -> tuple[ShardedTensorMetadata, _Plan]:
+    def wanted() -> ShardedTensorMetadata:
         target = with_ranks(build())
         if target.size != source.size:
             raise ShardingError(f"the spec gives shape {tuple(target.size)}, expected {tuple(source.size)}")
+        return target
+
+    if is_outside(group):
+        return sharded.with_tensors([], metadata=wanted(), anchor=sharded.anchor)
+    ranks = dist.get_process_group_ranks(group)
+
+    def built() -> tuple[ShardedTensorMetadata, _Plan]:
+        failure.raise_here(failure.known(sharded))
+        target = wanted()
         return target, _plan(_Cut.of(source), _Cut.of(target), tuple(ranks), group.rank())
 
     (target, plan), agreement = proposed(built, text=lambda made: made[1].text, group=group, what=what)
@@ -124,6 +133,11 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
     return torch.device("cpu")
 
 
+def said_of(sharded: ShardedTensor) -> str:
+    """Its description, and what failed on this rank in making it: nothing, on ranks that may go on."""
+    return failure.words(failure.known(sharded)) + describe(sharded.metadata())
+
+
 def describe(metadata: ShardedTensorMetadata) -> str:
     """Everything in it, as text that is equal for equal metadata."""
     shards = "\n".join(
@@ -134,9 +148,11 @@ def describe(metadata: ShardedTensorMetadata) -> str:
 
 def full_tensor(sharded: ShardedTensor) -> Tensor:
     """`ShardedTensor.full_tensor`."""
-    group = sharded.process_group
+    group, rank = sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
-    plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), group.rank())
+    plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), rank)
+    failed = failure.words(failure.known(sharded))
+    agreement = Agreement(f"{failed}{plan.text}", group=group, what="the tensor to make whole")
     return autograd.to_whole(
         sharded.tensors,
         plan.messages,
@@ -144,6 +160,7 @@ def full_tensor(sharded: ShardedTensor) -> Tensor:
         whole=plan.target[0],
         group=group,
         anchor=sharded.anchor,
+        agreement=agreement,
     )
 
 
@@ -161,7 +178,9 @@ def gather(
     rank = group.rank()
     chosen: object = dtype
     try:
-        wrong = _wrong_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
+        wrong = failure.words(failure.known(sharded)) or _wrong_gather(
+            metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype
+        )
         if rank == dst:
             convert = enforce_dtype and out is not None
             chosen = cast(Tensor, out).dtype if convert else dtype or metadata.tensor_properties.dtype

@@ -97,7 +97,7 @@ def _by_rank(place: RemoteDevice | None) -> RemoteDevice | None:
     except (AttributeError, RuntimeError) as error:
         raise ShardingError(
             f'placement {place} names a worker that torch RPC does not know; use "rank:R/device", or call'
-            f" torch.distributed.rpc.init_rpc first: {str(error).partition(chr(10))[0]}"
+            " torch.distributed.rpc.init_rpc first"
         ) from error
     return RemoteDevice(f"rank:{worker.id}/{place.device()}")
 

@@ -20,7 +20,7 @@ from shardwise.layout import Box, transfer
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_tensor.context import group_or_default
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.move import said_of
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -84,7 +84,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
         RankMismatchError: on every rank, where ranks pass differently cut tensors.
     """
     metadata, group = sharded.metadata(), sharded.process_group
-    wanted = _boxes_told(rows, describe(metadata), group=group, shape=metadata.size)
+    wanted = _boxes_told(rows, said_of(sharded), group=group, shape=metadata.size)
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     held = metadata.boxes_by(ranks)
     local, anchor = rows.local.detach(), sharded.anchor

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.errors import ShardingError, here
+from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor import context, move
+from shardwise.sharded_tensor import context, failure, move
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.registry import HANDLERS, PLAIN
 from shardwise.sharded_tensor.shard import Shard
@@ -51,6 +51,7 @@ class ShardedTensor(Tensor):
     _spec: ShardingSpec | None
     _anchor: Tensor
     _remote: Any
+    _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
 
     @staticmethod
     def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
@@ -105,15 +106,21 @@ class ShardedTensor(Tensor):
         return self._spec
 
     def local_shards(self) -> list[Shard]:
-        """This rank's shards, in the order of the metadata; none on some ranks. Local."""
+        """This rank's shards, in the order of the metadata; none on some ranks. Local.
+
+        Raises:
+            ShardingError: what they were to be made by failed on this rank.
+        """
+        failure.raise_here(self._failures)
         return self._shards
 
     def local_tensor(self) -> Tensor:
         """The one local shard's tensor. Local.
 
         Raises:
-            ShardingError: this rank holds several shards or none.
+            ShardingError: this rank holds several shards or none, or failed to make it.
         """
+        failure.raise_here(self._failures)
         if len(self._shards) != 1:
             raise ShardingError(
                 f"{here()}: local_tensor() needs one local shard, found {len(self._shards)} of"
@@ -239,14 +246,22 @@ class ShardedTensor(Tensor):
             metadata = metadata.with_properties(**changes)
         places = self._places(metadata)
         shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
-        return ShardedTensor.wrap(
+        made = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
         )
+        if self._failures:
+            made._failures = self._failures
+        return made
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """`function`, which treats every element alike, of every local shard. Local; differentiable."""
-        tensors = [function(tensor) for tensor in self.tensors]
-        return self.with_tensors(tensors, anchor=None if tensors else function(self._anchor))
+        try:
+            return _mapped(function, (self,), {})
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            made: ShardedTensor = failure.stand_in(error, _mapped, function, (self,), {})
+            return made
 
     def _places(self, metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
         if metadata.shards_metadata is self._metadata.shards_metadata:
@@ -259,7 +274,14 @@ class ShardedTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs or {})
+            try:
+                if failure.ever:
+                    return failure.handed_on(handler, func, args, kwargs or {})
+                return handler(func, args, kwargs or {})
+            except ShardwiseError:
+                raise
+            except Exception as error:
+                return failure.stand_in(error, handler, func, args, kwargs or {})
         if func in PLAIN:
             with _compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
@@ -353,3 +375,10 @@ class ShardedTensor(Tensor):
         from shardwise.sharded_tensor.construct import init_from_local_shards_and_global_metadata
 
         return init_from_local_shards_and_global_metadata(*args, **kwargs)
+
+
+def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """`ShardedTensor.map`, as operations are handled."""
+    sharded: ShardedTensor = args[0]
+    tensors = [function(tensor) for tensor in sharded.tensors]
+    return sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))

@@ -186,7 +186,8 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     reduction, wanted = arguments["reduction"], ("none", "mean", "sum")
     if any(arguments.get(name) is not None for name in ("size_average", "reduce")) or reduction not in wanted:
         refuse(func, args, kwargs)
-    losses = elementwise(func, (), {**arguments, "reduction": "none"})
+    arguments["reduction"] = "none"
     if reduction == "none":
-        return cast(Tensor, losses)
+        return cast(Tensor, elementwise(func, (), arguments))
+    losses = func(**arguments)  # which may fail on one rank: it must not keep the others waiting here
     return cast(Tensor, losses.mean() if reduction == "mean" else losses.sum())

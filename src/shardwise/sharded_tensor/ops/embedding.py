@@ -3,17 +3,20 @@
     ids                   table                        result                        communication
     plain                 cut along columns only       sharded, cut along the last   none
     plain                 any other boxes              plain                         one all-reduce of it
+    plain, other ones     any boxes                    plain: of each rank's ids     ids to all, rows to
+    on each rank                                                                     the ids' ranks
     sharded along dim 0   any boxes                    sharded like the ids          ids to all, rows to
                                                                                      the ids' holders
     sharded along dim 0   plain                        sharded like the ids          ids to all
 
+Ranks compare plain ids in a small all-reduce before (`ops.asked`), for which table they may be.
 A table of which one rank holds all counts among the other boxes. Gradients go back the same way;
 `sparse=True` gives local shards sparse ones. Ids sharded along dim 0 have (bags, ids in each) for bags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.ops.asked import Asked, compared, of_all
 from shardwise.sharded_tensor.ops.operands import like
 from shardwise.sharded_tensor.ops.table import (
     Lookup,
@@ -59,31 +63,31 @@ def _embed(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    # On the meta device torch checks the arguments, in its own words, and allocates nothing.
-    F.embedding(_meta(input), _meta(weight), padding_idx)
-    _check(input, weight, "embedding")
+    def ask() -> Asked:
+        # On the meta device torch checks the arguments, in its own words, and allocates nothing.
+        F.embedding(_meta(input), _meta(weight), padding_idx)
+        _check(input, weight, "embedding")
+        ids = _whole(input)
+        _check_ids(ids, weight)
+        flat = ids.reshape(-1)
+        return Asked(flat, torch.arange(len(flat), device=flat.device), len(flat), tuple(ids.shape))
+
+    asked, own, holders = _asked(ask, input, weight)
     if padding_idx is not None:
         padding_idx %= max(1, weight.shape[0])
     options: dict[str, Any] = {"padding_idx": padding_idx, "sparse": sparse}
-    ids = _whole(input)
-    _check_ids(ids, weight)
-    weight = _prepared(weight, ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    weight = _prepared(
+        weight, asked.ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    )
     if not isinstance(weight, ShardedTensor):
         return _in_plain_table(F.embedding, cast(ShardedTensor, input), weight, options)
-    if not isinstance(input, ShardedTensor) and _by_columns(weight):
-        return _on_columns(weight, ids.shape, lambda table: F.embedding(ids, table, **options))
-    flat = ids.reshape(-1)
-    look = Lookup(
-        flat,
-        torch.arange(len(flat), device=flat.device),
-        len(flat),
-        "row",
-        padding_idx,
-        sparse=sparse,
-    )
-    if isinstance(input, ShardedTensor):
-        return to_holders(weight, look, input)
-    return to_all(weight, look).reshape(*ids.shape, weight.shape[1])
+    if holders is None and _by_columns(weight):
+        return _on_columns(weight, asked.shape, lambda table: F.embedding(input, table, **options))
+    look = Lookup(asked.ids, asked.bag, asked.bags, "row", padding_idx, sparse=sparse)
+    if holders is None:
+        return to_all(weight, look).reshape(*asked.shape, weight.shape[1])
+    made = to_holders(weight, look, holders)
+    return made if own is None else made.tensors[0].reshape(*own.shape, weight.shape[1])
 
 
 def _embed_bags(
@@ -108,39 +112,65 @@ def _embed_bags(
         "include_last_offset": include_last_offset,
         "padding_idx": padding_idx,
     }
-    shown: dict[str, Any] = {
-        key: _meta(value) if isinstance(value, Tensor) else value for key, value in given.items()
-    }
-    bags = F.embedding_bag(_meta(input), _meta(weight), **shown).shape[0]
-    _check(input, weight, "embedding_bag", offsets)
+
+    def ask() -> Asked:
+        shown: dict[str, Any] = {
+            key: _meta(value) if isinstance(value, Tensor) else value for key, value in given.items()
+        }
+        bags = F.embedding_bag(_meta(input), _meta(weight), **shown).shape[0]
+        _check(input, weight, "embedding_bag", offsets)
+        ids = _whole(input)
+        _check_ids(ids, weight)
+        bag = _bag_of_each(ids, offsets, bags, include_last_offset)
+        factors = per_sample_weights
+        if factors is not None:
+            factors = None if isinstance(factors, ShardedTensor) else factors.reshape(-1)[: len(bag)]
+        return Asked(ids.reshape(-1)[: len(bag)], bag, bags, tuple(ids.shape), factors)
+
+    asked, own, holders = _asked(ask, input, weight)
     if padding_idx is not None:
         given["padding_idx"] = padding_idx = padding_idx % max(1, weight.shape[0])
-    ids = _whole(input)
-    _check_ids(ids, weight)
-    bag = _bag_of_each(ids, offsets, bags, include_last_offset)
-    weight = _prepared(weight, ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    weight = _prepared(
+        weight, asked.ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
+    )
     given["scale_grad_by_freq"] = False
     if not isinstance(weight, ShardedTensor):
         return _in_plain_table(F.embedding_bag, cast(ShardedTensor, input), weight, given)
-    factors = per_sample_weights
-    if factors is not None:
-        factors = replicated(_whole(factors), weight.process_group)
-        given["per_sample_weights"] = factors
-    if not isinstance(input, ShardedTensor) and _by_columns(weight):
+    factors = asked.factors if own is not None else per_sample_weights
+    if own is not None and isinstance(per_sample_weights, ShardedTensor):
+        raise ShardingError(
+            f"{here()}: embedding_bag of each rank's own ids takes its own per_sample_weights, found sharded"
+            " ones; pass ids sharded alike"
+        )
+    if factors is not None and own is None:
+        given["per_sample_weights"] = factors = replicated(_whole(factors), weight.process_group)
+    if holders is None and _by_columns(weight):
         extra = [] if factors is None else [factors]
-        return _on_columns(weight, (bags,), lambda table: F.embedding_bag(ids, table, **given), extra)
-    look = Lookup(
-        ids.reshape(-1)[: len(bag)],
-        bag,
-        bags,
-        mode,
-        padding_idx,
-        weights=None if factors is None else factors.reshape(-1)[: len(bag)],
-        sparse=sparse,
-    )
+        return _on_columns(weight, (asked.bags,), lambda table: F.embedding_bag(input, table, **given), extra)
+    if factors is not None:
+        factors = factors.reshape(-1)[: len(asked.bag)]
+    look = Lookup(asked.ids, asked.bag, asked.bags, mode, padding_idx, weights=factors, sparse=sparse)
+    if holders is None:
+        return to_all(weight, look)
+    made = to_holders(weight, look, holders)
+    return made if own is None else made.tensors[0]
+
+
+def _asked(
+    ask: Callable[[], Asked], input: Tensor, weight: Tensor
+) -> tuple[Asked, Asked | None, ShardedTensor | None]:
+    """What is looked up, by all ranks together; what by this one, if each has ids of its own; and a tensor
+    cut as the result is to be, None where every rank is to have all of it. Collective.
+    """
     if isinstance(input, ShardedTensor):
-        return to_holders(weight, look, input)
-    return to_all(weight, look)
+        return ask(), None, input
+    if not isinstance(weight, ShardedTensor):
+        return ask(), None, None
+    own, counts = compared(ask, weight.process_group)
+    if not counts:
+        return own, None, None
+    everyones, holders = of_all(own, counts, weight.process_group)
+    return everyones, own, holders
 
 
 # ------------------------------------------------------------ arguments

@@ -35,12 +35,12 @@ def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
         RuntimeError: a tensor that does not broadcast to the whole shape.
         ShardingError: a sharded tensor of another cut.
     """
-    size = sharded.metadata().size
-    shape = operand.shape if isinstance(operand, Tensor) else size
-    if shape != size and torch.broadcast_shapes(shape, size) != size:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(shape)} does not broadcast to the {tuple(size)} of the ShardedTensor"
-        )
+    if isinstance(operand, Tensor) and not isinstance(operand, ShardedTensor):
+        shape, size = operand.shape, sharded.metadata().size
+        if shape != size and torch.broadcast_shapes(shape, size) != size:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(shape)} does not broadcast to the ShardedTensor's {tuple(size)}"
+            )
     return parts(operand, leader=sharded, metadata=sharded.metadata())
 
 

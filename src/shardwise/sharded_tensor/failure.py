@@ -1,0 +1,163 @@
+"""What goes wrong on one rank alone is told with the next collective, and raises on all ranks there.
+
+Most errors follow from what all ranks know, and all raise them alike. Some follow from one rank's values: a
+division of integers by zero, a probability beyond 1. A rank that raised such an error where it stands would
+leave the others waiting for it in their next collective. So it goes on with stand-ins of the right shape, and
+keeps the error beside them:
+
+    half = number // divisor         rank 1 divides by zero: it keeps the error
+    more = half * 2                  and hands it on
+    more.sum()                       every rank raises, naming rank 1 and its error
+
+The stand-ins are what the operation makes of ones: where that fails as well it is not for the values, so that
+all ranks fail, and at once. Ranks tell each other in one more element of an all-reduce on the CPU (kernels of
+accelerators do not raise), and in the words that go before other moves. To read the shards of such a result
+raises too. In a group of one rank there is nobody to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.boxes import gather_text
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.context import OUTSIDE, is_outside
+from shardwise.sharded_tensor.shard import Shard
+
+if TYPE_CHECKING:
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+Failures = dict[str, Exception]  # of this rank, by what is said of them
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+ever = False  # has anything failed in this process?
+_current: Failures = {}  # of the operands of the operation under way
+
+
+def handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`handler(func, args, kwargs)`; what went wrong with its operands, went wrong with its results."""
+    global _current
+    operands = _sharded([*args, *kwargs.values()])
+    failures = {text: error for operand in operands for text, error in operand._failures.items()}
+    if not failures:
+        return handler(func, args, kwargs)
+    before, _current = _current, {**_current, **failures}
+    try:
+        return _marked(handler(func, args, kwargs), failures)
+    finally:
+        _current = before
+
+
+def stand_in(
+    error: Exception, handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A result for an operation that failed with `error` for this rank's values; else raises `error`."""
+    global ever
+    group = next(_sharded([*args, *kwargs.values()])).process_group
+    if is_outside(group) or group.size() == 1:
+        raise error
+    twins: dict[int, tuple[Tensor, Tensor]] = {}
+    try:
+        made = handler(func, _of_ones(args, twins), _of_ones(kwargs, twins))
+    except Exception:
+        raise error from None
+    originals = {id(twin): tensor for tensor, twin in twins.values()}
+    made = _mapped(made, lambda value: originals.get(id(value), value))  # what was written in place
+    results = list(_sharded([made]))
+    if not results:
+        raise error
+    for result in results:
+        result.process_group = group
+    ever = True
+    text = f"{here()}: {getattr(func, '__name__', func)}: {type(error).__name__}: {error}".rstrip()
+    return _marked(made, {text: error})
+
+
+def known(sharded: ShardedTensor) -> Failures:
+    """What went wrong on this rank with the values of `sharded`, or in the operation under way."""
+    return {**_current, **sharded._failures} if ever else {}
+
+
+def words(failures: Failures) -> str:
+    """They as text; empty where there are none."""
+    return "; ".join(failures)
+
+
+def raise_here(failures: Failures) -> None:
+    """Raise what went wrong on this rank, if anything did."""
+    if failures:
+        raise ShardingError(words(failures)) from next(iter(failures.values()))
+
+
+def flag() -> int:
+    """1 where the operation under way is of no use on this rank, else 0."""
+    return 1 if _current else 0
+
+
+def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
+    """Raise on every rank of `group`, which all know that one of them failed. Collective."""
+    told = [text for text in gather_text(words(_current), group=group) if text]
+    raise ShardingError("; ".join(told)) from next(iter(_current.values()), None)
+
+
+def _marked(made: Any, failures: Failures) -> Any:
+    for sharded in _sharded([made]):
+        sharded._failures = {**sharded._failures, **failures}
+    return made
+
+
+def _of_ones(value: Any, twins: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """`value` with a tensor of ones in place of each; the pairs go into `twins`, by id of the first."""
+
+    def twin(tensor: Tensor) -> Tensor:
+        if id(tensor) not in twins:
+            twins[id(tensor)] = tensor, _ones(tensor)
+        return twins[id(tensor)][1]
+
+    return _mapped(value, twin)
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    """Ones alike, over a group that nothing can be told to."""
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+    def plain(tensor: Tensor) -> Tensor:
+        made = torch.ones_like(tensor.detach(), requires_grad=tensor.requires_grad)
+        return made if tensor.is_leaf else made.view_as(made)
+
+    if not isinstance(tensor, ShardedTensor):
+        return plain(tensor)
+    return ShardedTensor.wrap(
+        [Shard(plain(shard.tensor), shard.metadata) for shard in tensor._shards],
+        tensor.metadata(),
+        process_group=OUTSIDE,
+        sharding_spec=tensor._spec,
+        anchor=plain(tensor.anchor),
+    )
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`function` of every tensor in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = [_mapped(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    return value
+
+
+def _sharded(values: Any) -> Iterator[ShardedTensor]:
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _sharded(value)

@@ -1,0 +1,122 @@
+"""Plain ids for a sharded table: one batch that all ranks have, or each rank its own?
+
+Ranks tell each other a hash of their ids, in one small all-reduce:
+
+    equal on all ranks     one batch, replicated as any plain tensor: every rank gets the same result
+    not                    each rank's own: it gets the rows of its ids, and the table's gradient is the sum
+                           of all ranks'. Ids go to all ranks, rows to the rank that asks (`table.to_holders`)
+
+What is wrong with one rank's ids raises on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.autograd import all_reduced, replicated
+from shardwise.sharded_tensor.check import all_right
+from shardwise.sharded_tensor.context import is_outside
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+_RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they ask for
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one rank asks for, or all together.
+
+    Attributes:
+        ids: [ids] rows of the table.
+        bag: [ids] the row of the result that each belongs to, ascending.
+        bags: number of rows of the result.
+        shape: of the ids as they were given.
+        factors: [ids] of the rows.
+    """
+
+    ids: Tensor
+    bag: Tensor
+    bags: int
+    shape: tuple[int, ...] = ()
+    factors: Tensor | None = None
+
+
+def compared(ask: Callable[[], Asked], group: dist.ProcessGroup) -> tuple[Asked, list[tuple[int, int]]]:
+    """What this rank asks for; for each rank its numbers of ids and bags where ranks ask for different ids.
+
+    Collective over `group`. An error of `ask` on any rank raises on all.
+    """
+    if is_outside(group) or group.size() == 1:
+        return ask(), []
+    asked, error = None, None
+    try:
+        asked = ask()
+    except Exception as wrong:  # of one rank's ids: the others must hear of it
+        error = wrong
+    if asked is not None and asked.ids.is_meta:
+        return asked, []
+    told = torch.zeros(group.size(), 4, dtype=torch.int64)
+    if asked is not None:
+        told[group.rank()] = torch.tensor([1, _hash(asked), len(asked.ids), asked.bags])
+    on_group = told if asked is None else told.to(asked.ids.device)
+    told = all_reduced(on_group, group).cpu()
+    if not told[:, _RIGHT].all():
+        try:
+            all_right("" if error is None else f"{here()}: {error}", group=group)
+        except ShardingError as everywhere:
+            raise (error or everywhere) from everywhere.__cause__
+    assert asked is not None
+    if (told[:, _HASH] == told[0, _HASH]).all():
+        return asked, []
+    return asked, [(ids, bags) for ids, bags in told[:, [_IDS, _BAGS]].tolist()]
+
+
+def of_all(
+    asked: Asked, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
+) -> tuple[Asked, ShardedTensor]:
+    """What all ranks ask for, one after the other, and a tensor cut as the results. Collective."""
+    starts = [0, *itertools.accumulate(bags for _, bags in counts)]
+    each = [ids for ids, _ in counts]
+    pairs = torch.stack([asked.ids.to(torch.int64), asked.bag + starts[group.rank()]], 1)
+    ids, bag = _by_rank(pairs, each, group).full_tensor().unbind(1)
+    factors = asked.factors
+    if factors is not None:
+        factors = replicated(_by_rank(factors, each, group).full_tensor(), group)
+    nothing = asked.ids.new_zeros(()).expand(asked.bags)
+    return Asked(ids, bag, starts[-1], factors=factors), _by_rank(nothing, [n for _, n in counts], group)
+
+
+def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
+    """Every rank's rows, after each other; differentiable."""
+    rest = list(mine.shape[1:])
+    shards = [
+        ShardMetadata([end - length, *(0 for _ in rest)], [length, *rest], f"rank:{rank}/{mine.device.type}")
+        for rank, length, end in zip(
+            dist.get_process_group_ranks(group), lengths, itertools.accumulate(lengths), strict=True
+        )
+    ]
+    metadata = ShardedTensorMetadata(
+        shards,
+        torch.Size([sum(lengths), *rest]),
+        TensorProperties(mine.dtype, requires_grad=mine.requires_grad),
+    )
+    return ShardedTensor.wrap(
+        [Shard(mine, shards[group.rank()])], metadata, process_group=group, anchor=mine.reshape(-1)[:0]
+    )
+
+
+def _hash(asked: Asked) -> int:
+    """63 bits of the ids, their shape and their bags."""
+    digest = hashlib.blake2b(repr((asked.shape, asked.bags)).encode(), digest_size=8)
+    for tensor in (asked.ids, asked.bag):
+        digest.update(tensor.to("cpu", torch.int64).contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1
