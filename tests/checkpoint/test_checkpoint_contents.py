@@ -80,9 +80,15 @@ def test_what_differs_between_ranks_is_not_saved_as_if_it_did_not(tmp_path: Path
 
 
 @on_ranks(2)
-def test_ranks_that_save_another_step_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_ask_for_different_things_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1: expected step and keep \[0, None\] as on rank 0"):
         save(tmp_path, {}, step=dist.get_rank())
+    for step in (0, 1):
+        save(tmp_path, {"step": step}, step=step)
+    with pytest.raises(CheckpointError, match=r"rank 1: expected step=0 as on rank 0, found 1"):
+        load(tmp_path, {"step": 5}, step=dist.get_rank())
+    with pytest.raises(CheckpointError, match=r"rank 1: TypeError"):
+        save([tmp_path, None][dist.get_rank()], {}, step=3)
 
 
 @on_ranks(1, 2)

@@ -183,7 +183,8 @@ def test_a_program_without_weights_is_filled_from_a_checkpoint_slice_by_slice(
     made = parts(program, plan=PLAIN)
     assert missing_weights(made[0]) == ["up.weight", "up.bias", "down.weight", "down.bias", "shift"]
     assert made[0].state_dict["up.weight"].shape == (6, 8)
-    for source in (whole, tmp_path / "one.safetensors", tmp_path / "one.pt", folder, str(folder)):
+    several = [folder / "0.safetensors", folder / "1.safetensors"]
+    for source in (whole, tmp_path / "one.safetensors", tmp_path / "one.pt", folder, str(folder), several):
         filled = [
             materialize(part, source, values={"shift": model.shift}) for part in parts(program, plan=PLAIN)
         ]

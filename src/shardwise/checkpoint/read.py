@@ -52,7 +52,11 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     damaged on disk or if the names, shapes or dtypes of state and checkpoint differ.
     """
     rank, _ = rank_and_size()
-    [folder, *_] = together(f"loading from {path}", lambda: str(find(Path(path), step)) if rank == 0 else "")
+    what = f"loading from {path}"
+    asked = together(what, lambda: (step, str(find(Path(path), step)) if rank == 0 else ""))
+    expected, folder = asked[0]
+    other = {r: f"expected step={expected} as on rank 0, found {s}" for r, (s, _) in enumerate(asked)}
+    raise_all(what, {r: text for r, text in other.items() if asked[r][0] != expected})
     what = f"loading {folder}"
     checked: list[_Checked] = []
 

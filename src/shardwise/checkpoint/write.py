@@ -55,20 +55,19 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
     Raises CheckpointError on every rank when any rank fails, or where plain values or plain tensors
     differ between ranks; earlier checkpoints are untouched.
     """
-    path = Path(path)
     rank, size = rank_and_size()
     what = f"saving step {step} to {path}"
     flat = Flat()
 
     def tell() -> dict[str, Any]:
-        _check_numbers(step, keep)
+        _check_arguments(path, step, keep)
         found = flatten(state, rank=rank, ranks=size)
         flat.leaves, flat.lists, flat.per_rank = found.leaves, found.lists, found.per_rank
         return {"call": [step, keep], **_told(flat, compare=size > 1)}
 
     contents = _agreed(what, together(what, tell))
     tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
-    staging = Path(together(what, lambda: str(open_staging(path, step)) if rank == 0 else "")[0])
+    staging = Path(together(what, lambda: str(open_staging(Path(path), step)) if rank == 0 else "")[0])
     try:
         _write_tensors(what, tensors, staging)
         digests = together(what, lambda: _digests(staging, rank, size))
@@ -79,11 +78,12 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    together(what, lambda: prune(path, keep, written=Path(final)) if rank == 0 else None)
+    together(what, lambda: prune(Path(path), keep, written=Path(final)) if rank == 0 else None)
     return Path(final)
 
 
-def _check_numbers(step: Any, keep: Any) -> None:
+def _check_arguments(path: Any, step: Any, keep: Any) -> None:
+    Path(path)
     numbers = [step] if keep is None else [step, keep - 1 if isinstance(keep, int) else keep]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise CheckpointError(f"expected step >= 0 and keep >= 1 or None, found step={step!r}, keep={keep!r}")

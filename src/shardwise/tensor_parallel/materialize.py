@@ -4,6 +4,7 @@
     a .safetensors file                read by slices
     a folder of them                   by the index json if it has one, files of that folder alone; they are
                                        opened as they are needed
+    several of these, as a list        such as the files of a folder of links
     a .pt, .pth or .bin file           a state dict by `torch.save`, mapped into memory and never executed
 
 Which parts a rank holds stands in the program's record (`state.record_of`), so that a program that was loaded
@@ -12,7 +13,7 @@ is filled as one just made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ _PICKLED = (".pt", ".pth", ".bin")
 @torch.no_grad()
 def materialize(
     program: ExportedProgram,
-    checkpoint: Mapping[str, Tensor] | str | Path,
+    checkpoint: Mapping[str, Tensor] | str | Path | Sequence[str | Path],
     *,
     device: torch.device | str | None = None,
     rename: Callable[[str], str] | None = None,
@@ -94,7 +95,7 @@ def materialize(
 
 
 def _refuse(checkpoint: Any, missing: list[str], wrong: list[str]) -> None:
-    named = f"the checkpoint {checkpoint}" if isinstance(checkpoint, (str, Path)) else "the checkpoint"
+    named = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, Mapping) else "the checkpoint"
     texts = [f"{named} does not fit the program", *wrong[:5]]
     if missing:
         texts.append(
@@ -154,18 +155,22 @@ def _in_memory(whole: Tensor) -> Entry:
 
 
 @contextmanager
-def _opened(checkpoint: Mapping[str, Tensor] | str | Path) -> Iterator[Source]:
+def _opened(checkpoint: Mapping[str, Tensor] | str | Path | Sequence[str | Path]) -> Iterator[Source]:
     """Tensors by name; files are open as long as the context lasts."""
     if isinstance(checkpoint, Mapping):
         yield lambda name: _in_memory(checkpoint[name]) if name in checkpoint else None
         return
-    path = Path(checkpoint)
-    if path.suffix in _PICKLED and path.is_file():
-        loaded = _mapped(path)
-        yield lambda name: _in_memory(loaded[name]) if name in loaded else None
-        return
+    paths = [Path(path) for path in ([checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
+    loaded: dict[str, Tensor] = {}
+    files: dict[str, Path] = {}
+    for path in paths:
+        if path.suffix in _PICKLED and path.is_file():
+            loaded.update(_mapped(path))
+        else:
+            files.update({name: file for names, file in tensor_files(path) for name in names})
     with ExitStack() as stack:
-        yield _of_files({name: file for names, file in tensor_files(path) for name in names}, stack)
+        find = _of_files(files, stack)
+        yield lambda name: _in_memory(loaded[name]) if name in loaded else find(name)
 
 
 def _mapped(path: Path) -> Mapping[str, Tensor]:
