@@ -249,7 +249,7 @@ def test_an_optimizer_of_the_users_may_say_that_it_treats_every_element_alone() 
 @on_ranks(3)
 def test_what_cannot_be_optimized_by_shards_is_refused() -> None:
     model = cut_model(0)
-    named = named_params_with_sharded_tensor(model)
+    named = dict(named_params_with_sharded_tensor(model))
     refused: list[tuple[type[Optimizer], str]] = [
         (torch.optim.Adafactor, "sums over the rows"),
         (torch.optim.LBFGS, "inner products of all parameters"),

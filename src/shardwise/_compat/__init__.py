@@ -90,6 +90,7 @@ __all__ = [
     "flatten_mesh",
     "graph_breaks",
     "group_allocator",
+    "group_of_sharded_tensor",
     "group_ranks",
     "in_backward",
     "in_compiled_autograd",
@@ -348,6 +349,11 @@ def allow_foreach(*types: type[Tensor]) -> None:
 
     for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         supported.extend(kind for kind in types if kind not in supported)
+
+
+def group_of_sharded_tensor(tensor: Any) -> Any:
+    """The process group of torch's deprecated ShardedTensor, which has no public name for it."""
+    return tensor._process_group
 
 
 def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,8 +43,8 @@ class ShardedOptimizer(Optimizer):
     A `torch.amp.GradScaler` would look for infinities on this rank alone; train in bfloat16.
 
     Args:
-        named_params: parameters by name: `named_params_with_sharded_tensor(module)`, or
-            `dict(module.named_parameters())`; the same names on every rank, in one order.
+        named_params: parameters by name, or pairs of both: `named_params_with_sharded_tensor(module)`, or
+            `module.named_parameters()`; the same names on every rank, in one order.
         optimizer_class: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD of
             `torch.optim`, or any class that treats every element alone and says so by an attribute
             `elementwise = True`.
@@ -59,7 +59,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(
         self,
-        named_params: Mapping[str, Tensor],
+        named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         optimizer_class: type[Optimizer],
         *args: Any,
         param_groups: Sequence[Mapping[str, Any]] | None = None,

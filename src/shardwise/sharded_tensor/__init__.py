@@ -2,6 +2,7 @@
 
 from shardwise.sharded_tensor import dcp as dcp  # registers with torch's state-dict helpers
 from shardwise.sharded_tensor import ops as ops  # registers what operations do
+from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.construct import (
     empty,
     full,
@@ -16,6 +17,7 @@ from shardwise.sharded_tensor.construct import (
 )
 from shardwise.sharded_tensor.context import load_with_process_group
 from shardwise.sharded_tensor.dtensor import from_dtensor, to_dtensor
+from shardwise.sharded_tensor.foreign import from_torch
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
     ShardedTensorMetadata,
@@ -32,13 +34,15 @@ from shardwise.sharded_tensor.module import (
     state_dict_hook,
 )
 from shardwise.sharded_tensor.plan import Sharder, ShardingPlan, ShardingPlanner
-from shardwise.sharded_tensor.registry import custom_sharded_op_impl
+from shardwise.sharded_tensor.registry import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded_tensor.rows import from_rows, to_rows
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import (
     ChunkShardingSpec,
+    DevicePlacementSpec,
     EnumerableShardingSpec,
     GridShardingSpec,
+    PlacementSpec,
     RaggedShardingSpec,
     ShardingSpec,
     infer_sharding_spec,
@@ -47,13 +51,16 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 __all__ = [
     "ChunkShardingSpec",
+    "DevicePlacementSpec",
     "EnumerableShardingSpec",
     "GridShardingSpec",
+    "PlacementSpec",
     "RaggedShardingSpec",
     "RemoteDevice",
     "Shard",
     "ShardMetadata",
     "ShardedTensor",
+    "ShardedTensorBase",
     "ShardedTensorMetadata",
     "Sharder",
     "ShardingPlan",
@@ -62,9 +69,11 @@ __all__ = [
     "TensorProperties",
     "collect_local_shard",
     "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
     "empty",
     "from_dtensor",
     "from_rows",
+    "from_torch",
     "full",
     "infer_sharding_spec",
     "init_from_local_shards",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardwise.comm.boxes import Agreement, agree, gather_text
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.context import is_outside
+from shardwise.sharded_tensor.foreign import shards_of
 from shardwise.sharded_tensor.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -37,7 +38,7 @@ def gather_shards(
         ShardingError: on every rank, naming the rank, shard and both values, where they make none.
     """
     try:
-        described = _described(shards, global_size)
+        described = _described(shards_of(shards), global_size)
     except Exception as error:  # of things that are no shards; the other ranks must hear of it
         described = json.dumps({"problems": [f"found shards {shards!r} of {global_size!r}: {error}"]})
     told = [json.loads(text) for text in gather_text(described, group=group)]

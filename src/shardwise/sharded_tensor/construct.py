@@ -29,6 +29,7 @@ from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.autograd import exchange_values
 from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards, size_of
 from shardwise.sharded_tensor.context import group_or_default, is_outside, ranks_of
+from shardwise.sharded_tensor.foreign import is_foreign, metadata_of, shards_of, spec_of
 from shardwise.sharded_tensor.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -169,6 +170,7 @@ def init_from_local_shards(
     """
     group = group_or_default(process_group)
     metadata = gather_shards(local_shards, global_size, group=group)
+    local_shards = shards_of(local_shards)
     made = ShardedTensor.wrap(local_shards, metadata, process_group=group)
     if init_rrefs:
         register_shards(made)
@@ -195,9 +197,9 @@ def init_from_local_shards_and_global_metadata(
     group = group_or_default(process_group)
 
     def checked() -> ShardedTensorMetadata:
-        metadata = with_ranks(sharded_tensor_metadata)
+        metadata = with_ranks(metadata_of(sharded_tensor_metadata))
         metadata.check(ranks_of(group))
-        problems = check_local(local_shards, metadata)
+        problems = check_local(shards_of(local_shards), metadata)
         if problems:
             raise ShardingError(f"{here()}: " + "; ".join(problems))
         return metadata
@@ -208,7 +210,8 @@ def init_from_local_shards_and_global_metadata(
         group=group,
         what="the tensor to make of local shards",
     )
-    made = ShardedTensor.wrap(local_shards, metadata, process_group=group, sharding_spec=sharding_spec)
+    spec = None if sharding_spec is None else spec_of(sharding_spec)
+    made = ShardedTensor.wrap(shards_of(local_shards), metadata, process_group=group, sharding_spec=spec)
     if init_rrefs:
         register_shards(made)
     return made
@@ -237,7 +240,7 @@ def init_from_local_tensor(
 
     def shards() -> list[Shard]:
         properties = [TensorProperties.create_from_tensor(tensor) for tensor in given] or [TensorProperties()]
-        built = with_ranks(sharding_spec.build_metadata(size_of(global_size), properties[0]))
+        built = with_ranks(spec_of(sharding_spec).build_metadata(size_of(global_size), properties[0]))
         built.check(dist.get_process_group_ranks(group))
         places = built.held_by(dist.get_rank())
         if len(places) != len(given):
@@ -248,6 +251,7 @@ def init_from_local_tensor(
 
     local: list[Shard] = all_do(shards, group=group)
     found = gather_shards(local, global_size, group=group)
+    sharding_spec = spec_of(sharding_spec)
     metadata = agreed(
         lambda: with_ranks(sharding_spec.build_metadata(found.size, found.tensor_properties)),
         text=describe,
@@ -285,9 +289,11 @@ def shard_tensor(
     def built() -> ShardedTensorMetadata:
         if isinstance(tensor, ShardedTensor):
             raise ShardingError("shard_tensor() cuts a plain tensor, found a sharded one; use its reshard()")
+        if is_foreign(tensor):
+            raise ShardingError("shard_tensor() cuts a plain tensor; use from_torch() and reshard()")
         properties = TensorProperties.create_from_tensor(tensor)
         properties.memory_format = torch.contiguous_format
-        metadata = with_ranks(sharding_spec.build_metadata(tensor.shape, properties))
+        metadata = with_ranks(spec_of(sharding_spec).build_metadata(tensor.shape, properties))
         metadata.check(ranks_of(group))
         if src_rank is not None and not is_outside(group) and not 0 <= src_rank < group.size():
             raise ShardingError(f"src_rank {src_rank} is not a rank of a group of {group.size()}")
@@ -313,7 +319,7 @@ def shard_tensor(
             shard.tensor.copy_(part(whole, tensor, shard.box))
     else:
         _scatter(tensor, shards, metadata, src_rank=src_rank, group=group)
-    return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
+    return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec_of(sharding_spec))
 
 
 def _scatter(
@@ -370,7 +376,7 @@ def _made(
             memory_format=memory_format,
             pin_memory=pin_memory,
         )
-        metadata = with_ranks(sharding_spec.build_metadata(size_of(size), properties))
+        metadata = with_ranks(spec_of(sharding_spec).build_metadata(size_of(size), properties))
         metadata.check(ranks_of(group))
         _check_properties(properties, len(metadata.size))
         return metadata
@@ -383,7 +389,7 @@ def _made(
     )
     properties = metadata.tensor_properties
     shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
-    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
+    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec_of(sharding_spec))
     if init_rrefs:
         register_shards(made)
     return made

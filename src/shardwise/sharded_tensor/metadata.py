@@ -53,7 +53,7 @@ class RemoteDevice:
 
     @staticmethod
     def of(placement: Any) -> RemoteDevice:
-        """From a string, a `RemoteDevice`, or any object with methods `rank()` and `device()`."""
+        """From a string, a `RemoteDevice`, any object with methods `rank()` and `device()`, or its holder."""
         if isinstance(placement, RemoteDevice):
             return placement
         if isinstance(placement, (str, torch.device)):
@@ -62,6 +62,9 @@ class RemoteDevice:
             rank, device = placement.rank(), placement.device()
             process = placement.worker_name() if rank is None else f"rank:{rank}"
             return RemoteDevice(f"{process}/{device}" if process else device)
+        inner = getattr(placement, "device", None)  # of a DevicePlacementSpec
+        if inner is not None and not callable(inner):
+            return RemoteDevice.of(inner)
         raise _bad_placement(placement)
 
     def rank(self) -> int | None:
@@ -135,6 +138,13 @@ class ShardMetadata:
         self.shard_offsets = list(shard_offsets)
         self.shard_sizes = list(shard_sizes)
         self.placement = None if placement is None else RemoteDevice.of(placement)
+
+    @staticmethod
+    def of(shard: Any) -> ShardMetadata:
+        """From one, or any object with the same attributes."""
+        if isinstance(shard, ShardMetadata):
+            return shard
+        return ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
 
     def __hash__(self) -> int:
         return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))

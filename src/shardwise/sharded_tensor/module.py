@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,13 @@ from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.check import agreed
 from shardwise.sharded_tensor.construct import empty, shard_tensor
 from shardwise.sharded_tensor.context import group_or_default, ranks_of
+from shardwise.sharded_tensor.foreign import from_torch, is_foreign, spec_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor.move import boxes_of, describe
-from shardwise.sharded_tensor.plan import Sharder, ShardingPlan
+from shardwise.sharded_tensor.plan import ShardingPlan
 from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.shard import Shard
-from shardwise.sharded_tensor.spec import ShardingSpec
+from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
@@ -76,8 +77,10 @@ def shard_module(
     plan: ShardingPlan,
     src_rank: int | None = 0,
     process_group: dist.ProcessGroup | None = None,
-) -> None:
+) -> nn.Module:
     """Carry out `plan` on `module`, in place. Collective over the group.
+
+    Returns `module`; or what its sharder made in its place, where the plan has one for it ("").
 
     Parameters are sharded as by `shard_parameter`, then sharders run, then `reshard_output` and then
     `collect_local_shard` are applied, each in the order of the plan.
@@ -100,16 +103,21 @@ def shard_module(
         what="the sharding plan",
     )
     for name, spec in plan.plan.items():
-        if isinstance(spec, ShardingSpec):
+        if not _is_sharder(spec):
             _shard_parameter(module, name, spec, src_rank=src_rank, group=group)
     for name, sharder in plan.plan.items():
-        if isinstance(sharder, Sharder):
+        if _is_sharder(sharder):
+            made: Any = cast(Any, sharder).shard(module.get_submodule(name))
             parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, sharder.shard(module.get_submodule(name)))
+            if name:
+                setattr(module.get_submodule(parent), own, made)
+            else:
+                module = made
     for name, spec in outputs.items():
         reshard_output(module.get_submodule(name), spec, process_group=group)
     for name in local:
         collect_local_shard(module.get_submodule(name))
+    return module
 
 
 def reshard_output(
@@ -122,7 +130,7 @@ def reshard_output(
     compare 8 bytes the first time; the gradient of the whole is all-reduced over `process_group` (by default
     all ranks) in backward. A process that is not in the group gets the tensor without shards.
     """
-    compared = False
+    compared, resharding_spec = False, spec_of(resharding_spec)
 
     def hook(module: nn.Module, args: Any, output: Any) -> ShardedTensor:
         if isinstance(output, ShardedTensor):
@@ -140,6 +148,7 @@ def reshard_output(
 def collect_local_shard(module: nn.Module) -> nn.Module:
     """Let `module` return the local tensor of its sharded output; returns `module`. Local.
 
+    Where it is cut by chunks of one element, one on each rank, the local tensor is without that dim.
     A rank that holds no shard returns an empty tensor: of size 0 in the dims that are cut, or else in the
     first. It requires grad as the others do, and every rank must call backward through what it returns.
 
@@ -158,7 +167,9 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
                 f" {len(held[several])} on group rank {several} of {type(module).__name__}'s output by"
                 f" {output.sharding_spec()!r}; put reshard_output before it"
             )
-        return output.local_tensor() if output.tensors else _nothing(output)
+        if not output.tensors:
+            return _nothing(output)
+        return output.local_tensor().squeeze(_single(output, held))
 
     module.register_forward_hook(hook)
     return module
@@ -195,12 +206,12 @@ def pre_load_state_dict_hook(
 
     For `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`. Values are copied, from a
     tensor cut in any way (collective over its group where it is cut otherwise) or a whole one; with
-    `assign=True` the attribute becomes the tensor in `state_dict`.
+    `assign=True` the attribute becomes the tensor in `state_dict`. An attribute that is None becomes a copy.
     """
     global _loading
     if _loading[0] is not missing_keys:
         _loading = missing_keys, set()
-    for name, owner, attribute in _attributes(module):
+    for name, owner, attribute in [*_attributes(module), *_unfilled(module, state_dict, prefix)]:
         key, current = prefix + name, getattr(owner, attribute)
         if key not in state_dict:  # a parent's hook may have taken it
             if strict and key not in _loading[1]:
@@ -209,6 +220,12 @@ def pre_load_state_dict_hook(
             continue
         value = state_dict.pop(key)
         _loading[1].add(key)
+        if is_foreign(value):
+            value = from_torch(value)
+        if current is None:
+            assigned = local_metadata.get("assign_to_params_buffers", False)
+            setattr(owner, attribute, value if assigned else value.detach().clone())
+            continue
         if not isinstance(value, Tensor) or value.shape != current.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             error_msgs.append(f"{key}: expected a tensor of shape {tuple(current.shape)}, found {found}")
@@ -219,6 +236,18 @@ def pre_load_state_dict_hook(
         else:
             with torch.no_grad():
                 current.copy_(value)
+
+
+def _unfilled(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name, owner and attribute of everything that is None and has a sharded tensor in `state_dict`."""
+    for path, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            name = f"{path}.{attribute}" if path else attribute
+            found = state_dict.get(prefix + name) if value is None else None
+            if isinstance(found, ShardedTensor) or is_foreign(found):
+                yield name, owner, attribute
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -233,7 +262,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _shard_parameter(
-    module: nn.Module, name: str, spec: ShardingSpec, *, src_rank: int | None, group: dist.ProcessGroup
+    module: nn.Module, name: str, spec: Any, *, src_rank: int | None, group: dist.ProcessGroup
 ) -> None:
     whole = module.get_parameter(name)
     if whole.is_meta:
@@ -249,7 +278,7 @@ def _shard_parameter(
 
 def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.ProcessGroup) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    if not isinstance(spec, ShardingSpec):
+    if not callable(getattr(spec, "build_metadata", None)):
         raise ShardingError(f"parameter {name} needs a ShardingSpec, found {spec!r}")
     if name not in parameters:
         buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -266,19 +295,20 @@ def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.Proces
     if parameter.grad is not None:
         raise ShardingError(f"parameter {name} has a gradient, which would be lost; set it to None before")
     properties = TensorProperties.create_from_tensor(parameter)
-    with_ranks(spec.build_metadata(parameter.shape, properties)).check(ranks_of(group))
+    with_ranks(spec_of(spec).build_metadata(parameter.shape, properties)).check(ranks_of(group))
 
 
 def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> None:
     modules = dict(module.named_modules(remove_duplicate=False))
-    sharders = [name for name, spec in plan.plan.items() if isinstance(spec, Sharder)]
+    sharders = [name for name, spec in plan.plan.items() if _is_sharder(spec)]
     parameters: dict[int, str] = {}
     for name, spec in plan.plan.items():
-        above = next((path for path in sharders if path != name and name.startswith(f"{path}.")), None)
+        above = next((p for p in sharders if p != name and (not p or name.startswith(f"{p}."))), None)
         if above is not None:
-            raise ShardingError(f"{name} lies within {above}, which has a Sharder; name only one of them")
-        if isinstance(spec, Sharder):
-            if not name or name not in modules:
+            within = above or "the module itself"
+            raise ShardingError(f"{name} lies within {within}, which has a Sharder; name only one of them")
+        if _is_sharder(spec):
+            if name not in modules:
                 raise _unknown(module, "submodule", name, list(modules)[1:])
             continue
         _check_parameter(module, name, spec, group)
@@ -286,11 +316,16 @@ def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup)
         if first != name:
             raise ShardingError(f"{first} and {name} are one parameter; name only one of them in the plan")
     for name, spec in (plan.output_plan or {}).items():
-        if not isinstance(spec, ShardingSpec):
+        if not callable(getattr(spec, "build_metadata", None)):
             raise ShardingError(f"the output of {name!r} needs a ShardingSpec, found {spec!r}")
     for name in [*(plan.output_plan or {}), *(plan.return_local_tensor or [])]:
         if name not in modules:
             raise _unknown(module, "module", name, list(modules))
+
+
+def _is_sharder(value: Any) -> bool:
+    """Ours or torch's: it shards modules, and is no spec, which shards tensors."""
+    return callable(getattr(value, "shard", None)) and not hasattr(value, "build_metadata")
 
 
 def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> ShardingError:
@@ -327,6 +362,15 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec, anchor=anchor)
 
 
+def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int, ...]:
+    """The dim that is cut by chunks of which every rank has one, of one element; mostly there is none."""
+    spec = sharded.sharding_spec()
+    if not isinstance(spec, ChunkShardingSpec):
+        return ()
+    alone = all(len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in held)
+    return (spec.dim,) if alone else ()
+
+
 def _nothing(sharded: ShardedTensor) -> Tensor:
     """An empty tensor with as many dims, in place of the shard that this rank does not hold."""
     size = list(sharded.metadata().size)
@@ -346,8 +390,8 @@ def _no_tensor(module: nn.Module, output: Any, what: str) -> ShardingError:
 
 def named_params_with_sharded_tensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
-) -> dict[str, Tensor]:
-    """Every parameter and every sharded tensor that is a plain attribute, by name; each once. Local.
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of every parameter and sharded tensor that is a plain attribute; each once. Local.
 
     What `shardwise.optim.ShardedOptimizer` takes.
 
@@ -362,4 +406,4 @@ def named_params_with_sharded_tensor(
         if id(tensor) not in seen and (recurse or owner is module):
             seen.add(id(tensor))
             found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
+    yield from found.items()

@@ -17,6 +17,7 @@ from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd, failure
 from shardwise.sharded_tensor.check import proposed
 from shardwise.sharded_tensor.context import is_outside
+from shardwise.sharded_tensor.foreign import spec_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.spec import ShardingSpec
@@ -33,12 +34,14 @@ def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[
 def reshard(sharded: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     """`ShardedTensor.reshard`."""
     source = sharded.metadata()
-    return move_to(
+    moved = move_to(
         sharded,
-        lambda: spec.build_metadata(source.size, source.tensor_properties),
-        spec=spec,
+        lambda: spec_of(spec).build_metadata(source.size, source.tensor_properties),
+        spec=None,
         what="the reshard",
     )
+    moved._spec = spec_of(spec)
+    return moved
 
 
 def move_to(

@@ -154,7 +154,7 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __init__(self, shards: Sequence[ShardMetadata]) -> None:
-        self.shards = list(shards)
+        self.shards = [ShardMetadata.of(shard) for shard in shards]
         if not self.shards:
             raise ShardingError("EnumerableShardingSpec needs at least one shard, found none")
         _check_overlap(self.shards)
@@ -164,6 +164,20 @@ class EnumerableShardingSpec(ShardingSpec):
     ) -> ShardedTensorMetadata:
         cover([shard.box for shard in self.shards], tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
+
+
+class PlacementSpec(ABC):  # noqa: B024 - users subclass it for placements of their own
+    """Where a whole thing lies."""
+
+
+@dataclass
+class DevicePlacementSpec(PlacementSpec):
+    """On one device of one process. A placement of specs and shards may be one."""
+
+    device: RemoteDevice
+
+    def __init__(self, device: Any) -> None:
+        self.device = RemoteDevice.of(device)
 
 
 def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:

@@ -26,16 +26,17 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import context, failure, move
+from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.registry import HANDLERS, PLAIN
 from shardwise.sharded_tensor.shard import Shard
-from shardwise.sharded_tensor.spec import ShardingSpec, infer_sharding_spec
+from shardwise.sharded_tensor.spec import ShardingSpec
 
 if TYPE_CHECKING:
     from torch.distributed.rpc import RRef
 
 
-class ShardedTensor(Tensor):
+class ShardedTensor(ShardedTensorBase):
     """A tensor of which every rank of a process group holds any number of boxes, together all of it once.
 
     `ShardedTensor(spec, *size, ...)` is `empty(spec, *size, ...)`; `shardwise.sharded_tensor` has the other
@@ -46,9 +47,6 @@ class ShardedTensor(Tensor):
     """
 
     process_group: dist.ProcessGroup
-    _shards: list[Shard]
-    _metadata: ShardedTensorMetadata
-    _spec: ShardingSpec | None
     _anchor: Tensor
     _remote: Any
     _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
@@ -58,9 +56,6 @@ class ShardedTensor(Tensor):
         from shardwise.sharded_tensor.construct import empty
 
         return empty(sharding_spec, *size, **options)
-
-    def __init__(self, *unused: Any, **also: Any) -> None:
-        super().__init__()
 
     @classmethod
     def wrap(
@@ -94,16 +89,6 @@ class ShardedTensor(Tensor):
         return made
 
     # ------------------------------------------------------------ what it is
-
-    def metadata(self) -> ShardedTensorMetadata:
-        """Every shard's box and placement, and the properties of all. Local."""
-        return self._metadata
-
-    def sharding_spec(self) -> ShardingSpec:
-        """The spec it was made by, or the plainest that describes its shards. Local."""
-        if self._spec is None:
-            self._spec = infer_sharding_spec(self._metadata)
-        return self._spec
 
     def local_shards(self) -> list[Shard]:
         """This rank's shards, in the order of the metadata; none on some ranks. Local.

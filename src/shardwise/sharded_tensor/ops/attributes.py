@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import move
+from shardwise.sharded_tensor.foreign import from_torch, is_foreign
 from shardwise.sharded_tensor.metadata import check_pinnable
 from shardwise.sharded_tensor.registry import PLAIN, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -294,6 +295,8 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     if not isinstance(into, ShardedTensor):
         return cast(Tensor, func(into, source.full_tensor()))
     cut = into.metadata()
+    if is_foreign(source):
+        source = from_torch(source)
     if isinstance(source, ShardedTensor) and source.shape == into.shape and not source.metadata().cut_as(cut):
         source = move.move_to(source, lambda: cut, spec=into._spec, what="copy_")
     pieces = like(into, source)

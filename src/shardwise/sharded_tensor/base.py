@@ -1,0 +1,124 @@
+"""`ShardedTensorBase`: metadata and local shards, without a process group.
+
+What tools hold that read, plan or convert: it says where shards lie, and nothing can be computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor.registry import PLAIN
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.spec import ShardingSpec, infer_sharding_spec
+
+
+class ShardedTensorBase(Tensor):
+    """A tensor known by its metadata, and some of its shards.
+
+    `ShardedTensorBase(spec, *size, dtype=..., requires_grad=...)` has no shard;
+    `_init_from_local_shards_and_global_metadata` has those given. Neither needs `torch.distributed`.
+    """
+
+    _shards: list[Shard]
+    _metadata: ShardedTensorMetadata
+    _spec: ShardingSpec | None
+
+    @staticmethod
+    def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensorBase:
+        from shardwise.sharded_tensor.check import size_of
+        from shardwise.sharded_tensor.foreign import spec_of
+
+        properties["dtype"] = properties.get("dtype") or torch.get_default_dtype()
+        spec = spec_of(sharding_spec)
+        metadata = spec.build_metadata(size_of(size), TensorProperties(**properties))
+        metadata.check(None)
+        return _based([], metadata, spec)
+
+    def __init__(self, *unused: Any, **also: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: Sequence[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> ShardedTensorBase:
+        """`local_shards`, as some of those of the metadata. Raises ShardingError where it is no cover."""
+        from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
+
+        metadata, shards = metadata_of(sharded_tensor_metadata), shards_of(local_shards)
+        metadata.check(None)
+        for shard in shards:
+            if shard.metadata not in metadata.shards_metadata:
+                raise ShardingError(f"{here()}: the metadata has no {shard.metadata}")
+            if list(shard.tensor.shape) != shard.metadata.shard_sizes:
+                raise ShardingError(
+                    f"{here()}: {shard.metadata} has a tensor of shape {list(shard.tensor.shape)}"
+                )
+        return _based(shards, metadata, None if sharding_spec is None else spec_of(sharding_spec))
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Every shard's box and placement, and the properties of all. Local."""
+        return self._metadata
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec it was made by, or the plainest that describes its shards. Local."""
+        if self._spec is None:
+            self._spec = infer_sharding_spec(self._metadata)
+        return self._spec
+
+    def local_shards(self) -> list[Shard]:
+        """Those that are here, in the order of the metadata. Local."""
+        return self._shards
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in PLAIN:
+            raise ShardingError(
+                f"{here()}: no {getattr(func, '__name__', func)} on a ShardedTensorBase, which has"
+                " no process group; make a ShardedTensor of it by"
+                " init_from_local_shards_and_global_metadata()"
+            )
+        with _compat.plain_attributes():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        raise ShardingError(
+            f"{here()}: {func} reached a {cls.__name__} without passing __torch_function__; use its"
+            " local_shards()"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        dtype = self._metadata.tensor_properties.dtype
+        return (
+            f"ShardedTensorBase(size={tuple(self._metadata.size)}, dtype={dtype},"
+            f" {self.sharding_spec()!r}, shards here: {len(self._shards)})"
+        )
+
+
+def _based(
+    shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec | None
+) -> ShardedTensorBase:
+    properties = metadata.tensor_properties
+    device = shards[0].tensor.device if shards else torch.device("cpu")
+    made = cast(
+        ShardedTensorBase,
+        _compat.make_wrapper(
+            ShardedTensorBase,
+            metadata.size,
+            dtype=properties.dtype,
+            device=device,
+            requires_grad=properties.requires_grad,
+        ),
+    )
+    made._shards, made._metadata, made._spec = shards, metadata, spec
+    return made

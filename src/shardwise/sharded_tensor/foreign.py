@@ -1,0 +1,118 @@
+"""Specs, shards and tensors of torch's deprecated `torch.distributed._shard`, taken where ours are.
+
+They are told by what they can do, and converted at the edge; nothing of that package is imported.
+
+    spec      `build_metadata(sizes, properties)`         -> `ShardingSpec`
+    shard     `tensor`, `metadata`                        -> `Shard`, of the same memory
+    metadata  `shards_metadata`, `size`, ...              -> `ShardedTensorMetadata`
+    tensor    `local_shards()`, `metadata()`              -> `ShardedTensor`, of the same memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+
+
+class ForeignSpec(ShardingSpec):
+    """A rule of another library's, which makes metadata like ours. `spec` is the rule."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        return metadata_of(self.spec.build_metadata(tensor_sizes, tensor_properties))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ForeignSpec) and bool(self.spec == other.spec)
+
+    __hash__ = None  # type: ignore[assignment] # as specs of ours, which have lists in them
+
+    def __repr__(self) -> str:
+        return repr(self.spec)
+
+
+def spec_of(spec: Any) -> ShardingSpec:
+    """`spec`, or ours in place of another library's. Raises ShardingError where it is none."""
+    if isinstance(spec, ShardingSpec):
+        return spec
+    if not callable(getattr(spec, "build_metadata", None)):
+        raise ShardingError(f"{here()}: expected a ShardingSpec, found {spec!r}")
+    kind = type(spec).__name__ if type(spec).__module__.startswith("torch.") else ""
+    if kind == "ChunkShardingSpec" and isinstance(spec.dim, int):
+        return ChunkShardingSpec(spec.dim, spec.placements)
+    if kind == "EnumerableShardingSpec":
+        return EnumerableShardingSpec([ShardMetadata.of(shard) for shard in spec.shards])
+    return ForeignSpec(spec)
+
+
+def metadata_of(metadata: Any) -> ShardedTensorMetadata:
+    """`metadata`, or ours in place of another library's."""
+    if isinstance(metadata, ShardedTensorMetadata):
+        return metadata
+    properties = metadata.tensor_properties
+    return ShardedTensorMetadata(
+        [ShardMetadata.of(shard) for shard in metadata.shards_metadata],
+        torch.Size(metadata.size),
+        TensorProperties(
+            dtype=properties.dtype,
+            layout=properties.layout,
+            requires_grad=properties.requires_grad,
+            memory_format=properties.memory_format,
+            pin_memory=properties.pin_memory,
+        ),
+    )
+
+
+def shards_of(shards: Sequence[Any]) -> list[Shard]:
+    """`shards`, or ours in place of another library's, of the same memory."""
+    return [
+        shard if isinstance(shard, Shard) else Shard(shard.tensor, ShardMetadata.of(shard.metadata))
+        for shard in shards
+    ]
+
+
+def is_foreign(tensor: Any) -> bool:
+    """Is it another library's sharded tensor?"""
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) is not Tensor
+        and not isinstance(tensor, ShardedTensor)
+        and all(callable(getattr(type(tensor), name, None)) for name in ("local_shards", "metadata"))
+    )
+
+
+def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> Any:
+    """torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
+
+    Collective over the group: ranks compare 8 bytes.
+
+    Args:
+        tensor: a `torch.distributed._shard.sharded_tensor.ShardedTensor`.
+        process_group: of the result; by default that of `tensor`.
+
+    Raises:
+        ShardingError: it is none, or its shards are not those of its metadata.
+    """
+    from shardwise.sharded_tensor.construct import init_from_local_shards_and_global_metadata
+
+    if not is_foreign(tensor):
+        raise ShardingError(f"{here()}: expected torch's ShardedTensor, found a {type(tensor).__name__}")
+    shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in shards_of(tensor.local_shards())]
+    metadata = metadata_of(tensor.metadata()).with_properties(requires_grad=False)
+    group = process_group or cast("dist.ProcessGroup | None", _compat.group_of_sharded_tensor(tensor))
+    return init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
