@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import on_ranks
 from shardwise import fully_shard
-from shardwise.checkpoint import load, load_slices, save
+from shardwise.checkpoint import PerRank, load, load_slices, save
 from shardwise.checkpoint.records import read_records
 from shardwise.checkpoint.stored import locate
 from shardwise.errors import CheckpointError
@@ -38,12 +38,16 @@ def state_of(value: float) -> dict[str, Any]:
     return {
         "a": torch.full((3,), value),
         "w": distribute_tensor(torch.full((5, 3), value), mesh, [Shard(0)]),
+        "moments": [torch.full((2,), value), {"m": torch.full((), value, dtype=torch.bfloat16)}],
+        "own": PerRank({"rng": torch.full((4,), int(value), dtype=torch.uint8), "samples": dist.get_rank()}),
         "progress": {"step": int(value), "history": [{"loss": value}], "pair": (1, 2)},
     }
 
 
 def content(state: dict[str, Any]) -> Any:
-    return state["a"].tolist(), state["w"].to_local().tolist(), json.dumps(state["progress"])
+    first, second = state["moments"]
+    tensors = [state["a"], state["w"].to_local(), first, second["m"], state["own"].value["rng"]]
+    return [t.tolist() for t in tensors], state["own"].value["samples"], json.dumps(state["progress"])
 
 
 def refused(load_it: Callable[[], Any], match: str | None = None) -> None:
