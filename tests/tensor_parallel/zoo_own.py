@@ -65,6 +65,60 @@ def row_only() -> Any:
     return Layers(lambda m, x: m.down(x).relu(), down=nn.Linear(9, 6)), (values(4, 9),)
 
 
+@case(
+    "gate of one feature",
+    plan={"gate": COL, "pair": COL, "up": COL, "thin.0": COL, "down": ROW, "thin.1": ROW},
+    gathers=None,
+)
+def one_feature() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        gate = m.gate(x)
+        scale, shift = m.pair(x).chunk(2, -1)
+        y = torch.sigmoid(gate) * m.down(F.relu(m.up(x))) + gate.squeeze(-1).unsqueeze(-1) * m.thin(x)
+        y = (
+            y * scale.softmax(0)
+            + shift
+            + gate.view(4).reshape(4, 1)
+            + gate.expand(4, 5) @ gate.expand(4, 5).mT
+        )
+        return torch.where(gate > 0, y, m.up(x)[:, :1]) + gate.softmax(-1)
+
+    return Layers(
+        body,
+        gate=nn.Linear(4, 1),
+        pair=nn.Linear(4, 2),
+        up=nn.Linear(4, 6),
+        down=nn.Linear(6, 4),
+        thin=nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)),
+    ), (values(4, 4),)
+
+
+@case("one channel", plan={"a": COL, "c": ROW, "gate": COL, "up": COL, "same": ROW}, gathers=None)
+def one_channel() -> Any:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.c(F.relu(m.b(m.a(x)))) * m.gate(x).sigmoid()
+        return m.same(y) + m.up(y)[:, :1]
+
+    layers = {
+        "a": nn.Conv2d(3, 1, 3, padding=1),
+        "b": nn.BatchNorm2d(1),
+        "c": nn.Conv2d(1, 3, 3, padding=1),
+        "gate": nn.Conv2d(3, 1, 1),
+        "up": nn.Conv2d(3, 2, 1),
+        "same": nn.Conv2d(3, 3, 1),
+    }
+    return Layers(body, **layers), (values(2, 3, 4, 4),)
+
+
+@case("tables of one row and of one column", plan={"a": ROW, "b": COL, "c": ROW}, gathers=None)
+def one_row() -> Any:
+    def body(m: Any, ids: Tensor) -> Tensor:
+        return m.a(ids * 0) + m.c(m.b(ids))
+
+    layers = {"a": nn.Embedding(1, 4), "b": nn.Embedding(5, 1), "c": nn.Linear(1, 4)}
+    return Layers(body, **layers), (torch.tensor([[0, 4, 2], [1, 3, 3]]),)
+
+
 @case("a layer used twice", plan={"up": COL, "down": ROW}, reduces=2)
 def used_twice() -> Any:
     return Layers(lambda m, x: _mlp(m, _mlp(m, x)), up=nn.Linear(6, 8), down=nn.Linear(8, 6)), (values(4, 6),)

@@ -155,6 +155,8 @@ class _Tracker:
 
     def _apart(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
         """The dim became `dims`: (heads, width), or (3, heads, width) where the three are taken apart."""
+        if not dims:  # of a dim of one element
+            return
         sizes = self.p.hints(user)
         if sizes[dims[0]] == 1 and len(dims) == 2:  # one head, or only another dim
             yield from self.follow(

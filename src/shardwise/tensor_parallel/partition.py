@@ -150,6 +150,15 @@ class Partition:
         cuts = [at for node in nodes if isinstance(at := self.placement(node), Split)]
         return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
 
+    def is_spread(self, x: fx.Node, dim: int, size: Any) -> bool:
+        """Is the one element of a dim of `x` used for all of `size` elements of a result?"""
+        return self.hints(x)[dim] == 1 != hint(size)
+
+    def aligned(self, x: fx.Node, cut: Split, sizes: Sequence[Any]) -> Placement:
+        """Where `x`, which broadcasts to `sizes`, must be for a result of these that is cut by `cut`."""
+        dim = cut.dim - (len(sizes) - len(self.shape(x)))
+        return REPLICATE if dim < 0 or self.is_spread(x, dim, sizes[cut.dim]) else cut.on(dim)
+
     def _no_guards(self) -> AbstractContextManager[Any]:
         """This rank's sizes must put no conditions on the symbols of the whole program."""
         symbols = self.fake_mode.shape_env

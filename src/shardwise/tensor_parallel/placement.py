@@ -210,7 +210,7 @@ def _unflat(ranges: Ranges, block: int, sizes: Sequence[Any]) -> Split | None:
     """Which of the dims of `sizes`, cut how, gives `ranges` of every `block` elements when merged."""
     for dim, size in enumerate(sizes):
         inner = math.prod(sizes[dim + 1 :])
-        if not isinstance(inner, int) or inner == 0 or (isinstance(size, int) and size == 1):
+        if not isinstance(inner, int) or inner == 0 or (isinstance(size, int) and size == 1 != block):
             continue
         found: Ranges | None = ranges
         own = None

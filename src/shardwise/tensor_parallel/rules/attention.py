@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.placement import Split
 from shardwise.tensor_parallel.rules.registry import rule
 from shardwise.tensor_parallel.rules.views import is_tensor
 
@@ -35,19 +35,14 @@ def attention(p: Partition, node: fx.Node) -> None:
 
 def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **changed: Any) -> None:
     q, _, _, *rest = node.args
-    ndim = len(p.shape(q))  # type: ignore[arg-type]
-    others = [mask_for(p, x, cut, ndim=ndim) for x in rest]
-    kwargs = {name: mask_for(p, x, cut, ndim=ndim) for name, x in node.kwargs.items()} | changed
+    others = [mask_for(p, x, cut, q) for x in rest]
+    kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | changed
     p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), p.like(node, cut))
 
 
-def mask_for(p: Partition, x: Any, cut: Split, *, ndim: int) -> Any:
+def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
     """A mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
-    if not is_tensor(x):
-        return p.take(x)
-    dim = cut.dim - (ndim - len(p.shape(x)))
-    where: Placement = REPLICATE if dim < 0 or p.hints(x)[dim] == 1 else cut.on(dim)
-    return p.take(x, where)
+    return p.take(x, p.aligned(x, cut, p.shape(q))) if is_tensor(x) else p.take(x)
 
 
 def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:

@@ -128,9 +128,8 @@ def attention_backward(p: Partition, node: fx.Node) -> None:
 
 def _attention(p: Partition, node: fx.Node, at: Split, k: fx.Node, v: fx.Node) -> fx.Node:
     args: Any = node.args
-    ndim = len(p.shape(args[1]))
-    others = [_with_heads(p, x, at, ndim=ndim) for x in args[4:]]
-    kwargs = {name: _with_heads(p, x, at, ndim=ndim) for name, x in node.kwargs.items()}
+    others = [_with_heads(p, x, at, args[1]) for x in args[4:]]
+    kwargs = {name: _with_heads(p, x, at, args[1]) for name, x in node.kwargs.items()}
     return p.emit(node.target, p.take(args[0], at), p.take(args[1], at), k, v, *others, **kwargs)
 
 
@@ -158,11 +157,11 @@ def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> No
     return p.keep(node, tuple(found), (at, PARTIAL, PARTIAL))
 
 
-def _with_heads(p: Partition, x: Any, at: Split, *, ndim: int) -> Any:
+def _with_heads(p: Partition, x: Any, at: Split, q: fx.Node) -> Any:
     """The result, its statistics [batch, heads, queries], a mask, which broadcasts, or a number."""
-    if is_tensor(x) and len(p.shape(x)) == ndim - 1 and isinstance(p.placement(x), Split):
+    if is_tensor(x) and len(p.shape(x)) == len(p.shape(q)) - 1 and isinstance(p.placement(x), Split):
         return p.take(x, at)
-    return mask_for(p, x, at, ndim=ndim)
+    return mask_for(p, x, at, q)
 
 
 # ------------------------------------------------------------ parts and lookups

@@ -129,7 +129,7 @@ def baddbmm(p: Partition, node: fx.Node) -> None:
     at_a, at_b, out = _where(p, node, a, b)
     if isinstance(out, Partial):
         at_a = at_b = out = REPLICATE
-    added = _aligned(p, first, out, len(p.shape(node))) if isinstance(out, Split) else REPLICATE
+    added = p.aligned(first, out, p.shape(node)) if isinstance(out, Split) else REPLICATE  # type: ignore[arg-type]
     made = p.emit(node.target, p.take(first, added), p.take(a, at_a), p.take(b, at_b), **node.kwargs)
     return p.keep(node, made, out)
 
@@ -141,12 +141,13 @@ def _where(p: Partition, node: fx.Node, a: Any, b: Any) -> tuple[Placement, Plac
     if min(ndim_a, ndim_b) < 2:
         return REPLICATE, REPLICATE, REPLICATE
     batch = []
-    for at, ndim_x in ((at_a, ndim_a), (at_b, ndim_b)):
+    for x, at, ndim_x in ((a, at_a, ndim_a), (b, at_b, ndim_b)):
         if isinstance(at, Split) and at.dim < ndim_x - 2:
-            batch.append(at.on(ndim - ndim_x + at.dim))
+            there = at.on(ndim - ndim_x + at.dim)
+            batch += [] if p.is_spread(x, at.dim, p.shape(node)[there.dim]) else [there]
     if batch:
         cut = next((at for at in batch if at.disjoint), batch[0])
-        return _aligned(p, a, cut, ndim), _aligned(p, b, cut, ndim), cut
+        return p.aligned(a, cut, p.shape(node)), p.aligned(b, cut, p.shape(node)), cut
     if isinstance(at_a, Split) and at_a.dim == ndim_a - 2:
         return at_a, REPLICATE, at_a.on(ndim - 2)
     if isinstance(at_b, Split) and at_b.dim == ndim_b - 1:
@@ -164,9 +165,3 @@ def _is_weight(p: Partition, x: Any) -> bool:
     while x not in p.parameters and str(x.target).startswith(("aten.t.", "aten.transpose.", "aten.permute.")):
         x = x.args[0]
     return x in p.parameters
-
-
-def _aligned(p: Partition, x: Any, cut: Split, ndim: int) -> Placement:
-    """Where a factor must be for a product of `ndim` dims to be cut by `cut` in a batch dim."""
-    dim = cut.dim - (ndim - len(p.shape(x)))
-    return REPLICATE if dim < 0 or p.hints(x)[dim] == 1 else cut.on(dim)

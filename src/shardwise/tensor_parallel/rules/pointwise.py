@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -59,13 +61,13 @@ def pointwise(p: Partition, node: fx.Node) -> None:
     if _keeps_terms(p, name, inputs, node):
         made = p.emit(node.target, *map_arg(node.args, lambda n: p.take(n, p.placement(n))), **node.kwargs)
         return p.keep(node, made, PARTIAL)
-    out = result(node).ndim
-    cuts = [at.on(at.dim + out - len(p.shape(x))) for x in inputs if isinstance(at := p.placement(x), Split)]
-    cut = next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
-    if all(p.is_gathered(x) for x in inputs if isinstance(p.placement(x), Split)):
+    sizes = result(node).shape
+    cuts = {x: at for x in inputs if (at := _cut_by(p, x, sizes)) is not None}
+    cut = next((at for at in cuts.values() if at.disjoint), next(iter(cuts.values()), None))
+    if all(p.is_gathered(x) for x in cuts):
         cut = None  # no communication either way, and a whole result never needs any
-    args = map_arg(node.args, lambda n: p.take(n, _within(p, n, cut, out)))
-    kwargs = map_arg(node.kwargs, lambda n: p.take(n, _within(p, n, cut, out)))
+    args = map_arg(node.args, lambda n: p.take(n, _within(p, n, cut, sizes)))
+    kwargs = map_arg(node.kwargs, lambda n: p.take(n, _within(p, n, cut, sizes)))
     made = p.emit(node.target, *args, **kwargs)
     placement: Placement = REPLICATE if cut is None else cut
     return p.keep(node, made, p.like(node, placement))
@@ -79,12 +81,19 @@ def result(node: fx.Node) -> Tensor:
     return first
 
 
-def _within(p: Partition, x: fx.Node, cut: Split | None, ndim: int) -> Placement:
-    """Where an input must be for a result of `ndim` dims cut by `cut`."""
-    if cut is None or not isinstance(x.meta.get("val"), Tensor):
-        return REPLICATE
-    dim = cut.dim - (ndim - len(p.shape(x)))
-    return REPLICATE if dim < 0 or p.hints(x)[dim] == 1 else cut.on(dim)
+def _cut_by(p: Partition, x: fx.Node, sizes: Sequence[Any]) -> Split | None:
+    """How a result of `sizes` is cut if it is as the input `x`, unless that has one element for all of a dim."""
+    at = p.placement(x)
+    if not isinstance(at, Split):
+        return None
+    there = at.on(at.dim + len(sizes) - len(p.shape(x)))
+    return None if p.is_spread(x, at.dim, sizes[there.dim]) else there
+
+
+def _within(p: Partition, x: fx.Node, cut: Split | None, sizes: Sequence[Any]) -> Placement:
+    """Where an input must be for a result of `sizes` cut by `cut`."""
+    is_tensor = isinstance(x.meta.get("val"), Tensor)
+    return REPLICATE if cut is None or not is_tensor else p.aligned(x, cut, sizes)
 
 
 def _keeps_terms(p: Partition, name: str, inputs: list[fx.Node], node: fx.Node) -> bool:

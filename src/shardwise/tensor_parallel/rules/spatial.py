@@ -33,18 +33,31 @@ def convolution(p: Partition, node: fx.Node) -> None:
     if style == "column":
         cut = Split(out_dim, even(p.shape(weight)[out_dim], p.ranks))
         local = None if bias is None else p.take(bias, cut.on(0))
-        made = p.emit(node.target, p.take(x), p.take(weight, cut), local, *args[3:])
+        here = p.take(weight, cut)
+        if cut.size(p.rank) == 0:
+            here, local = _one_of_zeros(p, here, out_dim), local and _one_of_zeros(p, local, 0)
+        made = p.emit(node.target, p.take(x), here, local, *args[3:])
+        if cut.size(p.rank) == 0:
+            made = p.emit(aten.slice.Tensor, made, channel, 0, 0)
         return p.keep(node, made, cut.on(channel))
     if style == "row":
         cut = (at or p.evenly(x, channel)).on(in_dim)
-        made = p.emit(node.target, p.take(x, cut.on(channel)), p.take(weight, cut), None, *args[3:])
-        if cut.size(p.rank) == 0:  # what torch gives without channels is not always zeros
-            made = p.emit(aten.mul.Tensor, p.emit(aten.nan_to_num.default, made), 0)
+        part, here = p.take(x, cut.on(channel)), p.take(weight, cut)
+        if cut.size(p.rank) == 0:
+            part, here = _one_of_zeros(p, part, channel), _one_of_zeros(p, here, in_dim)
+        made = p.emit(node.target, part, here, None, *args[3:])
         if bias is None:
             return p.keep(node, made, PARTIAL)
         spread = p.emit(aten.reshape.default, p.take(bias), [-1] + [1] * (len(p.shape(weight)) - 2))
         return p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(made), spread), REPLICATE)
     return p.repeat(node)
+
+
+def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
+    """No channels as one of zeros: torch refuses to work on none."""
+    padding = [0] * (2 * here.meta["val"].ndim)
+    padding[-2 * dim - 1] = 1
+    return p.emit(aten.constant_pad_nd.default, here, padding, 0)
 
 
 def _by_groups(p: Partition, node: fx.Node, at: Split | None, groups: int, channel: int) -> None:
@@ -84,6 +97,8 @@ def batch_norm(p: Partition, node: fx.Node) -> None:
     assert isinstance(x, fx.Node)
     at = p.cut_of(x)
     if at is None or at.dim != 1 or at.block is not None or len(p.shape(x)) < 2:
+        return p.repeat(node)
+    if any(at.size(rank) == 0 for rank in range(p.ranks)):  # torch divides by the number of channels
         return p.repeat(node)
     channels = p.shape(x)[1]
     local = [p.take(arg, at.on(0)) if is_tensor(arg) else p.take(arg) for arg in rest]

@@ -124,6 +124,8 @@ def squeeze(p: Partition, node: fx.Node) -> None:
         range(len(sizes)) if not rest else rest[0] if isinstance(rest[0], (list, tuple)) else [rest[0]]
     )
     gone = {int(d) % len(sizes) for d in asked if isinstance(sizes[int(d)], int) and sizes[int(d)] == 1}
+    if isinstance(at := p.placement(x), Split) and at.dim in gone:
+        return p.repeat(node)
     here, at = start(p, x)
     made = p.emit(aten.squeeze.dims, here, sorted(gone))
     p.keep(node, made, at.on(at.dim - sum(d < at.dim for d in gone)) if isinstance(at, Split) else at)
@@ -135,10 +137,14 @@ def expand(p: Partition, node: fx.Node) -> None:
     assert isinstance(x, fx.Node)
     if not isinstance(asked, (list, tuple)):
         return _expand_as(p, node, x)
+    new = len(asked) - len(p.shape(x))
+    before = p.placement(x)
+    if isinstance(before, Split) and p.is_spread(x, before.dim, p.shape(node)[before.dim + new]):
+        return p.repeat(node)
     here, at = start(p, x)
     sizes = [p.take(size) for size in asked]
     if isinstance(at, Split):
-        dim = at.dim + len(sizes) - len(p.shape(x))
+        dim = at.dim + new
         made = p.emit(aten.expand.default, here, with_dim(sizes, dim, -1))
         return p.keep(node, made, at.on(dim))
     return p.keep(node, p.emit(aten.expand.default, here, sizes), at)
@@ -149,9 +155,7 @@ def _expand_as(p: Partition, node: fx.Node, x: fx.Node) -> None:
     other = node.args[1]
     assert isinstance(other, fx.Node)
     at = p.cut_of(other)
-    dim = -1 if at is None else at.dim - len(p.shape(node)) + len(p.shape(x))
-    cut_too = at is not None and dim >= 0 and p.shape(x)[dim] != 1
-    mine = p.take(x, at.on(dim) if at is not None and cut_too else REPLICATE)
+    mine = p.take(x, REPLICATE if at is None else p.aligned(x, at, p.shape(node)))
     where: Placement = at or REPLICATE
     p.keep(node, p.emit(node.target, mine, p.take(other, where)), where)
 
