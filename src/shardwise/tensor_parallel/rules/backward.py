@@ -29,7 +29,8 @@ _NONE, _MEAN = 0, 1  # reductions
 @rule("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 def nll_backward(p: Partition, node: fx.Node) -> None:
     """Each row's gradient is one number at the target's place: on the rank that has it."""
-    gradient, x, target, weight, reduction, ignored, total = node.args
+    args: Any = node.args
+    gradient, x, target, weight, reduction, ignored, total = args
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
         return p.repeat(node)
@@ -46,7 +47,8 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
     row = p.emit(aten.masked_fill.Scalar, p.emit(aten.mul.Tensor, row, above), skipped, 0)
     made = p.emit(aten.zeros_like.default, p.take(x, at))
     if at.ranges[p.rank]:
-        local, elsewhere = own_index(p, at, index)
+        safe = p.emit(aten.masked_fill.Scalar, index, skipped, 0)
+        local, elsewhere = own_index(p, at, safe, p.shape(x)[dim])
         mine = p.emit(aten.masked_fill.Scalar, row, elsewhere, 0)
         made = p.emit(aten.scatter.src, made, dim, local, mine)
     p.row_sums[node] = row

@@ -182,7 +182,7 @@ def choose(p: Partition, node: fx.Node) -> None:
     at = p.placement(x)
     assert isinstance(at, Split)
     here = p.take(x, at)
-    term = chosen(p, here, at, p.take(index))
+    term = chosen(p, here, at, p.take(index), p.shape(x)[at.dim])
     if x not in p.waiting:
         return p.keep(node, term, PARTIAL)
     logarithm, picked = _summed(p, x, here, [term], at.dim)
@@ -190,11 +190,11 @@ def choose(p: Partition, node: fx.Node) -> None:
     return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), REPLICATE)
 
 
-def chosen(p: Partition, here: fx.Node, at: Split, index: fx.Node) -> fx.Node:
+def chosen(p: Partition, here: fx.Node, at: Split, index: fx.Node, size: Any) -> fx.Node:
     """The elements of `here`, cut by `at`, at `index` along the cut dim; zeros for those of other ranks."""
-    if not at.ranges[p.rank]:  # no elements, but gradients flow here as on the other ranks
-        return p.emit(aten.expand_as.default, _row_sum(p, here, at.dim), index)
-    local, elsewhere = own_index(p, at, index)
+    if not at.ranges[p.rank]:  # one zero for none: gradients flow, and wrong indices raise, as on other ranks
+        here = _row_sum(p, here, at.dim)
+    local, elsewhere = own_index(p, at, index, size, more=int(not at.ranges[p.rank]))
     found = p.emit(aten.gather.default, here, at.dim, local)
     return p.emit(aten.masked_fill.Scalar, found, elsewhere, 0)
 
@@ -205,9 +205,11 @@ def placed(p: Partition, node: fx.Node) -> None:
     assert isinstance(x, fx.Node)
     at = p.placement(x)
     assert isinstance(at, Split)
-    here = p.take(x, at)
-    if at.ranges[p.rank]:
-        local, elsewhere = own_index(p, at, p.take(index))
+    here, index = p.take(x, at), p.take(index)
+    if not at.ranges[p.rank]:
+        here = p.emit(aten.add.Tensor, here, chosen(p, here, at, index, p.shape(x)[at.dim]))
+    else:
+        local, elsewhere = own_index(p, at, index, p.shape(x)[at.dim])
         before = p.emit(aten.gather.default, here, at.dim, local)
         after = p.emit(aten.full_like.default, before, value)
         after = p.emit(aten.where.self, elsewhere, before, after)
@@ -215,13 +217,22 @@ def placed(p: Partition, node: fx.Node) -> None:
     return p.keep(node, here, at)
 
 
-def own_index(p: Partition, at: Split, index: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Indices among this rank's elements, of which there are some; and which are those of other ranks."""
-    ((begin, end),) = at.ranges[p.rank]
+def own_index(
+    p: Partition, at: Split, index: fx.Node, size: Any, *, hole: int = 0, more: int = 0
+) -> tuple[fx.Node, fx.Node]:
+    """Indices of a dim of `size` among this rank's elements; and which are those of other ranks: `hole`.
+
+    What is no index of the whole dim is none of this rank's elements either, of which it has `more` than `at`
+    says: the operation that takes the result raises, and so on every rank.
+    """
+    begin, end = (*at.ranges[p.rank], (0, 0))[0]
     local = p.emit(aten.sub.Tensor, index, begin)
     below, above = p.emit(aten.lt.Scalar, local, 0), p.emit(aten.ge.Scalar, local, end - begin)
     elsewhere = p.emit(aten.logical_or.default, below, above)
-    return p.emit(aten.masked_fill.Scalar, local, elsewhere, 0), elsewhere
+    local = p.emit(aten.masked_fill.Scalar, local, elsewhere, hole)
+    below, above = p.emit(aten.lt.Scalar, index, 0), p.emit(aten.ge.Scalar, index, size)
+    nowhere = p.emit(aten.logical_or.default, below, above)
+    return p.emit(aten.masked_fill.Scalar, local, nowhere, end - begin + more), elsewhere
 
 
 # ------------------------------------------------------------ losses
@@ -250,7 +261,8 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     here = _less_maximum(p, x, at, dtype=dtype)
     index = p.emit(aten.unsqueeze.default, as_dtype(p, p.take(target), torch.int64), dim)
-    terms = [chosen(p, here, at, index)]
+    skipped = p.emit(aten.eq.Scalar, index, ignored)
+    terms = [chosen(p, here, at, p.emit(aten.masked_fill.Scalar, index, skipped, 0), p.shape(x)[dim])]
     if smoothing:
         terms.append(_row_sum(p, _weighted(p, here, weight, at), dim))
     logarithm, picked, *rest = _summed(p, x, here, terms, dim)
@@ -278,7 +290,8 @@ def nll(p: Partition, node: fx.Node) -> None:
     assert isinstance(at, Split)
     index = p.emit(aten.unsqueeze.default, as_dtype(p, p.take(target), torch.int64), dim)
     here = p.take(x, at)
-    term = chosen(p, here, at, index)
+    skipped = p.emit(aten.eq.Scalar, index, ignored)
+    term = chosen(p, here, at, p.emit(aten.masked_fill.Scalar, index, skipped, 0), p.shape(x)[dim])
     if x in p.waiting:
         loss = p.emit(aten.sub.Tensor, *_summed(p, x, here, [term], dim))
     else:

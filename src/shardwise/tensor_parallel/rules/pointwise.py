@@ -82,7 +82,7 @@ def result(node: fx.Node) -> Tensor:
 
 
 def _cut_by(p: Partition, x: fx.Node, sizes: Sequence[Any]) -> Split | None:
-    """How a result of `sizes` is cut if it is as the input `x`, unless that has one element for all of a dim."""
+    """How a result of `sizes` is cut if it is as the input `x`; None if one element is for all of it."""
     at = p.placement(x)
     if not isinstance(at, Split):
         return None

@@ -128,7 +128,7 @@ def squeeze(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     here, at = start(p, x)
     made = p.emit(aten.squeeze.dims, here, sorted(gone))
-    p.keep(node, made, at.on(at.dim - sum(d < at.dim for d in gone)) if isinstance(at, Split) else at)
+    return p.keep(node, made, at.on(at.dim - sum(d < at.dim for d in gone)) if isinstance(at, Split) else at)
 
 
 @rule("aten::expand", "aten::expand_as", "aten::broadcast_to")
