@@ -105,17 +105,44 @@ def test_a_class_an_instance_and_a_word_mean_the_same(style: Any) -> None:
     assert plan.outputs == {}
 
 
-def test_patterns_fit_modules_and_parameters_and_the_last_entry_decides() -> None:
+def test_patterns_fit_modules_and_parameters_and_names_come_before_them() -> None:
     assert plan_of({"layers.*.up": "colwise"}, PARAMETERS).styles == UP
     assert plan_of({"*.up.weight": "colwise"}, PARAMETERS).styles == {"layers.0.up.weight": "column"}
     everything = {
+        "layers.0.up": "colwise",
+        "layers.0.up.bias": "replicate",
         "layers.*": "rowwise",
-        "*.up": "colwise",
-        "*.norm": "replicate",
+        "*.down": "rowwise",
+        "layers.0.norm": "replicate",
         "layers.0.scale": styles.Replicate,
     }
-    found = plan_of(everything, PARAMETERS).styles
-    assert found == UP | {"layers.0.down.weight": "row", "layers.0.down.bias": "row"}
+    for entries in (everything, dict(reversed(everything.items()))):
+        found = plan_of(entries, PARAMETERS).styles
+        assert found == {
+            "layers.0.up.weight": "column", "layers.0.down.weight": "row", "layers.0.down.bias": "row"
+        }  # fmt: skip
+
+
+def test_patterns_that_ask_for_different_things_are_refused_by_name() -> None:
+    for plan, message in (
+        (
+            {"*.up": "colwise", "layers.*": "rowwise"},
+            r"'\*.up' and 'layers.\*' both fit 'layers.0.up.weight'",
+        ),
+        (
+            {"*.up": "colwise", "*up": "colwise_rep"},
+            r"'\*.up' and '\*up' both fit .*outputs=None.*'replicate'",
+        ),
+        (
+            {
+                "layers.0.u*": ColwiseParallel(output_layouts=Replicate()),
+                "*.up": peer.PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(1)),
+            },
+            r"'\*.up' and 'layers.0.u\*' both fit 'layers.0.up' and ask for different things",
+        ),
+    ):
+        with pytest.raises(ShardingError, match=message):
+            plan_of(plan, PARAMETERS)
 
 
 def test_a_function_chooses_by_name_and_shape_and_may_leave_a_parameter_alone() -> None:

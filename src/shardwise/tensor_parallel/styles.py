@@ -11,7 +11,8 @@ say what a module may meet, any value being moved to where it is needed, and `us
 layouts of torch's PrepareModuleInput and PrepareModuleOutput, for modules with one tensor in or out; where
 these come from, their other layouts, is known.
 
-Where several entries fit a parameter, the last one decides.
+Where several entries fit a parameter, its own name comes before its module's, and that before patterns. Two
+patterns that ask for different things are an error, as no order of them is meant by everyone.
 """
 
 from __future__ import annotations
@@ -141,27 +142,49 @@ def plan_of(
         ShardingError: a name that fits nothing, with the nearest ones; something that is no style; layouts
             that cannot be had; a module without a weight of two dims or more that is to be cut.
     """
-    plan = Plan()
+    plan = Plan(asked={asked: described(entry) for asked, entry in strategies.items()})
+    styles: _Claims = {}
+    moved: dict[str, _Claims] = {"inputs": {}, "outputs": {}}
     for asked, entry in strategies.items():
-        plan.asked[asked] = described(entry)
         if _kind(entry).startswith("Prepare"):
             for place, layout in _prepared(entry, asked).items():
-                getattr(plan, place).update(
-                    dict.fromkeys(_matching_modules(asked, parameters, modules), layout)
-                )
+                for module in _matching_modules(asked, parameters, modules):
+                    moved[place].setdefault(module, []).append((asked, layout))
             continue
         for name in _matching(asked, parameters):
             found = _style_for(entry, name, parameters[name], asked)
-            if found is None:
-                continue
-            module = name.rpartition(".")[0]
-            plan.styles[name] = found.kind
-            plan.outputs.pop(module, None)
-            if found.outputs is not None:
-                plan.outputs[module] = found.outputs
-    plan.styles = {name: kind for name, kind in plan.styles.items() if kind != REPLICATED}
+            if found is not None:
+                styles.setdefault(name, []).append((asked, found))
+    for name, claims in styles.items():
+        asked, style = _decide(name, claims)
+        if style.kind != REPLICATED:
+            plan.styles[name] = style.kind
+        if style.outputs is not None:
+            moved["outputs"].setdefault(name.rpartition(".")[0], []).append((asked, style.outputs))
+    plan.inputs = {module: _decide(module, claims)[1] for module, claims in moved["inputs"].items()}
+    plan.outputs = {module: _decide(module, claims)[1] for module, claims in moved["outputs"].items()}
     _check_dims(plan, parameters)
     return plan
+
+
+_Claims = dict[
+    str, list[tuple[str, Any]]
+]  # by parameter or module: the entries that fit it, what each asks for
+
+
+def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
+    """The entry that decides for `name`, and what it asks for: its own name, its module's, or patterns."""
+    for names in ((name,), (name.rpartition(".")[0],), None):
+        fitting = [claim for claim in claims if names is None or claim[0] in names]
+        other = next((claim for claim in fitting if claim[1] != fitting[0][1]), None)
+        if other is not None:
+            raise ShardingError(
+                f"the strategies for {fitting[0][0]!r} and {other[0]!r} both fit {name!r} and ask for"
+                f" different things ({fitting[0][1]}, {other[1]}); name {name!r} itself"
+            )
+        if fitting:
+            return fitting[0]
+    raise AssertionError(name)
 
 
 def described(entry: Any) -> str:
@@ -316,5 +339,5 @@ def _check_dims(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:
             raise ShardingError(
                 f"{name} of shape {tuple(parameters[name].shape)} cannot be cut by {kind}: its module has no"
-                ' weight of two dims or more; leave it out, or name it after the others with "replicate"'
+                ' weight of two dims or more; leave it out, or name it itself with "replicate"'
             )
