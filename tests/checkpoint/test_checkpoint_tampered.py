@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.checkpoint import PerRank, load, load_slices, save
 from shardwise.checkpoint.records import read_records
-from shardwise.checkpoint.stored import locate
+from shardwise.checkpoint.stored import Stored, locate
 from shardwise.errors import CheckpointError
 from shardwise.sharded_tensor import ChunkShardingSpec
 from shardwise.tensor_parallel.materialize import _opened
@@ -238,6 +239,14 @@ def test_memory_that_cannot_be_written_is_found_before_anything_is(tmp_path: Pat
     state = {"a": torch.zeros(3), "b": unwritable}
     refused(lambda: load(tmp_path, state), f"b: .*{target}")
     assert not state["a"].any()
+
+
+@on_ranks(2)
+def test_a_disk_that_fails_while_tensors_are_read_ends_the_load_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path, state_of(1.0), step=1)
+    failing = mock.Mock(side_effect=OSError(5, "Input/output error"))
+    with mock.patch.object(Stored, "read", failing if dist.get_rank() == 1 else Stored.read):
+        refused(lambda: load(tmp_path, state_of(7.0)), r"the state is half written(.|\n)*rank 1: OSError")
 
 
 # Memory
