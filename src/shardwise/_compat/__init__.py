@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
 
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Options of the process group's own collectives (below), exported nowhere else.
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 
 # comm.count: the one subclass that cannot run below an active mode that steps aside for it.
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d as c10d
 
 # checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -75,6 +77,7 @@ __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "StorageInfo",
+    "Store",
     "StridedShard",
     "TensorMeta",
     "TorchDispatchMode",
@@ -258,6 +261,21 @@ def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | Non
     """The backend that allocates communication buffers for `group`, if it has an allocator."""
     backend = group._get_backend(device)
     return backend if backend.supports_tensor_alloc(device) else None
+
+
+def default_store() -> Store:
+    """What the default process group's ranks met through; whoever has none raises ValueError."""
+    return c10d._get_default_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of `group` waits for other ranks."""
+    device = group._device_types[0]
+    return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
+
+
+# comm.order: by these functions on its stack a thread is inside a backward pass.
+BACKWARD_FRAMES = frozenset({"_engine_run_backward"})
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:

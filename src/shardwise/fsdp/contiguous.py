@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import AllGather, AllGatherResult, CommStreams, DefaultAllGather
 from shardwise.comm.foreach import current_stream
+from shardwise.comm.order import event_for
 from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
@@ -97,6 +98,9 @@ class ContiguousGroup(ParamGroup):
         self.offloads = isinstance(self.offload, CPUOffloadPolicy)
         self.pack()
 
+    def describe(self) -> str:
+        return f"{super().describe()}\nstrategy of '{self.name}': {self.strategy}"
+
     def set_reshard_after_forward(self, reshard: bool) -> None:
         if self.gather_group is not None:
             super().set_reshard_after_forward(reshard)
@@ -116,7 +120,7 @@ class ContiguousGroup(ParamGroup):
         self.reshard()
         self._settle()
         self.buffers, self.shards, self.held = [], [], []
-        self.traced = None
+        self.traced = self.gather_event = self.layout_words = None
         for param in self.params:
             param.unsharded = None
         for segment in self.layout.segments:
@@ -238,6 +242,8 @@ class ContiguousGroup(ParamGroup):
     def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
         if self.gather is not None or self.form is Form.UNSHARDED:
             return
+        if self.orders and self.gather_group is not None:
+            self.announce_gather()
         if not self.buffers:
             self._make_unsharded()
         self.gathered_at = optimizer_watch.Steps.count
@@ -252,7 +258,7 @@ class ContiguousGroup(ParamGroup):
         if self.form is Form.POST_FORWARD:
             assert self.post_forward is not None
             group = self.post_forward.shard_process_group
-        event = None
+        gathered = None
         if streams is None:
             if len(self.buffers) == 1:
                 work = self._gather_one(self.buffers[0], group, comm, async_op)
@@ -263,12 +269,12 @@ class ContiguousGroup(ParamGroup):
             streams.reclaim(self.buffers, keep=1)
             with streams.all_gather:
                 works = [self._gather_one(buffer, group, comm, async_op) for buffer in self.buffers]
-                event = record_event(streams.all_gather)
+                gathered = record_event(streams.all_gather)
         running = [work for work in works if work is not None]
-        if not running and event is None:
+        if not running and gathered is None:
             self.gather = _DONE
         else:
-            self.gather = AllGatherResult(_NOTHING, (), event, cast(dist.Work, _Works(running)))
+            self.gather = AllGatherResult(_NOTHING, (), gathered, cast(dist.Work, _Works(running)))
 
     def _gather_one(
         self, buffer: _Buffer, group: dist.ProcessGroup, comm: AllGather, async_op: bool
@@ -303,6 +309,8 @@ class ContiguousGroup(ParamGroup):
         if self.refreshed_at == state:
             return
         self.refreshed_at = state
+        if self.orders and self.refresh_group is not None:
+            self.announce(event_for(f"gather what the optimizer changed of '{self.name}'"))
         for buffer in self.buffers:
             if buffer.held is buffer.shard:
                 continue
@@ -335,6 +343,7 @@ class ContiguousGroup(ParamGroup):
             for _, _, unsharded, sharded in self._shown:
                 if unsharded.requires_grad is not sharded.trains:
                     unsharded.requires_grad_(sharded.trains)
+                    self.gather_event = None
         for parameters, name, unsharded, _ in self._shown:
             parameters[name] = unsharded
         for buffer in self.buffers:

@@ -181,6 +181,8 @@ class ContiguousReducer(GradReducer):
         if not taken.complete:
             pairs = zip(params, taken.grads, strict=True)
             params = [param for param, grad in pairs if grad is not None]
+        if self.group.orders:
+            self.announce(plan, params, of=index)
         limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
         if members.numel <= limit or plan.shard_group is None:
             reduce_input = self._copy_in(taken, plan)

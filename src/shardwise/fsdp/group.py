@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from shardwise.comm import (
     ReduceScatter,
 )
 from shardwise.comm.foreach import current_stream
+from shardwise.comm.order import Event, Order, event_for
+from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.parameter import ShardedParam
@@ -72,6 +74,22 @@ class GroupSettings:
     all_reduce_hook_stream: torch.Stream | None = None
 
 
+def _unusual(chosen: Any, default: Any) -> list[str]:
+    """The fields of a dataclass that are not as they are by default, in words."""
+    words = {
+        f.name: (_word(getattr(chosen, f.name)), _word(getattr(default, f.name))) for f in fields(chosen)
+    }
+    return [f"{name}={value}" for name, (value, usual) in words.items() if value != usual]
+
+
+def _word(value: object) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, torch.dtype))
+    return str(value) if plain else type(value).__name__
+
+
+_SETTINGS, _POLICY = GroupSettings(), MixedPrecisionPolicy()
+
+
 class ParamGroup(ABC):
     """Parameters gathered together and reduced together."""
 
@@ -103,6 +121,9 @@ class ParamGroup(ABC):
         self.gathered_at = -1  # the count of optimizer steps when last gathered
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.shard_group, _ = info.process_groups
+        self.orders: list[Order] = []  # of all ranks that the group communicates with, from its first forward
+        self.gather_event: Event | None = None  # in words; None, as `layout_words`, if they changed
+        self.layout_words: str | None = None
 
     @abstractmethod
     def pack(self) -> None:
@@ -172,8 +193,50 @@ class ParamGroup(ABC):
 
     def describe(self) -> str:
         """The group in words, equal on ranks that will communicate alike."""
-        trainable = [p.name for p in self.params if p.sharded.requires_grad]
-        return "\n".join([f"group '{self.name}'", self.layout.describe(), f"trained: {trainable}"])
+        if self.layout_words is None:
+            self.layout_words = self.layout.describe()
+        after = self.post_forward
+        resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
+        return "\n".join(
+            [
+                f"group '{self.name}', which {resharded} after forward",
+                *[f"'{self.name}' with {chosen}" for chosen in self._chosen()],
+                self.layout_words,
+            ]
+        )
+
+    def _chosen(self) -> list[str]:
+        offload = [] if type(self.offload) is OffloadPolicy else [type(self.offload).__name__]
+        return _unusual(self.policy, _POLICY) + offload + _unusual(self.settings, _SETTINGS)
+
+    # What other ranks must do alike
+
+    def join_orders(self) -> list[Order]:
+        """Find with whom the group's collectives are compared from now on."""
+        self.orders = []
+        for group in self.info.process_groups:
+            order = order_of(group)
+            if order is not None:
+                self.orders.append(order)
+                if self.post_forward is not None and self.post_forward is not self.info:
+                    order.groups.add(self.post_forward.shard_process_group)
+                if isinstance(self.info, FSDPMeshInfo) and self.info.reduce_scatter_process_group is not None:
+                    order.groups.add(self.info.reduce_scatter_process_group)
+        return self.orders
+
+    def announce_gather(self) -> None:
+        """Before an all-gather; see `comm.order`."""
+        if self.gather_event is None:
+            sizes = [f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments]
+            trained = [f"trained: {p.name}" for p in self.params if p.sharded.requires_grad]
+            self.gather_event = event_for(
+                "\n".join([f"gather '{self.name}'", f"{', '.join(sizes)} from {self.ranks} ranks", *trained])
+            )
+        self.announce(self.gather_event)
+
+    def announce(self, what: Event) -> None:
+        for order in self.orders:
+            order.advance(what)
 
     @property
     def replicates(self) -> bool:
@@ -195,6 +258,7 @@ class ParamGroup(ABC):
             assert unsharded is not None
             if unsharded.requires_grad != param.sharded.requires_grad:
                 unsharded.requires_grad_(param.sharded.requires_grad)
+                self.gather_event = None
             for owner in param.owners:
                 owner.parameters[owner.name] = unsharded
         self.form = Form.UNSHARDED

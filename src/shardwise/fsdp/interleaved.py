@@ -108,7 +108,7 @@ class InterleavedGroup(ParamGroup):
         self.reshard()
         self.layout = layout
         self.packed = packed
-        self.traced = None
+        self.traced = self.gather_event = self.layout_words = None
         self.shards = []
         for segment in layout.segments:
             first = packed[segment.slots[0].index].local
@@ -202,6 +202,8 @@ class InterleavedGroup(ParamGroup):
         """
         if self.gather is not None or self.form is Form.UNSHARDED:
             return
+        if self.orders:
+            self.announce_gather()
         if self.main is None:
             self._make_unsharded()
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main

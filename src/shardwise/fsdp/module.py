@@ -173,6 +173,7 @@ class FSDPModule(nn.Module):
             state.reshard_is_automatic = False
             for group in state.groups:
                 group.set_reshard_after_forward(reshard_after_forward)
+            state.settings_changed()
             trace_plan.refresh(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -311,8 +312,7 @@ class FSDPModule(nn.Module):
 
     def _forget_plans(self, recurse: bool) -> None:
         for state in self._states(recurse):
-            for reducer in state.reducers:
-                reducer.forget_plans()
+            state.settings_changed()
             trace_plan.refresh(state)
 
     def _refuse_custom(self, group: ParamGroup, method: str) -> None:
@@ -373,13 +373,17 @@ def _own_code(function: Any) -> FunctionType:
 
 
 def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    args, kwargs = state.enter_forward(module, args, kwargs)
     try:
-        output = forward(*args, **kwargs)
-    except BaseException:
-        state.abandon_forward()
+        args, kwargs = state.enter_forward(module, args, kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException:
+            state.abandon_forward()
+            raise
+        return state.exit_forward(module, output)
+    except Exception as error:
+        state.tell_of(error)
         raise
-    return state.exit_forward(module, output)
 
 
 @_compat.only_inlined

@@ -324,9 +324,9 @@ class EvenParam(ShardedParam):
     def check_data(self) -> None:
         if _compat.storage_id(self.sharded) != self._storage:
             raise ShardingError(
-                f"{here()}: '{self.name}'.data was assigned to, but a sharded parameter is a DTensor, which"
-                " keeps its values all the same. Change them in place: data.copy_(...), or any in-place"
-                " operation under no_grad"
+                f"{here()}: '{self.name}'.data was assigned to (on {self.sharded.data.device}), but a sharded"
+                " parameter is a DTensor, which keeps its values all the same. Change them in place:"
+                " data.copy_(...), or any in-place operation under no_grad"
             )
 
     def move(self, piece: Tensor) -> None:

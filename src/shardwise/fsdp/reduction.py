@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
 from shardwise.comm.foreach import Reduction, current_stream
+from shardwise.comm.order import Event, event_for
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
@@ -46,10 +47,34 @@ class GradReducer(ABC):
     offload_events: list[torch.Event] = field(default_factory=list)
     accumulates: bool = False  # do parameters hold gradients of earlier backwards?
     _plans: dict[tuple[torch.dtype, torch.dtype], Reduction] = field(default_factory=dict)
+    _events: dict[Any, Event] = field(default_factory=dict)
 
     def forget_plans(self) -> None:
         """The group's settings or streams changed."""
         self._plans.clear()
+        self._events.clear()
+
+    def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
+        """Before a reduction; see `comm.order`.
+
+        Args:
+            plan: how gradients are reduced.
+            params: whose they are; equal in length to `group.params` or a segment's only if they are those.
+            of: the segment or dtypes that are reduced.
+        """
+        complete = len(params) == len(self.group.params)
+        key = (of, None if complete else tuple([param.name for param in params]))
+        found = self._events.get(key)
+        if found is None:
+            found = self._events[key] = event_for(
+                f"reduce the gradients of '{self.group.name}'\nto {plan.result_dtype}, as {plan.dtype}, by"
+                f" {plan.factors}{'' if plan.all_reduce else ', without all-reduce'}\n"
+                + "\n".join(f"with a gradient: {param.name}" for param in params),
+                advice="Where ranks use different parameters, call"
+                " set_reduce_scatter_unused_params(True) on the root module; elsewhere make the same"
+                " calls on every rank.",
+            )
+        self.group.announce(found)
 
     def accumulate(self) -> None:
         """Add this backward's gradients to those kept in the reduction's dtype."""
@@ -202,6 +227,8 @@ class InterleavedReducer(GradReducer):
         params = [cast(EvenParam, param) for param, _ in batch]
         grads = [grad for _, grad in batch]
         batch.clear()
+        if self.group.orders:
+            self.announce(plan, params, of=(plan.result_dtype, grads[0].dtype))
         key: tuple[str, ...] = ()
         partial = None
         if self.partials or not plan.all_reduce:

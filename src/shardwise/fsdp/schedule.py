@@ -17,6 +17,7 @@ import torch
 
 from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import current_stream
+from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Schedule:
         max_reduce_inputs: how many of them may be.
         reduce_shards: reduced shards that the all-reduce's stream may still use, though another stream
             allocated them.
+        orders: of the ranks that communicate, each once; what they do is compared.
+        pass_events: for each of them, what begins a pass; made when it is needed.
         reduced: for each stream, when its latest reduction will have finished.
     """
 
@@ -62,6 +65,8 @@ class Schedule:
     max_reduce_inputs: int = 1
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
     reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)
+    orders: list[Order] = field(default_factory=list)
+    pass_events: list[Event] = field(default_factory=list)
 
     def release_kept(self, *, unless: FSDPState | None = None) -> None:
         """Release the state whose release was put off, unless it is the one that runs next."""

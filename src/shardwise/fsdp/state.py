@@ -12,6 +12,7 @@ group's business, how gradients are reduced the reducer's.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _compat
-from shardwise.comm import CommStreams, check_fingerprint
+from shardwise.comm import CommStreams
 from shardwise.comm.foreach import current_stream
+from shardwise.comm.order import event_for
+from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.contiguous import ContiguousGroup
@@ -40,6 +43,7 @@ _ENTER_FORWARD, _END_OF_BACKWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.END_O
 _ENTER_BACKWARD, _EXIT_BACKWARD = TABLE[Event.ENTER_BACKWARD], TABLE[Event.EXIT_BACKWARD]
 
 
+_END_OF_PASS = event_for("end the backward pass")
 _alive: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
 
@@ -113,6 +117,13 @@ class FSDPState:
             for name, value in settings.items():
                 setattr(self.schedule, name, value)
 
+    def settings_changed(self) -> None:
+        """What was made of the groups' settings is made again when it is needed."""
+        for reducer in self.reducers:
+            reducer.forget_plans()
+        if self.schedule is not None:
+            self.schedule.pass_events.clear()
+
     # First forward
 
     def become_root(self) -> Schedule:
@@ -155,7 +166,7 @@ class FSDPState:
                 group.name = state.name
                 group.check_ready()
                 schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
-        self._compare_ranks(groups)
+        schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
         return schedule
 
     def _name_parameters(self, root: nn.Module, groups: list[ParamGroup]) -> None:
@@ -166,16 +177,16 @@ class FSDPState:
             if (managed := by_param.get(param)) is not None:
                 managed.rename(name)
 
-    def _compare_ranks(self, groups: list[ParamGroup]) -> None:
-        by_ranks: dict[tuple[Any, ...], list[ParamGroup]] = {}
-        for group in groups:
-            by_ranks.setdefault(group.info.process_groups, []).append(group)
-        for ranks, alike in by_ranks.items():
-            check_fingerprint(
-                "\n".join(group.describe() for group in alike),
-                groups=[group for group in ranks if group is not None],
-                device=self.device,
-            )
+    def _announce_pass(self, schedule: Schedule) -> None:
+        """Compare with all ranks what was built and set, if that is not as it was at the last pass."""
+        if not schedule.pass_events:
+            groups = [group for state in (self, *self.below) for group in state.groups]
+            what = f"run the forward of {type(self.modules[0]()).__name__}"
+            for order in schedule.orders:
+                alike = [group.describe() for group in groups if order in group.orders]
+                schedule.pass_events.append(event_for("\n".join([what, *alike])))
+        for order, begins in zip(schedule.orders, schedule.pass_events, strict=True):
+            order.begin_pass(begins)
 
     # Forward
 
@@ -216,6 +227,8 @@ class FSDPState:
         return args, kwargs
 
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if schedule.orders:
+            self._announce_pass(schedule)
         schedule.forward_root = self.myself
         for state in (self, *self.below):
             if state.guards:
@@ -281,6 +294,16 @@ class FSDPState:
     def abandon_forward(self) -> None:
         """A forward raised. Recomputation does so on purpose, when it has what it needs."""
         self.running -= 1
+
+    def tell_of(self, error: Exception) -> None:
+        """A forward, or what it gathers, raised: ranks that wait for this one in the same pass need not."""
+        schedule = self.schedule
+        inside = schedule is not None and schedule.forward_root not in (None, self.myself)
+        if inside or _compat.in_backward():
+            return
+        orders = [order for group in self.groups for order in group.orders]
+        for order in orders if schedule is None else schedule.orders:
+            order.left = order.left or f"raised {type(error).__name__} in its forward: {error}"
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Put off this module's release until the next module runs, and mark its output."""
@@ -363,6 +386,8 @@ class FSDPState:
                     " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
                 )
             schedule.callback_queued = True
+            for order in schedule.orders:
+                order.backward_thread = threading.get_ident()
             _compat.queue_backward_callback(root.end_of_backward)
         if action is Action.KEEP:
             return grad
@@ -415,7 +440,10 @@ class FSDPState:
                 continue
             if schedule.streams is not None:
                 schedule.make_room_for_reduction()
-            results = reducer.reduce(taken, streams=schedule.streams)
+            try:
+                results = reducer.reduce(taken, streams=schedule.streams)
+            except RuntimeError as error:
+                raise explained(error, group.orders, f"reduce '{group.name}'") from error
             if schedule.streams is not None:
                 schedule.hold_reductions(results)
 
@@ -444,15 +472,21 @@ class FSDPState:
                         reducer.finish()
         schedule.free_gathered()
         self.install_guards()
+        for order in schedule.orders:
+            order.backward_thread = None
+            order.advance(_END_OF_PASS)
 
     # Gathering
 
     def _gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
         if group.form is Form.UNSHARDED:
             return
-        if group.gather is None:
-            group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
-        result = group.wait_for_unshard()
+        try:
+            if group.gather is None:
+                group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
+            result = group.wait_for_unshard()
+        except RuntimeError as error:
+            raise explained(error, group.orders, f"gather '{group.name}'") from error
         if result is not None:
             schedule.finish_gather(result, forward=forward)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from shardwise import FSDPModule, ShardingError, fully_shard
+from shardwise import FSDPModule, RankMismatchError, ShardingError, fully_shard
 
 
 class Routed(nn.Module):
@@ -27,7 +30,21 @@ def _model() -> Routed:
 
 
 @on_ranks(2)
-def test_rows_whose_owner_did_not_use_them_are_an_error() -> None:
+def test_ranks_that_use_different_parameters_are_told_of_both() -> None:
+    model, used = fully_shard(_model(), layout="contiguous"), dist.get_rank()
+    with pytest.raises(RankMismatchError, match=r"experts\.0\.weight") as error:
+        model(torch.ones(1, 4), used).sum().backward()
+    assert "experts.1.weight" in str(error.value)
+    assert "set_reduce_scatter_unused_params(True)" in str(error.value)
+
+
+@on_ranks(2)
+def test_without_comparing_rows_whose_owner_did_not_use_them_are_an_error() -> None:
+    with mock.patch.dict(os.environ, SHARDWISE_CHECK_ORDER="0"):
+        _use_what_the_other_holds()
+
+
+def _use_what_the_other_holds() -> None:
     model = fully_shard(_model(), layout="contiguous")
     # Each rank holds one expert and uses the other.
     held = [param.local.numel() > 0 for param in model.parameters()].index(True)

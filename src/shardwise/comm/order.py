@@ -1,0 +1,267 @@
+"""Do the ranks of a process group issue the same collectives in the same order?
+
+Ranks that differ would exchange garbage of equal size, abort, or wait for each other until a timeout. So
+every collective is announced here before it is issued:
+
+    as it followed last time    nothing is sent: one comparison of two references
+    anything else               all ranks compare what they are about to do, through the store
+
+A pass is a path in a tree of what was agreed before. Ranks whose trees are equal and who follow them agree
+without a word; a rank that leaves its tree asks the others first, and those who went on as last time wait
+in a collective that it does not join. Nobody exchanges data with a rank that means something else. Who
+waits for whom, and why in vain, is found by `comm.watch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardwise import _compat
+from shardwise._compat import Store
+from shardwise.comm.differences import differences
+from shardwise.errors import RankMismatchError, here
+
+_PASSES_KEPT = 64  # how far back a waiting rank may ask where its peers left this one
+_LONGEST_PASS = 100_000  # events; one that is longer, without a forward, begins anew
+_LARGEST_TREE = 1_000_000  # events; it is forgotten beyond that, on all ranks at the same one
+_DIGEST = 64  # characters
+_HASTE, _PATIENCE = 20e-6, 2e-3  # seconds between looks for the others' words
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+Record = dict[str, Any]
+
+
+class Event:
+    """What a rank is about to do, in words equal on ranks that do it alike. `event_for` makes it."""
+
+    __slots__ = ("__weakref__", "advice", "digest", "text")
+
+    def __init__(self, text: str, advice: str) -> None:
+        self.text = text
+        self.advice = advice  # for who does something else
+        self.digest = hashlib.sha256(text.encode()).digest()
+
+
+_events: WeakValueDictionary[str, Event] = WeakValueDictionary()
+
+
+_ADVICE = (
+    "Build the same model, with the same fully_shard calls in the same order, and make the same calls on"
+    " every rank."
+)
+
+
+def event_for(text: str, *, advice: str = _ADVICE) -> Event:
+    """The event of these words: one object for equal words."""
+    return _events.setdefault(text, Event(text, advice))
+
+
+class Node:
+    """An event with all that came before it in its pass."""
+
+    __slots__ = ("children", "depth", "digest", "event", "likely", "parent")
+
+    def __init__(self, event: Event, parent: Node | None) -> None:
+        self.event = event
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        before = b"" if parent is None else parent.digest
+        self.digest: bytes = hashlib.sha256(before + event.digest).digest()
+        self.children: dict[Event, Node] = {}
+        self.likely: Node | None = None  # what followed last time
+
+    def before(self, depth: int) -> Node:
+        """The event at `depth` on the way here."""
+        node = self
+        while node.depth > depth:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
+
+class Order:
+    """The sequence of events of one process group, on this rank. `watch.order_of` makes it.
+
+    Attributes:
+        at: the event last announced.
+        passes: how many passes have begun.
+        ended: with what earlier passes ended, by number.
+        left: why this rank will not go on with its pass, once it has left it.
+        backward_thread: where a backward runs.
+        asking: whether it waits for the others' words, over no connection that could break.
+        verdict: what was found wrong; every later announcement raises it.
+        groups: process groups of these ranks, in which this one may be waiting.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.groups = WeakSet([group])
+        self.timeout = _compat.timeout_of(group).total_seconds()
+        self.store = store
+        name = f"shardwise/{group.group_name}/{self.ranks[0]}-{self.ranks[-1]}/{self.size}"
+        # A store may outlive its process groups: each life of one has words of its own.
+        self.prefix = f"{name}/{store.add(f'{name}/{self.rank}', 1)}/"
+        self.root = self.at = Node(event_for(""), None)
+        self._nodes = 0
+        self.passes = 0
+        self.ended: OrderedDict[int, Node] = OrderedDict()
+        self.left: str | None = None
+        self.backward_thread: int | None = None
+        self.asking = False
+        self.verdict: str | None = None
+        self._posted: str | None = None
+        self._said_left = False
+
+    def advance(self, event: Event) -> None:
+        """Announce what this rank does next. Collective over the group where it differs from last time.
+
+        Raises:
+            RankMismatchError: ranks mean different things, one of them has left, or did not come in time.
+        """
+        likely = self.at.likely
+        if likely is not None and likely.event is event and self.verdict is None:
+            self.at = likely
+        else:
+            self._agree(event)
+
+    def begin_pass(self, event: Event) -> None:
+        """Announce that a root module's forward begins."""
+        self.left = self.backward_thread = None
+        if self._said_left:
+            self.post()
+        self.advance(event)
+        self.ended[self.passes] = self.at
+        if len(self.ended) > _PASSES_KEPT:
+            self.ended.popitem(last=False)
+        if self._nodes > _LARGEST_TREE:
+            self._nodes = 0
+            self.root = Node(event_for(""), None)
+        self.passes += 1
+        self.at = self.root
+
+    def _agree(self, event: Event) -> None:
+        parent = self.at
+        node = parent.children.get(event)
+        if node is None:
+            node = parent.children[event] = Node(event, parent)
+            self._nodes += 1
+        self.at = node
+        place = f"{self.prefix}{self.passes}.{node.depth}/"
+        keys = [f"{place}{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], node.digest.hex() + event.text)
+        self._wait_for(keys)
+        words = [value.decode() for value in self.store.multi_get(keys)]
+        if any(word[:_DIGEST] != node.digest.hex() for word in words):
+            texts = {rank: word[_DIGEST:] for rank, word in zip(self.ranks, words, strict=True)}
+            self.left = "found that ranks disagree about what to do next"
+            raise RankMismatchError(
+                f"{here()}: ranks disagree about what to do next, so their collectives would not match.\n"
+                f"{differences(texts)}\n{event.advice}"
+            )
+        # All have posted this word, so all have read the one before.
+        if self._posted is not None:
+            self.store.delete_key(self._posted)
+        self._posted = keys[self.rank]
+        parent.likely = node
+        if node.depth > _LONGEST_PASS:
+            self.at = self.root
+
+    def _wait_for(self, keys: list[str]) -> None:
+        begun, pause = time.monotonic(), _HASTE
+        self.asking = True
+        while not self.store.check(keys):
+            if self.verdict is None and time.monotonic() - begun > self.timeout:
+                self.verdict = self.account(f"waited {self.timeout:g} s, its timeout")
+            if self.verdict is not None:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _PATIENCE)
+        self.asking = False
+        if self.verdict is not None:
+            raise RankMismatchError(f"{here()}: {self.verdict}")
+
+    # Where ranks stand
+
+    def post(self) -> None:
+        """Tell the other ranks where this one stands."""
+        left = self.left or self._left_backward()
+        self._said_left = left is not None
+        record = {
+            "passes": self.passes,
+            "depth": self.at.depth,
+            "digest": self.at.digest.hex(),
+            "event": self.at.event.text,
+            "left": left,
+            "verdict": self.verdict,
+            "frame": _frame(),
+            "time": time.time(),
+        }
+        self.store.set(f"{self.prefix}at/{self.rank}", json.dumps(record))
+
+    def read(self) -> dict[int, Record]:
+        """Where the other ranks said they stand, by rank in the group."""
+        keys = {rank: f"{self.prefix}at/{rank}" for rank in range(self.size) if rank != self.rank}
+        return {
+            rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])
+        }
+
+    def doing(self) -> str:
+        """What this rank announced last, in a line."""
+        return first_line(self.at.event.text) or "begin"
+
+    def account(self, what: str) -> str:
+        """Where every rank stands, after something that nothing explains."""
+        lines = [f"this rank {what}; it was about to {self.doing()}. The others, when last heard of:"]
+        with suppress(RuntimeError):
+            records = self.read()
+            for rank in range(self.size):
+                record = records.get(rank)
+                if record is None:
+                    if rank != self.rank:
+                        lines.append(f"  rank {self.ranks[rank]} has not said where it is")
+                    continue
+                late = (record["passes"], record["depth"]) < (self.passes, self.at.depth)
+                lines.append(
+                    f"  rank {self.ranks[rank]} {'has not come' if late else 'is there'}: it was about to"
+                    f" {first_line(record['event']) or 'begin'}, at {record['frame']}"
+                )
+        return "\n".join(lines)
+
+    def _left_backward(self) -> str | None:
+        """Has backward been left before its end? Nothing is called then, so the thread's stack must tell."""
+        thread = self.backward_thread
+        if thread is None or _inside(thread, _compat.BACKWARD_FRAMES) or self.backward_thread is None:
+            return None
+        return f"left its backward before the end, after it had begun to {self.doing()}"
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _inside(thread: int, functions: frozenset[str]) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_name not in functions:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _frame() -> str:
+    """The line of the user's that the main thread is at."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"

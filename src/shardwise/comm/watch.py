@@ -1,0 +1,214 @@
+"""Who waits for whom in vain? A thread that finds out, so that no rank waits for a timeout.
+
+While a rank gets on with its work, this thread does nothing but look whether it does. Once the rank has
+stood still for a moment, in a collective or anywhere else, the thread posts where it stands and reads where
+the others stand:
+
+    another event at the same place     ranks mean different things
+    it left the pass before this place  it raised; it will not come
+    it has found one of these           so it will not come either
+    at the same place, or before it     it is late, or slow: wait
+
+In all but the last case the rank's pending messages are ended, and the call that waits for them raises what
+was found. A transport's own failure, such as a dead peer, is explained in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardwise import _compat
+from shardwise.comm.auto import over_gloo
+from shardwise.comm.differences import differences, named
+from shardwise.comm.order import Node, Order, Record, first_line
+from shardwise.errors import RankMismatchError, ShardwiseError, here
+
+_TICK = 0.25  # seconds
+_ROLL_CALL = 2.5  # seconds in which a living rank says where it is
+_NOBODYS_TAG = 0x7D000000
+_SOON = timedelta(milliseconds=1)
+_OF_TRANSPORTS = ("gloo", "onnection", "imed out", "imeout", "roken pipe", "ocket")  # words of their errors
+
+_PROBE = torch.zeros(1)
+_log = logging.getLogger("shardwise")
+_orders: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
+
+
+def order_of(group: dist.ProcessGroup | None) -> Order | None:
+    """The order of `group`'s collectives; None where it is not compared.
+
+    It is compared over gloo, and on other backends if the environment sets SHARDWISE_CHECK_ORDER=1; 0 turns
+    it off. A rank alone has nobody to differ from, and plans on fake tensors send nothing.
+    """
+    if group is None or group.size() == 1 or _compat.is_fake(torch.empty(0)):
+        return None
+    choice = os.environ.get("SHARDWISE_CHECK_ORDER")
+    if choice == "0" or (choice is None and not over_gloo(group)):
+        return None
+    if group not in _orders:
+        _orders[group] = Order(group, _compat.default_store())
+        _look_after(_orders[group])
+    return _orders[group]
+
+
+def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> RuntimeError:
+    """What a transport's failure means, in words: which rank has left, ended, or means something else.
+
+    Takes up to a few seconds, in which ranks tell each other where they are. Any other error is returned
+    as it is.
+
+    Args:
+        error: what a collective raised.
+        orders: of the process groups that it may have run in.
+        what: was about to happen.
+    """
+    if isinstance(error, ShardwiseError) or not orders:
+        return error
+    verdict = next((order.verdict for order in orders if order.verdict is not None), None)
+    if verdict is None:
+        if not any(word in str(error) for word in _OF_TRANSPORTS):
+            return error
+        verdict = next((found for order in orders if (found := _roll_call(order)) is not None), None)
+        verdict = verdict or orders[0].account(f"failed: {first_line(str(error))}")
+    for order in orders:
+        order.verdict = verdict
+        order.left = order.left or f"failed to {what}: {verdict}"
+        with suppress(RuntimeError):
+            order.post()
+    return RankMismatchError(f"{here()}: could not {what}: {verdict}")
+
+
+def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
+    """Why this rank will wait in vain, or None."""
+    for rank, record in sorted(records.items()):
+        # A peer with a verdict has closed its connections.
+        found = record["verdict"] or _mismatch(order, rank, record) or _departure(order, rank, record)
+        if found is not None:
+            return found
+    return None
+
+
+def _mismatch(order: Order, rank: int, record: Record) -> str | None:
+    passes, depth = record["passes"], record["depth"]
+    end = order.at if passes == order.passes else order.ended.get(passes)
+    if end is None or (depth > end.depth and passes == order.passes):
+        return None  # it is ahead, so it compares
+    if depth > end.depth:
+        mine = f"end a pass that began before, to {order.doing()}"
+    else:
+        node = end.before(depth)
+        if node.digest.hex() == record["digest"]:
+            return None
+        mine = node.event.text
+    texts = {order.ranks[order.rank]: mine, order.ranks[rank]: record["event"]}
+    return f"ranks disagree about what to do next, so they wait for each other.\n{differences(texts)}"
+
+
+def _departure(order: Order, rank: int, record: Record) -> str | None:
+    earlier = (record["passes"], record["depth"]) < (order.passes, order.at.depth)
+    if record["left"] is None or not earlier:
+        return None
+    return f"rank {order.ranks[rank]} will not come to {order.doing()}: it {record['left']}"
+
+
+def _roll_call(order: Order) -> str | None:
+    """After a failure: who is wrong, or gone?"""
+    begun, records = time.time(), dict[int, Record]()
+    try:
+        while time.time() - begun < _ROLL_CALL:
+            order.post()
+            records = order.read()
+            found = conflict(order, records)
+            if found is not None:
+                return found
+            if len(records) == order.size - 1 and all(r["time"] >= begun for r in records.values()):
+                return None
+            time.sleep(_TICK)
+    except RuntimeError:
+        return "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
+    peers = [rank for rank in range(order.size) if rank != order.rank]
+    silent = [order.ranks[r] for r in peers if records.get(r, {"time": 0})["time"] < begun]
+    return (
+        f"no sign of life from {named(silent)} for {_ROLL_CALL:g} s, after a connection broke while this rank"
+        f" waited to {order.doing()}: it has ended or died. Its own log has the first error."
+    )
+
+
+def _broken(order: Order) -> bool:
+    """Has a peer's connection ended? gloo says so to whoever sends; nobody receives this."""
+    try:
+        for group in list(order.groups):
+            for peer in range(group.size()):
+                if peer != group.rank():
+                    group.send([_PROBE], peer, _NOBODYS_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _interrupt(order: Order) -> None:
+    """End this rank's pending sends and receives.
+
+    gloo ends all messages of a group when one of them runs out of time.
+    """
+    for group in list(order.groups):
+        with suppress(RuntimeError, ValueError):
+            peer = (group.rank() + 1) % group.size()
+            group.recv([_PROBE], peer, _NOBODYS_TAG).wait(_SOON)
+
+
+class _Watch(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__(name="shardwise-watch", daemon=True)
+        self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
+        self.lock = threading.Lock()
+
+    def run(self) -> None:
+        while True:
+            time.sleep(_TICK)
+            self._look()
+
+    def _look(self) -> None:
+        with self.lock:
+            orders = list(self.stood.items())
+        for order, stood in orders:
+            now = (order.passes, order.at)
+            if now != stood:
+                self.stood[order] = now
+            elif order.verdict is None and (order.passes or order.at is not order.root):
+                # At the end of a run the store may go first.
+                with suppress(RuntimeError, ValueError, KeyError):
+                    self._judge(order, stood)
+
+    def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
+        order.post()
+        found = conflict(order, order.read())
+        if found is None and order.asking and _broken(order):
+            found = _roll_call(order)
+        if found is None or stood != (order.passes, order.at):
+            return
+        order.verdict = found
+        _log.error("%s: %s", here(), found)
+        order.post()
+        _interrupt(order)
+
+
+_watch: list[_Watch] = []
+
+
+def _look_after(order: Order) -> None:
+    if not _watch or not _watch[0].is_alive():  # a fork leaves threads behind
+        _watch[:] = [_Watch()]
+        _watch[0].start()
+    with _watch[0].lock:
+        _watch[0].stood[order] = (order.passes, order.at)

@@ -1,0 +1,222 @@
+"""Ranks that do different things: an error on every rank, by name and soon; never a hang, never silence."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ranks import RankPool, on_ranks
+from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.comm.order import Event
+from shardwise.comm.watch import order_of
+
+LAYOUTS = ("interleaved", "contiguous")
+SECONDS = 5.0  # from the arrival of the last rank
+
+
+class Net(nn.Module):
+    """Blocks of equal size, so that gathers of different ones would match in silence."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.order: list[int] = list(range(blocks))
+        self.before: Callable[[int], None] = lambda index: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            self.before(index)
+            x = x + self.blocks[index](x)
+        return x
+
+
+def sharded(**how: Any) -> Any:
+    torch.manual_seed(0)
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block, **how)
+    return fully_shard(net, **how)
+
+
+def step(net: Any) -> None:
+    net(torch.ones(2, 4)).sum().backward()
+
+
+def outcome(what: Callable[[], Any]) -> tuple[str, float]:
+    """The message of what is raised, and after how many seconds."""
+    begun = time.monotonic()
+    try:
+        what()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "", time.monotonic() - begun
+
+
+def difference(case: str, layout: str, steps: int, odd: int, late: float = 0.0) -> tuple[str, float]:
+    """Train for `steps` steps, then differ on one rank."""
+    mine = dist.get_rank() == odd
+    how: dict[str, Any] = {"layout": layout}
+    if mine and case == "reduce_dtype":
+        how["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    if mine and case == "reshard":
+        how["reshard_after_forward"] = False
+    if mine and case == "strategy":
+        how["strategy"] = "zero2"
+    net = sharded(**how)
+    for _ in range(steps):
+        step(net)
+    if mine:
+        time.sleep(late)
+
+    def differ() -> None:
+        if mine and case in CHANGES:
+            CHANGES[case](net)
+        for _ in range(2):
+            step(net)
+
+    return outcome(differ)
+
+
+def _raise(index: int) -> None:
+    if index == 1:
+        raise ValueError("no such expert")
+
+
+def _fail_in_backward(net: Any) -> None:
+    def fail(grad: Tensor) -> Tensor:
+        raise ValueError("a hook's own error")
+
+    net.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "divide factor": lambda net: net.blocks[1].set_gradient_divide_factor(7.0),
+    "no sync": lambda net: net.set_requires_gradient_sync(False),
+    "reshard later": lambda net: net.blocks[1].set_reshard_after_forward(False),
+    "frozen later": lambda net: net.blocks[1].requires_grad_(False),
+    "order": lambda net: setattr(net, "order", [0, 2, 1]),
+    "skips": lambda net: setattr(net, "order", [0, 2]),
+    "raises": lambda net: setattr(net, "before", _raise),
+    "raises in backward": _fail_in_backward,
+    "one more unshard": lambda net: net.blocks[2].unshard(),
+}
+
+
+CASES = [
+    ("reduce_dtype", 0, "reduce_dtype=torch.float64"),
+    ("reshard", 0, "stays gathered"),
+    ("strategy", 0, "strategy"),
+    ("divide factor", 2, "divide_factor=7.0"),
+    ("no sync", 0, "reduce_grads=False"),
+    ("no sync", 2, "reduce_grads=False"),
+    ("reshard later", 2, "stays gathered"),
+    ("frozen later", 2, "blocks.1"),
+    ("order", 0, "gather 'blocks.2'"),
+    ("order", 2, "gather 'blocks.2'"),
+    ("skips", 2, "gather 'blocks.2'"),
+    ("raises", 0, "no such expert"),
+    ("raises", 2, "no such expert"),
+    ("raises in backward", 2, "left its backward"),
+    ("one more unshard", 2, "gather 'blocks.2'"),
+]
+HALVES = [(case, LAYOUTS[at % 2]) for at, case in enumerate(CASES)] + [(CASES[2], "contiguous")]
+
+
+@pytest.mark.parametrize(("case", "layout"), [h for h in HALVES if h != (CASES[2], "interleaved")])
+def test_a_difference_is_an_error_on_every_rank(
+    ranks: RankPool, case: tuple[str, int, str], layout: str
+) -> None:
+    what, steps, says = case
+    for rank, (message, seconds) in enumerate(ranks(difference, what, layout, steps, 1, world_size=3)):
+        assert seconds < SECONDS, (rank, seconds, message)
+        if rank == 1 and what.startswith("raises"):
+            assert message.startswith("ValueError")
+            continue
+        assert message.startswith("RankMismatchError"), (rank, message)
+        assert says in message, (rank, message)
+
+
+def die(steps: int) -> tuple[str, float]:
+    """One rank ends without a word."""
+    net = sharded()
+    for _ in range(steps):
+        step(net)
+    if dist.get_rank() == 1:
+        del net
+        gc.collect()
+        dist.destroy_process_group()
+        time.sleep(SECONDS + 1)  # the pool must hear of it after the others
+        return "", 0.0
+    return outcome(lambda: step(net))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_rank_that_has_gone_is_named(ranks: RankPool, steps: int) -> None:
+    for rank, (message, seconds) in enumerate(ranks(die, steps, world_size=3)):
+        if rank != 1:
+            assert seconds < SECONDS, (rank, seconds, message)
+            assert message.startswith("RankMismatchError"), message
+            assert "rank 1" in message, message
+
+
+@on_ranks(2)
+def test_a_late_rank_is_waited_for() -> None:
+    net = sharded()
+    for late in (0, 1):
+        if dist.get_rank() == late:
+            time.sleep(1.0)
+        step(net)
+    torch.manual_seed(0)
+    alone = Net()
+    for _ in range(2):
+        step(alone)
+    for param, whole in zip(net.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), whole.grad)
+
+
+@on_ranks(3)
+def test_a_step_like_the_last_one_compares_nothing() -> None:
+    net = sharded()
+    order = order_of(dist.group.WORLD)
+    assert order is not None
+    compared: list[str] = []
+    agree = order._agree
+
+    def spy(event: Event) -> None:
+        compared.append(event.text.partition("\n")[0])
+        agree(event)
+
+    order._agree = spy  # type: ignore[method-assign]
+
+    def newly(run: Callable[[], Any]) -> list[str]:
+        del compared[:]
+        run()
+        return list(compared)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            net(torch.ones(2, 4))
+
+    assert newly(lambda: step(net)) == [
+        "run the forward of FSDPNet",
+        *[f"gather 'blocks.{index}'" for index in range(3)],
+        "gather 'blocks.1'",
+        "reduce the gradients of 'blocks.2'",
+        "gather 'blocks.0'",
+        "reduce the gradients of 'blocks.1'",
+        "reduce the gradients of 'blocks.0'",
+        "end the backward pass",
+    ]
+    assert newly(lambda: step(net)) == ["run the forward of FSDPNet"]  # it follows a pass for the first time
+    assert newly(lambda: step(net)) == []
+    assert newly(evaluate) == []
+    # After a pass without backward; and a backward follows this forward again.
+    assert newly(lambda: step(net)) == ["run the forward of FSDPNet", "gather 'blocks.1'"]
+    assert newly(lambda: step(net)) == []
