@@ -58,16 +58,19 @@ def run(case: Spec, meshes: dict[Any, DeviceMesh]) -> Verdict:
     if problems and far_from_alone(case, torchs, alone):
         problems, why = [], "torch's is far from one process"
     problems += far_from_alone(case, ours, alone)
-    notes = {"torch": "no oracle: " + why if torchs is None or why else "oracle"}
+    notes = {"torch": "no oracle: " + why.partition(":")[0] if torchs is None or why else "oracle"}
     return Verdict("wrong" if problems else "right", "; ".join(problems[:4]), notes)
 
 
 def raised(case: Spec, error: Exception, mesh: DeviceMesh) -> Verdict:
     """Refused, if torch's cannot run the case either and ours says why; else an error too many."""
     where = "".join(traceback.format_exception(error)[-5:])
-    torchs = f"torch's {why}" if (why := torchs_run(case, mesh)[1]) else "torch's trains it"
-    kind = "refused" if why and isinstance(error, ShardwiseError) else "raised"
-    return Verdict(kind, f"{type(error).__name__}: {error}\n{torchs}\n{where}")
+    text = f"{type(error).__name__}: {error}"
+    torchs = torchs_run(case, mesh)[1]
+    if torchs == text:
+        return Verdict("right", text, {"raised": "as torch's"})
+    kind = "refused" if torchs and isinstance(error, ShardwiseError) else "raised"
+    return Verdict(kind, f"{text}\ntorch's: {torchs or 'trains it'}\n{where}")
 
 
 def may_refuse(case: Spec) -> bool:
@@ -96,7 +99,7 @@ def torchs_run(case: Spec, mesh: DeviceMesh) -> tuple[Record | None, str]:
     try:
         return Run(case | {"layout": "interleaved"}, TORCHS, mesh).train(), ""
     except Exception as error:  # it is only an oracle
-        return None, f"{type(error).__name__}"
+        return None, f"{type(error).__name__}: {error}"
 
 
 def no_torch(case: Spec) -> str | None:
