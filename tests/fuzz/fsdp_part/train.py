@@ -115,17 +115,20 @@ class Run:
             self.control.delay = {} if self.alone else step.get("delay", {})
             self.backward(step)
             self.control.delay = {}
-            if self.present:
-                self.fill(self.present[number])
-            if self.case.get("clip"):
-                torch.nn.utils.clip_grad_norm_(self.params.values(), self.case["clip"])
-            self.keep(number, last=number == len(steps) - 1)
-            self.optimizer.step()
+            self.update(number, last=number == len(steps) - 1)
             if not self.alone:
                 self.record.parameter_pieces.append(self.each(piece, gradient=False))
             self.optimizer.zero_grad(set_to_none=not step.get("zeros"))
         self.record.parameters = self.each(full, gradient=False)
         return self.record
+
+    def update(self, number: int, *, last: bool) -> None:
+        if self.present:
+            self.fill(self.present[number])
+        if self.case.get("clip"):
+            torch.nn.utils.clip_grad_norm_(self.params.values(), self.case["clip"])
+        self.keep(number, last=last)
+        self.optimizer.step()
 
     def fill(self, names: set[str]) -> None:
         for name, param in self.params.items():

@@ -1,0 +1,143 @@
+"""Trains a case uncompiled and compiled, and says what differs.
+
+Bit for bit with backends that run the graph as it was traced. Within a rounding: gradients of a module that
+runs several times, which are added in another order; inductor; and lower precision, where operators that a
+backend decomposes round in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwise
+from fuzz.fsdp_part.check import blocks_of, difference, far, rounding, same_bits
+from fuzz.fsdp_part.model import Spec, loss_of
+from fuzz.fsdp_part.shard import OURS, mesh_of, sharded
+from fuzz.fsdp_part.train import Record, Run, Tensors
+from fuzz.verdict import Verdict
+from shardwise import ShardwiseError
+
+
+LOW_PRECISION = 1e-2  # a rounding of more
+
+
+def run(case: Spec, meshes: dict[Any, DeviceMesh]) -> Verdict:
+    """Collective over the default group."""
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mesh = mesh_of(case, meshes)
+        eager = Uncompiled(case, OURS, mesh).train()
+        torch.compiler.reset()
+        try:
+            compiled = Compiled(case, OURS, mesh).train()
+        except ShardwiseError as error:
+            return Verdict("refused", str(error), {"refused": case["how"]})
+        except torch._dynamo.exc.Unsupported as error:
+            if not case.get("fullgraph") and case["how"] != "step":
+                raise
+            return Verdict("refused", str(error), {"refused": f"{case['how']}: no full graph"})
+        finally:
+            torch.compiler.reset()
+    problems = apart(case, compiled, eager)
+    return Verdict("wrong" if problems else "right", "; ".join(problems[:4]))
+
+
+class Uncompiled(Run):
+    """A run in which trained parameters that got no gradient get zeros, as graphs give them."""
+
+    def update(self, number: int, *, last: bool) -> None:
+        self.fill({name for name, param in self.params.items() if param.requires_grad})
+        if self.case.get("clip"):
+            shardwise.clip_grad_norm_(self.params.values(), self.case["clip"])
+        self.keep(number, last=last)
+        self.optimizer.step()
+
+
+class Compiled(Uncompiled):
+    """The same through what the case asks for."""
+
+    def __init__(self, case: Spec, api: Any, mesh: DeviceMesh) -> None:
+        super().__init__(case, api, mesh)
+        options = {"backend": case["backend"], "fullgraph": case.get("fullgraph", False)}
+        how, model = case["how"], self.model
+        self.call: Any = model
+        self.whole: Any = None
+        if how == "torch":
+            self.call = torch.compile(model, **options)
+        elif how == "inplace":
+            model.compile(**options)
+        elif how == "blocks":
+            for one in sharded(model):
+                if one is not model:
+                    one.compile(**options)
+        elif how in ("shardwise", "regional"):
+            mode = "regional" if how == "regional" else "full"
+            self.call = shardwise.compile(model, mode=mode, prefetch=case.get("prefetch", 1), **options)
+        elif how == "inside":
+            self.whole = torch.compile(self.loss_and_backward, backend=case["backend"])
+        elif how == "step":
+            more = {"max_norm": case.get("clip"), "prefetch": case.get("prefetch", 1)}
+            self.whole = shardwise.compile_step(model, self.step_loss, self.optimizer, **more, **options)
+
+    def step_loss(self, model: nn.Module, x: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(self.case, {}, model(x, tokens), targets)[0]
+
+    def loss_and_backward(self, x: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.step_loss(self.model, x, tokens, targets)
+        loss.backward()
+        return loss.detach()
+
+    def one_pass(self, step: Spec, rank: int, record: bool) -> None:
+        if step.get("eagerly"):
+            super().one_pass(step, rank, record)
+            return
+        x, tokens, targets = self.inputs(rank)
+        if self.whole is not None:
+            losses = [self.whole(x, tokens, targets)]
+        else:
+            losses = loss_of(self.case, step, self.call(x, tokens), targets)
+            losses[0].backward()
+        self.record.losses.append(torch.stack([loss.detach().double() for loss in losses]))
+        self.record.input_gradients.append(x.grad)
+
+    def update(self, number: int, *, last: bool) -> None:
+        if self.case["how"] == "step":  # which has done it
+            self.keep(number, last=last)
+        else:
+            super().update(number, last=last)
+
+
+def apart(case: Spec, compiled: Record, eager: Record) -> list[str]:
+    again = any(block.get("calls", 1) > 1 or block["kind"] == "again" for block in blocks_of(case))
+    exact = case["backend"] != "inductor" and rounding(case) < LOW_PRECISION and not again
+    pairs: list[tuple[str, Tensors, Tensors]] = [
+        (what, numbered(getattr(compiled, what)), numbered(getattr(eager, what)))
+        for what in ("losses", "outputs", "input_gradients")
+    ]
+    for what in ("gradient_pieces", "parameter_pieces"):
+        both = zip(getattr(compiled, what), getattr(eager, what), strict=True)
+        pairs += [(f"{what} at step {i}", mine, theirs) for i, (mine, theirs) in enumerate(both)]
+    problems = []
+    for what, mine, theirs in pairs:
+        if not exact:
+            wide = {name: None if one is None else one.double() for name, one in theirs.items()}
+            problems += far(what, mine, wide, rounding(case) * 4)
+            continue
+        if list(mine) != list(theirs):
+            problems.append(f"{what}: {list(mine)}, uncompiled {list(theirs)}")
+            continue
+        for name, one in mine.items():
+            if not same_bits(one, theirs[name]):
+                problems.append(f"{what} {name} differs from uncompiled: {difference(one, theirs[name])}")
+    return problems
+
+
+def numbered(tensors: list[Any]) -> Tensors:
+    return {str(i): one for i, one in enumerate(tensors)}
