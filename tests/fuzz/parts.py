@@ -38,6 +38,6 @@ def part_named(name: str) -> Part:
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp_part", {}),
     "sharded_tensor": ("sharded_tensor_part", {"seconds": 1.0, "batch": 100}),
-    "compiled": ("compiled_part", {"seconds": 20.0, "batch": 20}),
+    "compiled": ("compiled_part", {"seconds": 60.0, "batch": 20}),
     "disagree": ("disagree_part", {"seconds": 20.0, "batch": 1, "breaks_group": True}),
 }

@@ -314,15 +314,16 @@ class ContiguousGroup(ParamGroup):
         for buffer in self.buffers:
             if buffer.held is buffer.shard:
                 continue
+            held = buffer.held.data  # which may be the whole parameters: refilling them is no modification
             group = self.refresh_group
             if group is None or group.size() == 1:
-                buffer.held.copy_(buffer.shard)
+                held.copy_(buffer.shard)
                 continue
             size = buffer.shard.numel()
             source = buffer.shard
-            if source.dtype != buffer.held.dtype or source.device != buffer.held.device:
-                source = buffer.held.narrow(0, group.rank() * size, size).copy_(source)
-            comm(output_tensor=buffer.held, input_tensor=source, group=group, async_op=False)
+            if source.dtype != held.dtype or source.device != held.device:
+                source = held.narrow(0, group.rank() * size, size).copy_(source)
+            comm(output_tensor=held, input_tensor=source, group=group, async_op=False)
 
     def wait_for_unshard(self) -> AllGatherResult | None:
         result = self.gather

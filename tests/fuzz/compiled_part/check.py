@@ -1,7 +1,7 @@
 """Trains a case uncompiled and compiled, and says what differs.
 
 Bit for bit with backends that run the graph as it was traced. Within a rounding: gradients of a module that
-runs several times, which are added in another order; inductor; and lower precision, where operators that a
+runs several times, which are added in another order; other backends; and lower precision, where operators that a
 backend decomposes round in between.
 """
 
@@ -22,7 +22,6 @@ from fuzz.fsdp_part.shard import OURS, mesh_of, sharded
 from fuzz.fsdp_part.train import Record, Run, Tensors
 from fuzz.verdict import Verdict
 from shardwise import ShardwiseError
-
 
 LOW_PRECISION = 1e-2  # a rounding of more
 
@@ -116,7 +115,7 @@ class Compiled(Uncompiled):
 
 def apart(case: Spec, compiled: Record, eager: Record) -> list[str]:
     again = any(block.get("calls", 1) > 1 or block["kind"] == "again" for block in blocks_of(case))
-    exact = case["backend"] != "inductor" and rounding(case) < LOW_PRECISION and not again
+    exact = case["backend"] in ("eager", "aot_eager") and rounding(case) < LOW_PRECISION and not again
     pairs: list[tuple[str, Tensors, Tensors]] = [
         (what, numbered(getattr(compiled, what)), numbered(getattr(eager, what)))
         for what in ("losses", "outputs", "input_gradients")

@@ -109,6 +109,8 @@ def no_torch(case: Spec) -> str | None:
     steps = case.get("steps", [])
     if any(step.get("raises", {}).get("where") == "backward" for step in steps):
         return "keeps gradients of a backward that raised"
+    if case.get("keep_after_backward"):
+        return "uses old values after a step"
     if case.get("factor"):
         return "divide factor on gloo"
     if case.get("layout") == "contiguous" and not adds_in_pairs(case):
