@@ -244,7 +244,7 @@ class FSDPState:
         """Look for parameters whose `data` was assigned to, each pass in one group, as looking is slow."""
         if not self.to_check:
             self.to_check = [g for state in (self, *self.below) for g in state.groups]
-        for param in self.to_check.pop().params:
+        for param in self.to_check.pop().params if self.to_check else ():  # some have no group of their own
             param.check_data()
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
