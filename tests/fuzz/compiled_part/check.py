@@ -1,8 +1,8 @@
 """Trains a case uncompiled and compiled, and says what differs.
 
-Bit for bit with backends that run the graph as it was traced. Within a rounding: gradients of a module that
-runs several times, which are added in another order; other backends; and lower precision, where operators that a
-backend decomposes round in between.
+Bit for bit with backends that run the graph as it was traced. Within a rounding: gradients of a module
+that runs several times, which are added in another order; other backends; and lower precision, where
+operators that a backend decomposes round in between.
 """
 
 from __future__ import annotations
