@@ -35,13 +35,18 @@ def run_each(
     ranks = [_rank(program, *given) for program, given in zip(programs, inputs, strict=True)]
     results: list[list[Any] | None] = [None] * len(ranks)
     answers: list[Any] = [None] * len(ranks)
+    draws = [torch.get_rng_state()] * len(ranks)
     while True:
         asked: dict[int, Collective] = {}
         for rank, generator in enumerate(ranks):
+            torch.set_rng_state(draws[rank])
             try:
                 asked[rank] = generator.send(answers[rank])
             except StopIteration as stop:
                 results[rank] = stop.value
+            draws[rank] = torch.get_rng_state()
+        if any(not torch.equal(draws[0], each) for each in draws):
+            raise AssertionError("ranks have drawn different numbers of random values")
         if not asked:
             break
         if len(asked) != len(ranks):

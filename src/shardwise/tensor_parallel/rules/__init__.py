@@ -8,6 +8,7 @@ from shardwise.tensor_parallel.rules import (
     linear,
     loss,
     norms,
+    random,
     spatial,
 )
 from shardwise.tensor_parallel.rules.parts import getitem
@@ -27,6 +28,7 @@ __all__ = [
     "name_of",
     "norms",
     "pointwise",
+    "random",
     "rule",
     "spatial",
 ]

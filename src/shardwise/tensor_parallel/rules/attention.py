@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import fx
 
+from shardwise import _compat
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import Split
+from shardwise.tensor_parallel.rules.random import dropped
 from shardwise.tensor_parallel.rules.registry import rule
 from shardwise.tensor_parallel.rules.views import is_tensor
 
@@ -25,7 +29,8 @@ def attention(p: Partition, node: fx.Node) -> None:
     batch = len(p.shape(q)) - 2
     cuts = [at for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < batch]
     cut = next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
-    if cut is None:
+    composite = node.target is aten.scaled_dot_product_attention.default
+    if cut is None or (not composite and _dropout(node)):
         return p.repeat(node)
     heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]  # type: ignore[arg-type]
     if heads != key_heads and cut.dim == batch - 1:
@@ -33,11 +38,46 @@ def attention(p: Partition, node: fx.Node) -> None:
     return _emit(p, node, cut, p.take(k, cut), p.take(v, cut))
 
 
+def _dropout(node: fx.Node) -> float:
+    """What share of the weights is dropped."""
+    names = [argument.name for argument in _compat.schema(node.target).arguments]  # type: ignore[union-attr]
+    given: Any = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return float(given.get("dropout_p", 0.0))
+
+
 def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **changed: Any) -> None:
+    if _dropout(node):
+        return p.keep(node, _with_dropout(p, node, cut, k, v), cut)
     q, _, _, *rest = node.args
     others = [mask_for(p, x, cut, q) for x in rest]
     kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | changed
     p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), p.like(node, cut))
+
+
+def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
+    """As products and softmax: a kernel that drops weights would draw for this rank's heads alone."""
+    args: Any = [*node.args, *(None, 0.0, False)[len(node.args) - 3 :]]
+    q, keys, _, mask, share, is_causal = args
+    here = p.take(q, cut)
+    heads, key_heads = (each.meta["val"].shape[-3] for each in (here, k))
+    if heads != key_heads:
+        k, v = (p.emit(aten.repeat_interleave.self_int, each, heads // key_heads, -3) for each in (k, v))
+    scale = node.kwargs.get("scale") or 1 / math.sqrt(p.hints(q)[-1])
+    scores = p.emit(aten.matmul.default, here, p.emit(aten.transpose.int, k, -2, -1))
+    scores = p.emit(aten.mul.Tensor, scores, scale)
+    seen = None
+    if is_causal:
+        seen = p.emit(aten.tril.default, p.emit(aten.ones_like.default, scores, dtype=torch.bool))
+    elif is_tensor(mask):
+        seen = mask_for(p, mask, cut, q)
+    if seen is not None and seen.meta["val"].dtype == torch.bool:
+        hidden = p.emit(aten.logical_not.default, seen)
+        scores = p.emit(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+    elif seen is not None:
+        scores = p.emit(aten.add.Tensor, scores, seen)
+    weights = p.emit(aten._safe_softmax.default, scores, -1)
+    weights, _ = dropped(p, weights, cut, [*p.shape(q)[:-1], p.shape(keys)[-2]], share)
+    return p.emit(aten.matmul.default, weights, v)
 
 
 def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:

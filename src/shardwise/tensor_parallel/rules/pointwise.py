@@ -16,8 +16,6 @@ from shardwise.tensor_parallel.rules.registry import name_of
 
 # Elementwise, though torch does not tag them so.
 _UNTAGGED = {
-    "aten::dropout",
-    "aten::native_dropout",
     "aten::_to_copy",
     "aten::to",
     "aten::type_as",
@@ -30,9 +28,6 @@ _UNTAGGED = {
     "aten::ones_like",
     "aten::full_like",
     "aten::empty_like",
-    "aten::randn_like",
-    "aten::bernoulli",
-    "aten::rand_like",
     "aten::lift_fresh_copy",
     "aten::where",
     "aten::fill",
@@ -49,6 +44,8 @@ _LINEAR = {"aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "at
 
 def is_pointwise(node: fx.Node, name: str) -> bool:
     tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:  # a part's draws are others than the whole's
+        return False
     return torch.Tag.pointwise in tags or name.partition(".")[0] in _UNTAGGED
 
 

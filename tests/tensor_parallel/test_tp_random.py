@@ -1,0 +1,84 @@
+"""Random operations in programs that are cut, evenly and not."""
+
+from __future__ import annotations
+
+import copy
+
+import lockstep
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.export import Dim, export
+from torch.nn import functional as F
+
+from ranks import on_ranks
+from shardwise.tensor_parallel import tensor_parallel_transformation
+
+# torch's compiler copies what it calls deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+
+PLAN = {"qkv": "colwise", "out": "rowwise", "up": "colwise", "down": "rowwise"}
+
+
+class Block(nn.Module):
+    """Drops parts of what is cut, of what is whole, and of attention's weights."""
+
+    def __init__(self, *, key_heads: int) -> None:
+        super().__init__()
+        self.sizes = [3 * 4, key_heads * 4, key_heads * 4]
+        self.qkv, self.out = nn.Linear(12, sum(self.sizes)), nn.Linear(12, 12)
+        self.up, self.down = nn.Linear(12, 10), nn.Linear(10, 12)
+        self.drop = nn.Dropout(0.4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1))
+        grouped = k.shape[1] != 3
+        causal = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True, enable_gqa=grouped)
+        seen = torch.ones(5, 5, dtype=torch.bool).triu(-2)
+        masked = F.scaled_dot_product_attention(q, k, v, seen, dropout_p=0.5, scale=0.3, enable_gqa=grouped)
+        x = x + self.drop(self.out((causal + masked).transpose(1, 2).flatten(-2)))
+        y = self.drop(F.gelu(self.up(x)))
+        y = y + torch.rand_like(y) * torch.randn_like(y)
+        return self.drop(self.down(y)) * F.dropout(x, 0.9)
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_cut_program_draws_what_the_whole_model_draws(decomposed: bool) -> None:
+    for key_heads, ranks in ((3, 2), (1, 3), (3, 4)):
+        torch.manual_seed(0)
+        model, x = Block(key_heads=key_heads), torch.randn(2, 5, 12, dtype=torch.float64)
+        shapes = {"x": {0: Dim("batch", min=2)}} if ranks == 2 else None
+        program = export(copy.deepcopy(model), (x,), dynamic_shapes=shapes)
+        program = program.run_decompositions() if decomposed else program
+        made = [
+            tensor_parallel_transformation(program, rank, ranks, "cpu", PLAN, training=True)
+            for rank in range(ranks)
+        ]
+        torch.manual_seed(1)
+        expected = model(x)
+        after = torch.rand(3)
+        expected.square().sum().backward()
+        torch.manual_seed(1)
+        found = lockstep.run(made, x)
+        assert torch.equal(torch.rand(3), after)
+        for (one,) in found:
+            torch.testing.assert_close(one, expected)
+        lockstep.backward([one.square().sum() for (one,) in found])
+        rows = [part.state_dict["down.weight"].grad for part in made]
+        torch.testing.assert_close(torch.cat(rows, 1), model.down.weight.grad)
+
+
+@on_ranks(3)
+def test_what_is_whole_is_equal_on_all_ranks_to_the_last_bit_also_compiled() -> None:
+    model, x = Block(key_heads=1), torch.randn(2, 5, 12, dtype=torch.float64)
+    rank = dist.get_rank()
+    mine = tensor_parallel_transformation(export(model, (x,)), rank, 3, "cpu", PLAN).module()
+    for run in (mine, mine, torch.compile(mine, backend="aot_eager", fullgraph=True)):
+        with torch.no_grad():
+            result = run(x)
+        everyones = [torch.empty_like(result) for _ in range(3)]
+        dist.all_gather(everyones, result)
+        assert all(torch.equal(each, result) for each in everyones)
+        assert (result == 0).double().mean() > 0.8
