@@ -51,7 +51,7 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
     q, _, _, *rest = node.args
     others = [mask_for(p, x, cut, q) for x in rest]
     kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | changed
-    p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), p.like(node, cut))
+    return p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), p.like(node, cut))
 
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
