@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import RankPool, on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
@@ -69,6 +70,8 @@ def difference(case: str, layout: str, steps: int, odd: int, late: float = 0.0) 
         how["reshard_after_forward"] = False
     if mine and case == "strategy":
         how["strategy"] = "zero2"
+    if mine and case == "dtype":
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     net = sharded(**how)
     for _ in range(steps):
         step(net)
@@ -118,6 +121,7 @@ CASES = [
     ("no sync", 2, "reduce_grads=False"),
     ("reshard later", 2, "stays gathered"),
     ("frozen later", 2, "blocks.1"),
+    ("dtype", 0, "'blocks.1' with param_dtype=torch.bfloat16"),
     ("order", 0, "gather 'blocks.2'"),
     ("order", 2, "gather 'blocks.2'"),
     ("skips", 2, "gather 'blocks.2'"),
@@ -141,6 +145,17 @@ def test_a_difference_is_an_error_on_every_rank(
             continue
         assert message.startswith("RankMismatchError"), (rank, message)
         assert says in message, (rank, message)
+
+
+@on_ranks(4)
+def test_ranks_of_other_groups_of_the_mesh_are_told_too() -> None:
+    how = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)} if dist.get_rank() == 1 else {}
+    net = sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), **how)
+    message, seconds = outcome(lambda: step(net))
+    assert seconds < SECONDS
+    assert message.startswith("RankMismatchError")
+    assert "'blocks.1' with reduce_dtype=torch.float64" in message
+    assert "rank 1" in message
 
 
 def die(steps: int) -> tuple[str, float]:

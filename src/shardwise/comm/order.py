@@ -124,6 +124,7 @@ class Order:
         self.verdict: str | None = None
         self._posted: str | None = None
         self._said_left = False
+        self._told: Node | None = None
 
     def advance(self, event: Event) -> None:
         """Announce what this rank does next. Collective over the group where it differs from last time.
@@ -197,13 +198,16 @@ class Order:
 
     def post(self) -> None:
         """Tell the other ranks where this one stands."""
+        if self.at is not self._told:  # at length, as where ranks differ it is shown
+            self._told = self.at
+            self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
         left = self.left or self._left_backward()
         self._said_left = left is not None
         record = {
             "passes": self.passes,
             "depth": self.at.depth,
             "digest": self.at.digest.hex(),
-            "event": self.at.event.text,
+            "event": self.doing(),
             "left": left,
             "verdict": self.verdict,
             "frame": _frame(),
@@ -217,6 +221,10 @@ class Order:
         return {
             rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])
         }
+
+    def text_of(self, rank: int) -> str:
+        """What a rank of the group has announced last, as of its last post."""
+        return str(self.store.get(f"{self.prefix}text/{rank}").decode())
 
     def doing(self) -> str:
         """What this rank announced last, in a line."""
@@ -236,7 +244,7 @@ class Order:
                 late = (record["passes"], record["depth"]) < (self.passes, self.at.depth)
                 lines.append(
                     f"  rank {self.ranks[rank]} {'has not come' if late else 'is there'}: it was about to"
-                    f" {first_line(record['event']) or 'begin'}, at {record['frame']}"
+                    f" {record['event']}, at {record['frame']}"
                 )
         return "\n".join(lines)
 

@@ -110,7 +110,7 @@ def _mismatch(order: Order, rank: int, record: Record) -> str | None:
         if node.digest.hex() == record["digest"]:
             return None
         mine = node.event.text
-    texts = {order.ranks[order.rank]: mine, order.ranks[rank]: record["event"]}
+    texts = {order.ranks[order.rank]: mine, order.ranks[rank]: order.text_of(rank)}
     return f"ranks disagree about what to do next, so they wait for each other.\n{differences(texts)}"
 
 
@@ -185,7 +185,7 @@ class _Watch(threading.Thread):
             now = (order.passes, order.at)
             if now != stood:
                 self.stood[order] = now
-            elif order.verdict is None and (order.passes or order.at is not order.root):
+            elif order.verdict is None and (order.passes or order.at is not order.root or order.left):
                 # At the end of a run the store may go first.
                 with suppress(RuntimeError, ValueError, KeyError):
                     self._judge(order, stood)
@@ -198,7 +198,8 @@ class _Watch(threading.Thread):
         if found is None or stood != (order.passes, order.at):
             return
         order.verdict = found
-        _log.error("%s: %s", here(), found)
+        if order.left is None:
+            _log.error("%s: %s", here(), found)
         order.post()
         _interrupt(order)
 

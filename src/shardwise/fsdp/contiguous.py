@@ -197,6 +197,8 @@ class ContiguousGroup(ParamGroup):
     def check_ready(self) -> None:
         super().check_ready()
         self.pack()
+        named = zip(self.layout.specs, self.params, strict=True)
+        self.layout.specs = tuple([replace(spec, name=param.name) for spec, param in named])
 
     # Unsharded buffers
 

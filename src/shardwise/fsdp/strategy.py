@@ -63,6 +63,11 @@ class Strategy:
     replicate_axis: AxisPlacement | None
     shard_axis: AxisPlacement | None
 
+    def __str__(self) -> str:
+        names = {row: name for name, row in ROWS.items()}
+        axes = (("replicate", self.replicate_axis), ("shard", self.shard_axis))
+        return ", ".join(f"{names[row]} over the {axis} axis" for axis, row in axes if row is not None)
+
 
 def strategy_for(name: str | None, info: DataParallelMeshInfo) -> Strategy:
     """The strategy of that name on the axes of `info`; None is FSDP on a shard axis, DDP on a replicate one.
