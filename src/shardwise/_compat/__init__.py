@@ -6,6 +6,7 @@ torch moves or renames is mended here, once.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -301,6 +302,33 @@ def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
     """The p-norm of each of many tensors, computed in `dtype`."""
     return torch._foreach_norm(list(tensors), p, dtype)
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set what autograd compares, when it reads a saved tensor, with what it was when it was saved."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # type: ignore[arg-type]
+
+
+def explain_backward_errors(explain: Callable[[RuntimeError], Exception | None]) -> None:
+    """Let `explain` find a better error for one that backward raises.
+
+    Errors inside autograd's engine pass no hook, only this function, which every backward goes through.
+    """
+    from torch.autograd import graph
+
+    run = graph._engine_run_backward
+
+    @functools.wraps(run)
+    def run_and_explain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            better = explain(error)
+            if better is None:
+                raise
+            raise better from error
+
+    cast(Any, graph)._engine_run_backward = cast(Any, torch.autograd)._engine_run_backward = run_and_explain
 
 
 def in_backward() -> bool:

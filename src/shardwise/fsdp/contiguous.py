@@ -208,6 +208,7 @@ class ContiguousGroup(ParamGroup):
         Gathers write through `data` aliases, which share memory but not version counters: refilling a
         buffer is no modification to autograd, whose saved tensors see the same values again.
         """
+        memory: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             for segment, shard, held in zip(self.layout.segments, self.shards, self.held, strict=True):
                 alike = shard.dtype == segment.gather_dtype and shard.device == self.device
@@ -226,6 +227,7 @@ class ContiguousGroup(ParamGroup):
                     whole = full.narrow(0, place.start, place.numel).view(param.shape)
                     param.unsharded = param.wrap_unsharded(whole)
                     optimizer_watch.watch_gathered(param.name, param.unsharded)
+                memory.append(full)
                 full = full.data
                 group = self.gather_group
                 mine = full if group is None else full.narrow(0, group.rank() * held.numel(), held.numel())
@@ -237,6 +239,8 @@ class ContiguousGroup(ParamGroup):
             for param in self.params
             for owner in param.owners
         ]
+        if self.gather_group is not None:
+            self.curtain = self._curtain(memory)
         self._changes = -1
 
     # Changing form
@@ -351,6 +355,8 @@ class ContiguousGroup(ParamGroup):
             parameters[name] = unsharded
         for buffer in self.buffers:
             buffer.kept = None
+        if self.curtain is not None:
+            self.curtain.open()
         self.form = Form.UNSHARDED
 
     def _check_memory(self) -> None:
@@ -379,6 +385,8 @@ class ContiguousGroup(ParamGroup):
             self._free_unsharded()
 
     def _free_unsharded(self) -> None:
+        if self.curtain is not None:
+            self.curtain.close()
         if self.streams is not None:
             storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
             self.streams.free_later(self.buffers, storages, current_stream(self.device))

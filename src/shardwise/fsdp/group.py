@@ -35,6 +35,7 @@ from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
+from shardwise.fsdp.curtain import Curtain
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.layout import GroupLayout
@@ -118,6 +119,7 @@ class ParamGroup(ABC):
         self.form = Form.SHARDED
         self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
         self.gather: AllGatherResult | None = None
+        self.curtain: Curtain | None = None  # once there is unsharded memory, if it is ever freed
         self.gathered_at = -1  # the count of optimizer steps when last gathered
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.shard_group, _ = info.process_groups
@@ -154,6 +156,11 @@ class ParamGroup(ABC):
     @abstractmethod
     def _reshard_to_smaller(self, info: FSDPMeshInfo) -> None:
         """Keep the parameters cut over a smaller mesh, and show them so."""
+
+    @property
+    def title(self) -> str:
+        """The group's module, for errors."""
+        return f"module '{self.name}'" if self.name else "the root module"
 
     @property
     def align_bytes(self) -> int:
@@ -261,7 +268,14 @@ class ParamGroup(ABC):
                 self.gather_event = None
             for owner in param.owners:
                 owner.parameters[owner.name] = unsharded
+        if self.curtain is not None:
+            self.curtain.open()
         self.form = Form.UNSHARDED
+
+    def _curtain(self, memory: list[Tensor]) -> Curtain:
+        """Over the unsharded buffers, and the parameters that have version counters of their own."""
+        own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
+        return Curtain(self, [*memory, *own])
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""

@@ -155,14 +155,17 @@ class InterleavedGroup(ParamGroup):
         a buffer is no modification to autograd, whose saved tensors see the same values again.
         """
         with torch.inference_mode(False), torch.no_grad():
+            memory = []
             for segment in self.layout.segments:
                 full = torch.empty(segment.unsharded_numel, dtype=segment.gather_dtype, device=self.device)
                 self.full.append(full.data)
+                memory.append(full)
                 for slot in segment.slots:
                     param = self.packed[slot.index]
                     whole = full.narrow(0, slot.unsharded_offset, param.numel).view(param.shape)
                     param.unsharded = param.wrap_unsharded(whole)
                     optimizer_watch.watch_gathered(param.name, param.unsharded)
+            self.curtain = self._curtain(memory)
             self.main = self._exchange(self.layout, self.shard_group, self.shards)
             info = self.post_forward
             if info is not None and info is not self.info:
@@ -316,6 +319,8 @@ class InterleavedGroup(ParamGroup):
         return _compat.dtensor_parameter(local, spec, requires_grad=param.sharded.requires_grad)
 
     def _free_unsharded(self) -> None:
+        if self.curtain is not None:
+            self.curtain.close()
         for full in self.full:
             full.untyped_storage().resize_(0)
         for extended in self.extended.values():

@@ -46,6 +46,7 @@ class GradReducer(ABC):
     partials: dict[Any, Tensor] = field(default_factory=dict)
     offload_events: list[torch.Event] = field(default_factory=list)
     accumulates: bool = False  # do parameters hold gradients of earlier backwards?
+    unsynced: bool = False  # did the latest backward leave its gradients where they were?
     _plans: dict[tuple[torch.dtype, torch.dtype], Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
 

@@ -34,9 +34,11 @@ class Schedule:
         root: the state whose forward runs the iteration's first.
         forward_root: the state that entered forward first in this pass; None outside forward.
         order: states in the order in which their forwards ended, once a call.
+        order_before: how many they were when this pass began.
         kept: the state that ended forward last and has not been released yet.
         latest_output: the hook on what the state that ended forward last returned, if that is one tensor.
         callback_queued: whether the end of this backward is already awaited.
+        had_backward: whether there was one since forward last began.
         is_last_backward: False while more backwards follow before the optimizer step.
         post_optim_event: what the next gathers wait for instead of the current stream.
         held_gather: a gather whose buffer the copy-out may still read; kept until the next copy-out,
@@ -55,9 +57,11 @@ class Schedule:
     root: weakref.ref[FSDPState]
     forward_root: weakref.ref[FSDPState] | None = None
     order: list[weakref.ref[FSDPState]] = field(default_factory=list)
+    order_before: int = 0
     kept: weakref.ref[FSDPState] | None = None
     latest_output: _OutputHook | None = None
     callback_queued: bool = False
+    had_backward: bool = False
     is_last_backward: bool = True
     post_optim_event: torch.Event | None = None
     held_gather: tuple[AllGatherResult, torch.Event] | None = None

@@ -13,7 +13,6 @@ group's business, how gradients are reduced the reducer's.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,9 +35,10 @@ from shardwise.fsdp.optimizer_watch import Steps
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.fsdp.reduction import GradReducer, InterleavedReducer
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors
+from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors, reachable_grad_tensors
 
 _KEY = "_shardwise_state"
+_BEFORE_BACKWARD = (TrainingState.IDLE, TrainingState.FORWARD)
 _ENTER_FORWARD, _END_OF_BACKWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.END_OF_BACKWARD]
 _ENTER_BACKWARD, _EXIT_BACKWARD = TABLE[Event.ENTER_BACKWARD], TABLE[Event.EXIT_BACKWARD]
 
@@ -195,11 +195,8 @@ class FSDPState:
         """Before `module`'s forward: returns its arguments, cast and marked."""
         schedule = self.schedule or self.become_root()
         action, after = _ENTER_FORWARD[self.training_state]
-        if action is Action.JOIN and not self.running and len(self.modules) == 1:
-            raise LifecycleError(
-                f"{here()}: an earlier forward of '{self.name}' raised; call reset_iter_state() on the root"
-                " module before the next iteration"
-            )
+        if action is not Action.GATHER:
+            self._check_entry(action)
         self.training_state = after
         self.running += 1
         if action is Action.RECOMPUTE:
@@ -226,10 +223,26 @@ class FSDPState:
                 self._prefetch(ref(), schedule)
         return args, kwargs
 
+    def _check_entry(self, action: Action) -> None:
+        """Raise if an earlier pass was cut short, and so left a state that this one cannot go on from."""
+        cut_short = None
+        if action is Action.JOIN and not self.running and len(self.modules) == 1:
+            cut_short = "forward"
+        elif action is Action.RECOMPUTE and not _compat.in_backward():
+            cut_short = "backward"
+        if cut_short is not None:
+            raise LifecycleError(
+                f"{here()}: an earlier {cut_short} of '{self.name}' raised; call reset_iter_state() on the"
+                " root module before the next iteration"
+            )
+
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not _compat.in_backward():
+            self._check_earlier_backward(schedule)
         if schedule.orders:
             self._announce_pass(schedule)
         schedule.forward_root = self.myself
+        schedule.order_before = len(schedule.order)
         for state in (self, *self.below):
             if state.guards:
                 guard.lift(state.guards)
@@ -239,6 +252,24 @@ class FSDPState:
             return args, kwargs
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         return args, kwargs
+
+    def _check_earlier_backward(self, schedule: Schedule) -> None:
+        """Raise if it did not finish, or went where no hook saw it."""
+        if schedule.callback_queued:
+            self._check_entry(Action.RECOMPUTE)
+        if schedule.had_backward:
+            schedule.had_backward = False
+            return
+        for state in (self, *self.below):
+            for group, reducer in zip(state.groups, state.reducers, strict=True):
+                for param in () if reducer.unsynced else group.params:
+                    if param.unsharded is not None and param.unsharded.grad is not None:
+                        raise LifecycleError(
+                            f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
+                            f" another way than through what the forward of {group.title} returned."
+                            " Return every tensor that losses use from forward; reset_iter_state() drops the"
+                            " gradient"
+                        )
 
     def _check_one_groups_data(self) -> None:
         """Look for parameters whose `data` was assigned to, each pass in one group, as looking is slow."""
@@ -292,8 +323,35 @@ class FSDPState:
 
     @_compat.runs_eagerly
     def abandon_forward(self) -> None:
-        """A forward raised. Recomputation does so on purpose, when it has what it needs."""
+        """A forward raised; so that it may be tried again, leave no trace of it.
+
+        Recomputation inside backward raises on purpose, when it has what it needs; backward goes on.
+        """
         self.running -= 1
+        if self.running or self.training_state is not TrainingState.FORWARD or _compat.in_backward():
+            return
+        schedule = self.schedule
+        assert schedule is not None
+        if schedule.forward_root is not self.myself:
+            if len(self.modules) == 1:
+                self._forget_forward()
+            return
+        for state in (self, *self.below):
+            if state.training_state is TrainingState.FORWARD:
+                state._forget_forward()
+        del schedule.order[schedule.order_before :]
+        schedule.forward_root = schedule.latest_output = None
+        schedule.release_kept()
+        schedule.drop_held_gather()
+        schedule.free_gathered()
+        self.install_guards()
+
+    def _forget_forward(self) -> None:
+        self.still_to_run.clear()
+        self.training_state = TrainingState.IDLE
+        for group in self.groups:
+            group.abandon_gather()
+            group.reshard()
 
     def tell_of(self, error: Exception) -> None:
         """A forward, or what it gathers, raised: ranks that wait for this one in the same pass need not."""
@@ -358,19 +416,22 @@ class FSDPState:
         """Let autograd call `enter_backward` when the first of the outputs' gradients arrives."""
         plain = isinstance(output, Tensor) and output.requires_grad
         schedule.latest_output = None
-        for tensor in [output] if plain else grad_tensors(output):
-            if _compat.base_of(tensor) is not None:
-                warnings.warn(
-                    f"the sharded module '{self.name}' returns a view; changing it in place would lose the"
-                    " hook that gathers its parameters in backward. Use out-of-place operations on it",
-                    stacklevel=5,
-                )
+        for tensor in [output] if plain else reachable_grad_tensors(output):
             hook = _OutputHook(tensor, self)
             _compat.hook_gradient(tensor, hook)
-            if plain:
+            if (base := _compat.base_of(tensor)) is not None:
+                # A view that is changed in place gets another history, past the hook, from its base.
+                if base.grad_fn is not None:
+                    _compat.hook_gradient(base, self.enter_by_base)
+            elif plain:
                 schedule.latest_output = hook
 
     # Backward
+
+    @_compat.runs_eagerly
+    def enter_by_base(self, grad: Tensor) -> Tensor:
+        """As `enter_backward`, called with the gradient of what an output is a view of."""
+        return self.enter_backward(grad) if self.training_state in _BEFORE_BACKWARD else grad
 
     @_compat.runs_eagerly
     def enter_backward(self, grad: Tensor) -> Tensor:
@@ -378,29 +439,36 @@ class FSDPState:
         schedule = self.schedule
         assert schedule is not None
         action, self.training_state = _ENTER_BACKWARD[self.training_state]
-        root = schedule.root()
-        if not schedule.callback_queued and root is not None:
-            if _compat.in_compiled_autograd():
-                raise LifecycleError(
-                    f"{here()}: module '{self.name}' gathers and reduces outside of graphs, but compiled"
-                    " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
-                )
-            schedule.callback_queued = True
-            for order in schedule.orders:
-                order.backward_thread = threading.get_ident()
-            _compat.queue_backward_callback(root.end_of_backward)
+        if not schedule.callback_queued:
+            self._await_end(schedule)
         if action is Action.KEEP:
             return grad
         schedule.kept = None  # from here on backward decides
         for group in self.groups:
             if group.settings.unshard_in_backward:
                 self._gather(group, schedule, forward=False)
+            elif group.curtain is not None:
+                group.curtain.open()  # backward reads nothing, but torch may look
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
                 self._prefetch(ref(), schedule)
         elif (ahead := self._next_in_backward(schedule)) is not None:
             self._prefetch(ahead, schedule)
         return grad
+
+    def _await_end(self, schedule: Schedule) -> None:
+        root = schedule.root()
+        if root is None:
+            return
+        if _compat.in_compiled_autograd():
+            raise LifecycleError(
+                f"{here()}: module '{self.name}' gathers and reduces outside of graphs, but compiled"
+                " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
+            )
+        schedule.callback_queued = schedule.had_backward = True
+        for order in schedule.orders:
+            order.backward_thread = threading.get_ident()
+        _compat.queue_backward_callback(root.end_of_backward)
 
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
         """The state whose forward ended before this one's latest: the one backward reaches next."""
@@ -415,6 +483,8 @@ class FSDPState:
         """Free the parameters and reduce their gradients."""
         schedule = self.schedule
         assert schedule is not None
+        if not schedule.callback_queued:  # backward came in past the outputs' hooks
+            self._await_end(schedule)
         partly_run = len(self.modules) > 1 and self.training_state is TrainingState.FORWARD
         _, self.training_state = _EXIT_BACKWARD[self.training_state]
         self._reduce(schedule)
@@ -426,6 +496,7 @@ class FSDPState:
     def _reduce(self, schedule: Schedule) -> None:
         for group, reducer in self.in_reverse:
             settings = group.settings
+            reducer.unsynced = not settings.reduce_grads
             if reducer.accumulates:
                 reducer.accumulate()
             if not settings.reduce_grads:

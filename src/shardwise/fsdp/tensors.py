@@ -1,18 +1,20 @@
 """Tensors inside the nested arguments and outputs of a module's forward.
 
 Plain tensors, tuples and dicts of tensors are the usual case and cost no recursion; nested lists,
-named tuples, mappings and dataclasses are walked. Containers are rebuilt only if a tensor changed.
+named tuples, sets, mappings and dataclasses are walked. Containers are rebuilt only if a tensor changed.
+Objects of other classes are looked into, but never copied.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -24,6 +26,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
         if _unchanged(items, value):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (set, frozenset)):
+        items = [map_tensors(fn, item) for item in value]
+        return value if _unchanged(items, value) else type(value)(items)
     if isinstance(value, MutableMapping):
         new = {key: map_tensors(fn, item) for key, item in value.items()}
         if _unchanged(new.values(), value.values()):
@@ -69,3 +74,36 @@ def grad_tensors(value: Any) -> list[Tensor]:
 
     map_tensors(see, value)
     return found
+
+
+def reachable_grad_tensors(value: Any) -> list[Tensor]:
+    """As `grad_tensors`, with those in attributes of objects of any class but modules; each once."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            if one.requires_grad:
+                found.setdefault(id(one), one)
+        elif id(one) not in seen and not isinstance(one, _OPAQUE):
+            seen.add(id(one))
+            left.extend(reversed(_parts(one)))
+    return list(found.values())
+
+
+_OPAQUE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.device, nn.Module, ModuleType)
+
+
+def _parts(value: Any) -> list[Any]:
+    attributes = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        attributes += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    # Leaves are not of this forward; an object may lead to all parameters there are.
+    parts = [one for one in attributes if not (isinstance(one, Tensor) and one.is_leaf)]
+    if isinstance(value, Mapping):
+        parts += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts += value
+    return parts

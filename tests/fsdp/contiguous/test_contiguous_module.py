@@ -555,7 +555,7 @@ def test_an_iteration_that_raised_is_forgotten_by_reset_iter_state(where: str) -
     with pytest.raises(ZeroDivisionError):
         step(model)
     hook.remove()
-    if where == "forward":
+    if where == "backward":
         with pytest.raises(LifecycleError, match="reset_iter_state"):
             step(model)
     model.reset_iter_state()

@@ -1,0 +1,70 @@
+"""Keeping autograd from reading gathered memory that is not there.
+
+What backward needs of a parameter is a view of the group's unsharded memory, which is freed after forward
+and filled again before the module's backward. Backward learns that it has reached a module from the hooks
+on what its forward returned. A tensor that left forward in another way (kept as an attribute, say) leads
+backward inside past these hooks; it would read memory that is freed, or that a gather still writes to.
+
+    version of the memory    0 while gathered; while not, a number that only this group has
+
+Saved tensors remember the version that they saw, and autograd compares. So such a backward stops before it
+reads anything, and the number in torch's message says whose parameters it wanted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.errors import LifecycleError, here
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.group import ParamGroup
+
+_FIRST = 1 << 30  # more in-place changes than any tensor sees
+_numbers = itertools.count(_FIRST)
+_groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+_VERSION = re.compile(r"is at version (\d+); expected version")
+
+
+class Curtain:
+    """Lets saved tensors be read, or not.
+
+    Args:
+        group: whose memory it is.
+        tensors: what autograd sees of it, one for each version counter.
+    """
+
+    def __init__(self, group: ParamGroup, tensors: Iterable[Tensor]) -> None:
+        number = next(_numbers)
+        _groups[number] = group
+        self._tensors = tuple(tensors)
+        self._gathered, self._missing = ([v] * len(self._tensors) for v in (0, number))
+        if number == _FIRST:
+            _compat.explain_backward_errors(_explain)
+
+    def open(self) -> None:
+        _compat.set_versions(self._tensors, self._gathered)
+
+    def close(self) -> None:
+        _compat.set_versions(self._tensors, self._missing)
+
+
+def _explain(error: RuntimeError) -> Exception | None:
+    """What to raise in place of an error of autograd; None if it has another reason."""
+    found = _VERSION.search(str(error))
+    group = _groups.get(int(found.group(1))) if found is not None else None
+    if group is None:
+        return None
+    return LifecycleError(
+        f"{here()}: backward reached the inside of {group.title} by another way than through what its forward"
+        " returned, when its parameters were not gathered. Some tensor left that forward otherwise: as an"
+        " attribute of a module, say, or in an object that has no attributes to look at. Return it from"
+        " forward as well, and let the loss use what was returned"
+    )

@@ -1,0 +1,172 @@
+"""Backward that goes inside a sharded module past what its forward returned: right, or an error by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp.models import raises_on_every_rank
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.errors import LifecycleError
+from shardwise.fsdp.state import state_of
+
+LAYOUTS = ("interleaved", "contiguous")
+
+
+class Plain:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@dataclass
+class Both:
+    hidden: Tensor
+    more: Any = None
+
+
+FORMS = {
+    "plain": lambda y: Plain(y),
+    "slotted": lambda y: Slotted(y),
+    "nested": lambda y: [Both(torch.zeros(1), more={"at": Plain(y)})],
+    "view": lambda y: y.view(2, 2, 8),
+    "opaque": lambda y: lambda: y,
+}
+BACK = {
+    "plain": lambda out: out.hidden,
+    "slotted": lambda out: out.hidden,
+    "nested": lambda out: out[0].more["at"].hidden,
+    "view": lambda out: out.mul_(1.5).view(4, 8),
+    "opaque": lambda out: out(),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.relu(self.up(self.norm(x)))
+        self.penalty = hidden.square().mean()
+        return FORMS[self.form](x + self.down(hidden))
+
+
+class Net(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block(form) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = BACK[block.form](block(x))
+        return x * 1.0
+
+
+def sharded(form: str, layout: str, **options: Any) -> Net:
+    net = Net(form)
+    for block in net.blocks:
+        fully_shard(block, layout=layout, **options)
+    return fully_shard(net, layout=layout)
+
+
+def assert_same_gradients(net: Net, reference: Net) -> None:
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["plain", "slotted", "nested", "view"])
+@on_ranks(2)
+def test_outputs_in_objects_and_views_changed_in_place_have_the_right_gradients(
+    form: str, layout: str
+) -> None:
+    net, reference = sharded(form, layout), Net(form)
+    for model in (net, reference):
+        loss = model(torch.ones(4, 8)).square().mean() + sum(block.penalty for block in model.blocks)
+        loss.backward()
+    assert_same_gradients(net, reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reshard", [True, 2])
+@on_ranks(4)
+def test_backward_that_no_hook_announces_is_an_error_that_names_the_module(
+    layout: str, reshard: bool | int
+) -> None:
+    net, reference = sharded("opaque", layout, reshard_after_forward=reshard), Net("opaque")
+    message = raises_on_every_rank(LifecycleError, lambda: net(torch.ones(4, 8)).sum().backward())
+    assert message.startswith(f"rank {dist.get_rank()}: backward reached the inside of module 'blocks.1'")
+    message = raises_on_every_rank(LifecycleError, lambda: net(torch.ones(4, 8)))
+    assert "an earlier backward of '' raised; call reset_iter_state()" in message
+    net.reset_iter_state()
+    net.zero_grad()
+    for block in (*net.blocks, *reference.blocks):
+        block.form = "plain"
+    for model in (net, reference):
+        model(torch.ones(4, 8)).sum().backward()
+    assert_same_gradients(net, reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_what_a_gather_in_flight_writes_to_cannot_be_read_by_backward(layout: str) -> None:
+    net = sharded("plain", layout)
+    net(torch.ones(4, 8))
+    escaped = net.blocks[0].penalty
+    handle = net.blocks[0].unshard(async_op=True)
+    message = raises_on_every_rank(LifecycleError, escaped.backward)
+    assert "inside of module 'blocks.0'" in message
+    handle.wait()
+    net.reset_iter_state()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_gradient_that_no_reduction_saw_is_an_error_in_the_next_forward(layout: str) -> None:
+    block = fully_shard(Block("plain"), layout=layout)
+    x = torch.ones(4, 8)
+    block(x)
+    block.penalty.backward()  # the root's parameters are still there
+    message = raises_on_every_rank(LifecycleError, lambda: block(x))
+    assert "gradient of 'norm.weight' was not reduced" in message
+    assert "the root module" in message
+    block.reset_iter_state()
+    block.set_requires_gradient_sync(False)
+    block(x).hidden.sum().backward()
+    with torch.no_grad():
+        block(x)  # kept gradients are no such
+    block.set_requires_gradient_sync(True)
+    block(x).hidden.sum().backward()
+
+
+@on_ranks(2)
+def test_a_backward_that_enters_past_the_outputs_still_ends() -> None:
+    net, reference = sharded("plain", "contiguous"), Net("plain")
+    for model in (net, reference):
+        model(torch.ones(4, 8))
+        model.blocks[-1].penalty.backward()  # still gathered
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    state = state_of(net)
+    assert state is not None
+    assert state.schedule is not None
+    assert not state.schedule.callback_queued
