@@ -7,6 +7,7 @@ torch moves or renames is mended here, once.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -357,6 +358,19 @@ grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | No
 def storage_id(tensor: Tensor) -> int:
     """Which storage a tensor has; a DTensor's wrapper has its own, changed by `data = ...` and swaps."""
     return cast(int, tensor.untyped_storage()._cdata)
+
+
+def mark_fully_sharded(module: nn.Module) -> None:
+    """Let torch's `replicate`, applied to a module around this one, leave its parameters to us.
+
+    It asks for a mark under a key that is drawn anew in each process, and offers no public way to set one.
+    The file that knows the key was loaded with the state dict helpers that are extended below.
+    """
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    if contract is not None:
+        module.__dict__.setdefault(contract.REGISTRY_KEY, OrderedDict())["fully_shard"] = (
+            contract.RegistryItem()
+        )
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

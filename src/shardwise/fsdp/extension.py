@@ -1,8 +1,8 @@
 """Tensor subclasses that choose what is gathered in their place.
 
-A sharded parameter whose local tensor is a subclass with `fsdp_pre_all_gather` and
-`fsdp_post_all_gather` (quantised weights, say) is not part of its group's flat buffer. It hands in
-its own all-gather inputs, and builds the unsharded tensor from the gathered ones:
+A sharded parameter whose local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as a subclass
+(quantised weights, say) or set on that tensor before the first forward, is not part of its group's flat
+buffer. It hands in its own all-gather inputs, and builds the unsharded tensor from the gathered ones:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors) or None
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def stays_out_of_buffer(param: EvenParam) -> bool:
-    """Must `param` keep memory of its own, because its local tensor is a tensor subclass?"""
-    return type(param.local) is not Tensor and not _compat.is_fake(param.local)
+    """Must `param` keep memory of its own: is its local tensor a subclass, or one given the hooks?"""
+    local = param.local
+    subclass = type(local) is not Tensor and not _compat.is_fake(local)
+    return subclass or hasattr(local, PRE) or hasattr(local, POST)
 
 
 class ExtendedParam:
@@ -55,8 +58,9 @@ class ExtendedParam:
         self.param, self.policy, self.device = param, policy, device
         self.mesh = shard_mesh(param.info)
         self.padded_shape = param.placement.padded_shape(tuple(param.shape), ranks=param.ranks)
-        self.padded = self._pad()
-        has_hooks = [hasattr(self.padded, name) for name in (PRE, POST)]
+        local = param.local
+        self.padded = local if tuple(local.shape) == self.padded_shape else local.new_zeros(self.padded_shape)
+        has_hooks = [hasattr(local, name) for name in (PRE, POST)]
         if has_hooks[0] != has_hooks[1]:
             raise ShardingError(
                 f"{here()}: the tensor of '{param.name}' ({type(self.padded).__name__}) defines only one of"
@@ -68,40 +72,41 @@ class ExtendedParam:
         self.outputs: list[Tensor] = []  # one a gathered input, 1-D
         self.inner: list[Tensor] = []  # further memory of the unsharded tensor
 
-    def _pad(self) -> Tensor:
+    def _hook(self, name: str, shard: Tensor) -> Callable[..., Any]:
+        """A hook of the local tensor, its class's or its own, with `shard` for its `self`."""
         local = self.param.local
-        if tuple(local.shape) == self.padded_shape:
-            return local
-        padded = local.new_zeros(self.padded_shape)
-        if local.numel():
-            padded.narrow(self.param.placement.dim, 0, local.size(self.param.placement.dim)).copy_(local)
-        return padded
+        hook = getattr(local, name)
+        if getattr(hook, "__self__", None) is local:
+            return MethodType(hook.__func__, shard)
+        return cast(Callable[..., Any], hook)
 
     def inputs(self) -> list[Tensor]:
         """What this rank sends: 1-D tensors."""
-        shard = self.padded
+        shard, local = self.padded, self.param.local
+        if shard is not local and local.numel():
+            shard.narrow(0, 0, local.size(0)).copy_(local)
         if shard.device != self.device:
             shard = shard.to(self.device, non_blocking=True)
         if not self.has_hooks:
             self.shapes = [shard.shape]
-            return [shard.reshape(-1)]
-        inputs, self.metadata = self._call_pre(getattr(shard, PRE))
+            return [_plain(shard)]
+        inputs, self.metadata = self._call_pre(self._hook(PRE, shard))
         self.shapes = [t.shape for t in inputs]
-        return [t.reshape(-1) for t in inputs]
+        return [_plain(t) for t in inputs]
 
     def _call_pre(self, hook: Callable[..., Any]) -> tuple[Sequence[Tensor], Any]:
         count = len(inspect.signature(hook).parameters)
         param = self.param
         if count == 1:
             inputs, metadata = hook(self.mesh)
-            return inputs, metadata
-        if count != 5:
+        elif count == 5:
+            stride = _compat.contiguous_stride(param.shape)
+            inputs, metadata = hook(self.mesh, param.shape, stride, param.module(), self.policy)
+        else:
             raise ShardingError(
                 f"{here()}: {PRE} of '{param.name}' takes {count} arguments; expected (mesh) or"
                 " (mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        stride = _compat.contiguous_stride(param.shape)
-        inputs, metadata = hook(self.mesh, param.shape, stride, param.module(), self.policy)
         # Checked on every rank alike, so that the ranks without padding do not wait for the others.
         uneven = param.shape[param.placement.dim] % param.ranks != 0
         wrong = [tuple(t.shape) for t in inputs if tuple(t.shape) != self.padded_shape]
@@ -117,7 +122,9 @@ class ExtendedParam:
         """Memory for the gathered inputs, kept between gathers and refilled."""
         if not self.outputs:
             with torch.inference_mode(False):
-                self.outputs = [t.new_empty(ranks * t.numel(), device=self.device) for t in inputs]
+                self.outputs = [
+                    torch.empty(ranks * t.numel(), dtype=t.dtype, device=self.device) for t in inputs
+                ]
         for tensor in self.outputs:
             _resize(tensor, tensor.numel())
         return self.outputs
@@ -132,7 +139,7 @@ class ExtendedParam:
             return
         gathered = tuple(t.view(-1, *s[1:]) for t, s in zip(self.outputs, self.shapes, strict=True))
         dtype = self.policy.param_dtype or param.sharded.dtype
-        hook = getattr(self.padded, POST)
+        hook = self._hook(POST, self.padded)
         if param.unsharded is not None:
             for tensor in self.inner:
                 _resize(tensor, tensor.numel())
@@ -147,6 +154,13 @@ class ExtendedParam:
     def free(self) -> None:
         for tensor in (*self.outputs, *self.inner):
             _resize(tensor, 0)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """`tensor` as 1-D plain memory, which is what collectives take."""
+    if type(tensor) is not Tensor and not _compat.is_fake(tensor):
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.reshape(-1)
 
 
 def _resize(tensor: Tensor, numel: int) -> None:

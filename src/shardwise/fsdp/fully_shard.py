@@ -209,6 +209,7 @@ def _shard_together(
         _reshard_for_state_dict(group, managed)
     for one in modules:
         object.__setattr__(one, "__class__", sharded_class(type(one)))  # past nn.Module's own, which is slow
+        _compat.mark_fully_sharded(one)
     if not contiguous:  # whose sharded parameters refuse by themselves
         state.guards = guards([one for one in managed if state_of(one) is None], groups)
         install(state.guards)

@@ -180,8 +180,8 @@ class ParamGroup(ABC):
 
     def check_ready(self) -> None:
         """Pack, and raise for parameters that cannot be trained where they are."""
+        self.check_params()
         for param in self.params:
-            param.check_data()
             param.adopt()
             found = param.local.device
             if found.type == "meta":
@@ -197,6 +197,11 @@ class ParamGroup(ABC):
                     " move the model there before the first forward"
                 )
         self.pack()
+
+    def check_params(self) -> None:
+        """Raise for what users did to sharded parameters in vain."""
+        for param in self.params:
+            param.check_data()
 
     def describe(self) -> str:
         """The group in words, equal on ranks that will communicate alike."""

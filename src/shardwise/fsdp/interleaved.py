@@ -18,7 +18,7 @@ from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.streams import record_event
-from shardwise.errors import LifecycleError, here
+from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.group import Form, ParamGroup
@@ -72,9 +72,20 @@ class InterleavedGroup(ParamGroup):
         }
 
     def check_ready(self) -> None:
+        self.check_params()
+        for param in self.params:
+            param.adopt()
+        self.extended = self._extend()  # before packing, which moves local tensors
         super().check_ready()
-        self.extended = self._extend()
-        self.pack()
+
+    def check_params(self) -> None:
+        super().check_params()
+        for param in self.packed if self.full else ():
+            if stays_out_of_buffer(param):
+                raise ShardingError(
+                    f"{here()}: the local tensor of '{param.name}' was given hooks for the all-gather after"
+                    " parameters were first gathered; set them before the first forward"
+                )
 
     def describe(self) -> str:
         extended = [f"{self.params[i].name}: {type(self.params[i].local).__name__}" for i in self.extended]

@@ -247,7 +247,7 @@ class FSDPState:
             if state.guards:
                 guard.lift(state.guards)
         schedule.begin_forward()
-        self._check_one_groups_data()
+        self._check_one_groups_params()
         if self.device.type == "cpu":
             return args, kwargs
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
@@ -271,12 +271,12 @@ class FSDPState:
                             " gradient"
                         )
 
-    def _check_one_groups_data(self) -> None:
-        """Look for parameters whose `data` was assigned to, each pass in one group, as looking is slow."""
+    def _check_one_groups_params(self) -> None:
+        """Look for what users did to parameters in vain, each pass in one group, as looking is slow."""
         if not self.to_check:
             self.to_check = [g for state in (self, *self.below) for g in state.groups]
-        for param in self.to_check.pop().params if self.to_check else ():  # some have no group of their own
-            param.check_data()
+        if self.to_check:  # some have no group of their own
+            self.to_check.pop().check_params()
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_dtype is None:
