@@ -81,6 +81,11 @@ class InterleavedGroup(ParamGroup):
     def check_params(self) -> None:
         super().check_params()
         for param in self.packed if self.full else ():
+            if param.was_swapped:
+                raise ShardingError(
+                    f"{here()}: '{param.name}' was converted or swapped without its group after parameters were"
+                    " first gathered; call .to() on the whole sharded module, and change values in place"
+                )
             if stays_out_of_buffer(param):
                 raise ShardingError(
                     f"{here()}: the local tensor of '{param.name}' was given hooks for the all-gather after"

@@ -316,13 +316,19 @@ class EvenParam(ShardedParam):
         self.show(current)
         self._know_again()
 
+    @property
+    def was_swapped(self) -> bool:
+        """Has the sharded form another local tensor than it was known with?"""
+        return self.local is not self._known[0]
+
     def _know_again(self) -> None:
         """Remember how the sharded form describes itself, and by what to see that it was changed."""
         self.spec = _compat.spec_of(self.sharded)
-        self._storage = _compat.storage_id(self.sharded)
+        self._known = self.local, _compat.storage_id(self.sharded)
 
     def check_data(self) -> None:
-        if _compat.storage_id(self.sharded) != self._storage:
+        local, storage = self._known
+        if _compat.storage_id(self.sharded) != storage and self.local is local:
             raise ShardingError(
                 f"{here()}: '{self.name}'.data was assigned to (on {self.sharded.data.device}), but a sharded"
                 " parameter is a DTensor, which keeps its values all the same. Change them in place:"
@@ -340,7 +346,7 @@ class EvenParam(ShardedParam):
             requires_grad = self.sharded.requires_grad
             self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)
             self.show(self.sharded)
-            self._know_again()
+        self._know_again()
 
     @property
     def local(self) -> Tensor:
