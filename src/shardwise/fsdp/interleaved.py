@@ -83,7 +83,7 @@ class InterleavedGroup(ParamGroup):
         for param in self.packed if self.full else ():
             if param.was_swapped:
                 raise ShardingError(
-                    f"{here()}: '{param.name}' was converted or swapped without its group after parameters were"
+                    f"{here()}: '{param.name}' was converted or swapped alone after parameters were"
                     " first gathered; call .to() on the whole sharded module, and change values in place"
                 )
             if stays_out_of_buffer(param):

@@ -31,7 +31,7 @@ from shardwise.comm import (
 from shardwise.comm.streams import CommStreams
 from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp import trace_plan, traced
+from shardwise.fsdp import cut_short, trace_plan, traced
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState, live_states, state_of
 from shardwise.mesh import FSDPMeshInfo
@@ -109,7 +109,7 @@ class FSDPModule(nn.Module):
             raise LifecycleError(
                 f"{here()}: reset_iter_state() was called on '{state.name}'; call it on the root module"
             )
-        state.reset()
+        cut_short.reset(state)
 
     def host_bound_groups(self, *, bytes_per_second: float, host_seconds: float = 100e-6) -> dict[str, int]:
         """The groups here and inside whose gather takes the network less time than it takes the host.

@@ -21,7 +21,8 @@ from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event
 
 if TYPE_CHECKING:
-    from shardwise.fsdp.state import FSDPState, _OutputHook
+    from shardwise.fsdp.marks import OutputHook
+    from shardwise.fsdp.state import FSDPState
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Schedule:
     order: list[weakref.ref[FSDPState]] = field(default_factory=list)
     order_before: int = 0
     kept: weakref.ref[FSDPState] | None = None
-    latest_output: _OutputHook | None = None
+    latest_output: OutputHook | None = None
     callback_queued: bool = False
     had_backward: bool = False
     is_last_backward: bool = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp import guard
+from shardwise.fsdp import cut_short, guard
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.contiguous_reduction import ContiguousReducer
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
+from shardwise.fsdp.marks import OutputHook, mark_end_of_backward
 from shardwise.fsdp.optimizer_watch import Steps
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.fsdp.reduction import GradReducer, InterleavedReducer
@@ -196,7 +197,7 @@ class FSDPState:
         schedule = self.schedule or self.become_root()
         action, after = _ENTER_FORWARD[self.training_state]
         if action is not Action.GATHER:
-            self._check_entry(action)
+            cut_short.check_entry(self, action)
         self.training_state = after
         self.running += 1
         if action is Action.RECOMPUTE:
@@ -223,22 +224,9 @@ class FSDPState:
                 self._prefetch(ref(), schedule)
         return args, kwargs
 
-    def _check_entry(self, action: Action) -> None:
-        """Raise if an earlier pass was cut short, and so left a state that this one cannot go on from."""
-        cut_short = None
-        if action is Action.JOIN and not self.running and len(self.modules) == 1:
-            cut_short = "forward"
-        elif action is Action.RECOMPUTE and not _compat.in_backward():
-            cut_short = "backward"
-        if cut_short is not None:
-            raise LifecycleError(
-                f"{here()}: an earlier {cut_short} of '{self.name}' raised; call reset_iter_state() on the"
-                " root module before the next iteration"
-            )
-
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _compat.in_backward():
-            self._check_earlier_backward(schedule)
+            cut_short.check_earlier_backward(self, schedule)
         if schedule.orders:
             self._announce_pass(schedule)
         schedule.forward_root = self.myself
@@ -252,24 +240,6 @@ class FSDPState:
             return args, kwargs
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         return args, kwargs
-
-    def _check_earlier_backward(self, schedule: Schedule) -> None:
-        """Raise if it did not finish, or went where no hook saw it."""
-        if schedule.callback_queued:
-            self._check_entry(Action.RECOMPUTE)
-        if schedule.had_backward:
-            schedule.had_backward = False
-            return
-        for state in (self, *self.below):
-            for group, reducer in zip(state.groups, state.reducers, strict=True):
-                for param in () if reducer.unsynced else group.params:
-                    if param.unsharded is not None and param.unsharded.grad is not None:
-                        raise LifecycleError(
-                            f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
-                            f" another way than through what the forward of {group.title} returned."
-                            " Return every tensor that losses use from forward; reset_iter_state() drops the"
-                            " gradient"
-                        )
 
     def _check_one_groups_params(self) -> None:
         """Look for what users did to parameters in vain, each pass in one group, as looking is slow."""
@@ -295,11 +265,11 @@ class FSDPState:
             if latest is not None and latest.tensor() is args[0]:
                 latest.ending.append(self)
                 return args, kwargs
-            return _mark_end_of_backward(self, *args), kwargs
+            return mark_end_of_backward(self, *args), kwargs
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
-        marked = iter(_mark_end_of_backward(self, *tensors))
+        marked = iter(mark_end_of_backward(self, *tensors))
         args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
         return args, kwargs
 
@@ -328,30 +298,8 @@ class FSDPState:
         Recomputation inside backward raises on purpose, when it has what it needs; backward goes on.
         """
         self.running -= 1
-        if self.running or self.training_state is not TrainingState.FORWARD or _compat.in_backward():
-            return
-        schedule = self.schedule
-        assert schedule is not None
-        if schedule.forward_root is not self.myself:
-            if len(self.modules) == 1:
-                self._forget_forward()
-            return
-        for state in (self, *self.below):
-            if state.training_state is TrainingState.FORWARD:
-                state._forget_forward()
-        del schedule.order[schedule.order_before :]
-        schedule.forward_root = schedule.latest_output = None
-        schedule.release_kept()
-        schedule.drop_held_gather()
-        schedule.free_gathered()
-        self.install_guards()
-
-    def _forget_forward(self) -> None:
-        self.still_to_run.clear()
-        self.training_state = TrainingState.IDLE
-        for group in self.groups:
-            group.abandon_gather()
-            group.reshard()
+        if not self.running and self.training_state is TrainingState.FORWARD and not _compat.in_backward():
+            cut_short.forget_forward(self)
 
     def tell_of(self, error: Exception) -> None:
         """A forward, or what it gathers, raised: ranks that wait for this one in the same pass need not."""
@@ -417,7 +365,7 @@ class FSDPState:
         plain = isinstance(output, Tensor) and output.requires_grad
         schedule.latest_output = None
         for tensor in [output] if plain else reachable_grad_tensors(output):
-            hook = _OutputHook(tensor, self)
+            hook = OutputHook(tensor, self)
             _compat.hook_gradient(tensor, hook)
             if (base := _compat.base_of(tensor)) is not None:
                 # A view that is changed in place gets another history, past the hook, from its base.
@@ -585,59 +533,3 @@ class FSDPState:
             result = group.wait_for_unshard()
             if result is not None and self.schedule is not None:
                 self.schedule.finish_gather(result, forward=False)
-
-    def reset(self) -> None:
-        """Root only: forget an iteration that raised."""
-        schedule = self.schedule
-        if schedule is None:
-            return
-        schedule.drop_held_gather()
-        schedule.wait_for_reductions()
-        schedule.order.clear()
-        schedule.forward_root = schedule.kept = schedule.latest_output = None
-        schedule.callback_queued = False
-        for state in (self, *self.below):
-            state.still_to_run.clear()
-            state.training_state = TrainingState.IDLE
-            state.running = 0
-            for group, reducer in zip(state.groups, state.reducers, strict=True):
-                group.abandon_gather()
-                group.reshard()
-                reducer.reset()
-        schedule.free_gathered()
-        self.install_guards()
-
-
-class _OutputHook:
-    """On a module's output: begins its backward, after ending that of the modules it was the input of."""
-
-    __slots__ = ("ending", "state", "tensor")
-
-    def __init__(self, tensor: Tensor, state: FSDPState) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.state = state
-        self.ending: list[FSDPState] = []
-
-    @_compat.runs_eagerly
-    def __call__(self, grad: Tensor) -> Tensor:
-        for state in self.ending:
-            state.exit_backward()
-        return self.state.enter_backward(grad)
-
-
-class _EndOfBackward(torch.autograd.Function):
-    """The identity on a module's inputs, whose backward ends the module's."""
-
-    @staticmethod
-    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.state = state
-        return inputs
-
-    @staticmethod
-    @_compat.runs_eagerly
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.state.exit_backward()
-        return (None, *grads)
-
-
-_mark_end_of_backward: Callable[..., tuple[Tensor, ...]] = _compat.apply_of(_EndOfBackward)

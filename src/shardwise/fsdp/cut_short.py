@@ -1,0 +1,97 @@
+"""Passes that raised, or of which no hook saw the end: what is forgotten, what is an error in the next pass.
+
+a forward raised      it is forgotten at once, and may be tried again
+a backward raised     the next forward asks for `reset_iter_state()`, which drops what was not reduced
+a backward went       gradients are left that no reduction took, where parameters were still gathered; the
+past the outputs      next forward says whose
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise import _compat
+from shardwise.errors import LifecycleError, here
+from shardwise.fsdp.lifecycle import Action, TrainingState
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.schedule import Schedule
+    from shardwise.fsdp.state import FSDPState
+
+
+def check_entry(state: FSDPState, action: Action) -> None:
+    """Raise if an earlier pass left a state that a forward cannot go on from."""
+    which = None
+    if action is Action.JOIN and not state.running and len(state.modules) == 1:
+        which = "forward"
+    elif action is Action.RECOMPUTE and not _compat.in_backward():
+        which = "backward"
+    if which is not None:
+        raise LifecycleError(
+            f"{here()}: an earlier {which} of '{state.name}' raised; call reset_iter_state() on the root"
+            " module before the next iteration"
+        )
+
+
+def check_earlier_backward(root: FSDPState, schedule: Schedule) -> None:
+    """Raise if it did not finish, or went where no hook saw it."""
+    if schedule.callback_queued:
+        check_entry(root, Action.RECOMPUTE)
+    if schedule.had_backward:
+        schedule.had_backward = False
+        return
+    for state in (root, *root.below):
+        for group, reducer in zip(state.groups, state.reducers, strict=True):
+            for param in () if reducer.unsynced else group.params:
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    raise LifecycleError(
+                        f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
+                        f" another way than through what the forward of {group.title} returned. Return every"
+                        " tensor that losses use from forward; reset_iter_state() drops the gradient"
+                    )
+
+
+def forget_forward(state: FSDPState) -> None:
+    """A forward raised: leave no trace of it."""
+    schedule = state.schedule
+    assert schedule is not None
+    if schedule.forward_root is not state.myself:
+        if len(state.modules) == 1:
+            _forget_one(state)
+        return
+    for one in (state, *state.below):
+        if one.training_state is TrainingState.FORWARD:
+            _forget_one(one)
+    del schedule.order[schedule.order_before :]
+    schedule.forward_root = schedule.latest_output = None
+    schedule.release_kept()
+    schedule.drop_held_gather()
+    schedule.free_gathered()
+    state.install_guards()
+
+
+def _forget_one(state: FSDPState) -> None:
+    state.still_to_run.clear()
+    state.training_state = TrainingState.IDLE
+    for group in state.groups:
+        group.abandon_gather()
+        group.reshard()
+
+
+def reset(root: FSDPState) -> None:
+    """Forget an iteration, with every gradient that was not reduced."""
+    schedule = root.schedule
+    if schedule is None:
+        return
+    schedule.drop_held_gather()
+    schedule.wait_for_reductions()
+    schedule.order.clear()
+    schedule.forward_root = schedule.kept = schedule.latest_output = None
+    schedule.callback_queued = False
+    for state in (root, *root.below):
+        state.running = 0
+        _forget_one(state)
+        for reducer in state.reducers:
+            reducer.reset()
+    schedule.free_gathered()
+    root.install_guards()

@@ -1,0 +1,50 @@
+"""What autograd calls on a module's way through backward: with the gradients of its outputs and inputs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardwise import _compat
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.state import FSDPState
+
+
+class OutputHook:
+    """On a module's output: begins its backward, after ending that of the modules it was the input of."""
+
+    __slots__ = ("ending", "state", "tensor")
+
+    def __init__(self, tensor: Tensor, state: FSDPState) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.state = state
+        self.ending: list[FSDPState] = []
+
+    @_compat.runs_eagerly
+    def __call__(self, grad: Tensor) -> Tensor:
+        for state in self.ending:
+            state.exit_backward()
+        return self.state.enter_backward(grad)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity on a module's inputs, whose backward ends the module's."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    @_compat.runs_eagerly
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.state.exit_backward()
+        return (None, *grads)
+
+
+mark_end_of_backward: Callable[..., tuple[Tensor, ...]] = _compat.apply_of(_EndOfBackward)
