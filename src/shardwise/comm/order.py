@@ -15,6 +15,7 @@ waits for whom, and why in vain, is found by `comm.watch`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -125,6 +126,7 @@ class Order:
         self._posted: str | None = None
         self._said_left = False
         self._told: Node | None = None
+        self._posts = itertools.count()
 
     def advance(self, event: Event) -> None:
         """Announce what this rank does next. Collective over the group where it differs from last time.
@@ -144,6 +146,9 @@ class Order:
         if self._said_left:
             self.post()
         self.advance(event)
+        self._end_pass()
+
+    def _end_pass(self) -> None:
         self.ended[self.passes] = self.at
         if len(self.ended) > _PASSES_KEPT:
             self.ended.popitem(last=False)
@@ -168,6 +173,7 @@ class Order:
         if any(word[:_DIGEST] != node.digest.hex() for word in words):
             texts = {rank: word[_DIGEST:] for rank, word in zip(self.ranks, words, strict=True)}
             self.left = "found that ranks disagree about what to do next"
+            self._end_pass()  # on all ranks, which may begin another one alike
             raise RankMismatchError(
                 f"{here()}: ranks disagree about what to do next, so their collectives would not match.\n"
                 f"{differences(texts)}\n{event.advice}"
@@ -178,7 +184,7 @@ class Order:
         self._posted = keys[self.rank]
         parent.likely = node
         if node.depth > _LONGEST_PASS:
-            self.at = self.root
+            self._end_pass()
 
     def _wait_for(self, keys: list[str]) -> None:
         begun, pause = time.monotonic(), _HASTE
@@ -211,16 +217,17 @@ class Order:
             "left": left,
             "verdict": self.verdict,
             "frame": _frame(),
-            "time": time.time(),
+            "posts": next(self._posts),
         }
         self.store.set(f"{self.prefix}at/{self.rank}", json.dumps(record))
 
     def read(self) -> dict[int, Record]:
         """Where the other ranks said they stand, by rank in the group."""
         keys = {rank: f"{self.prefix}at/{rank}" for rank in range(self.size) if rank != self.rank}
-        return {
-            rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])
-        }
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        said = self.store.multi_get(list(keys.values()))
+        return {rank: json.loads(record) for rank, record in zip(keys, said, strict=True)}
 
     def text_of(self, rank: int) -> str:
         """What a rank of the group has announced last, as of its last post."""

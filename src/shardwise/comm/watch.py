@@ -123,24 +123,25 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
 
 def _roll_call(order: Order) -> str | None:
     """After a failure: who is wrong, or gone?"""
-    begun, records = time.time(), dict[int, Record]()
+    begun, silent = time.monotonic(), set(range(order.size)) - {order.rank}
     try:
-        while time.time() - begun < _ROLL_CALL:
+        before = {rank: record["posts"] for rank, record in order.read().items()}
+        while silent and time.monotonic() - begun < _ROLL_CALL:
             order.post()
             records = order.read()
             found = conflict(order, records)
             if found is not None:
                 return found
-            if len(records) == order.size - 1 and all(r["time"] >= begun for r in records.values()):
-                return None
+            silent -= {rank for rank, record in records.items() if record["posts"] != before.get(rank)}
             time.sleep(_TICK)
     except RuntimeError:
         return "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
-    peers = [rank for rank in range(order.size) if rank != order.rank]
-    silent = [order.ranks[r] for r in peers if records.get(r, {"time": 0})["time"] < begun]
+    if not silent:
+        return None
     return (
-        f"no sign of life from {named(silent)} for {_ROLL_CALL:g} s, after a connection broke while this rank"
-        f" waited to {order.doing()}: it has ended or died. Its own log has the first error."
+        f"no sign of life from {named([order.ranks[rank] for rank in sorted(silent)])} for {_ROLL_CALL:g} s,"
+        f" after a connection broke while this rank waited to {order.doing()}: it has ended or died. Its own"
+        " log has the first error."
     )
 
 
