@@ -305,9 +305,10 @@ def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Seq
     return torch._foreach_norm(list(tensors), p, dtype)
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set what autograd compares, when it reads a saved tensor, with what it was when it was saved."""
-    torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # type: ignore[arg-type]
+# Sets what autograd compares, when it reads a saved tensor, with what it was when it was saved.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
 
 
 def explain_backward_errors(explain: Callable[[RuntimeError], Exception | None]) -> None:

@@ -17,6 +17,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -44,16 +45,11 @@ class Curtain:
     def __init__(self, group: ParamGroup, tensors: Iterable[Tensor]) -> None:
         number = next(_numbers)
         _groups[number] = group
-        self._tensors = tuple(tensors)
-        self._gathered, self._missing = ([v] * len(self._tensors) for v in (0, number))
+        behind = tuple(tensors)
+        self.open = partial(_compat.set_versions, behind, (0,) * len(behind))  # no Python runs in these
+        self.close = partial(_compat.set_versions, behind, (number,) * len(behind))
         if number == _FIRST:
             _compat.explain_backward_errors(_explain)
-
-    def open(self) -> None:
-        _compat.set_versions(self._tensors, self._gathered)
-
-    def close(self) -> None:
-        _compat.set_versions(self._tensors, self._missing)
 
 
 def _explain(error: RuntimeError) -> Exception | None:

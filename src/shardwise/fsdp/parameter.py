@@ -360,7 +360,7 @@ class EvenParam(ShardedParam):
         """Set, or add to, the sharded parameter's gradient."""
         grad = self.sharded.grad
         if grad is None:
-            self.sharded.grad = self.as_grad(shard)
+            self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
         else:
             local = _compat.local_tensor(grad)
             local += shard

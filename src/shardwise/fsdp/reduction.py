@@ -268,8 +268,12 @@ class InterleavedReducer(GradReducer):
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
         shard = self._to_home(params, shard)
         offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
+        hooked, before, after = False, _compat.grad_hooks, _compat.post_accumulate_grad_hooks
         with _compat.plain_attributes():
-            hooked = any(param.has_grad_hooks for param in params)
+            for param in params:
+                if before(param.sharded) or after(param.sharded):
+                    hooked = True
+                    break
         with nullcontext() if hooked else _compat.plain_attributes():
             for param in params:
                 piece = shard.as_strided(param.shard_shape, param.shard_stride, offset)
