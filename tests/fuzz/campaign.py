@@ -96,7 +96,9 @@ class Runner:
         lines = file.read_text().splitlines() if file.exists() else []
         results = [worst(json.loads(line)) for line in lines]
         if ended and len(results) < len(cases):
-            kind = "hung" if "hung for" in ended else "died" if "died with" in ended else "raised"
+            kind = "died" if "died with" in ended else "raised"
+            if "hung for" in ended or "still running" in ended:
+                kind = "hung"
             results.append(Result(kind, ended))
         return results
 

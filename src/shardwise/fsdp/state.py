@@ -218,7 +218,7 @@ class FSDPState:
                 group.drop_stale()
             self._gather(group, schedule, forward=True)
         if action is Action.GATHER:
-            if torch.is_grad_enabled():
+            if self.groups and torch.is_grad_enabled():  # else its backward ends nothing
                 args, kwargs = self._mark_inputs(schedule, args, kwargs)
             for ref in self.prefetch_in_forward:
                 self._prefetch(ref(), schedule)
