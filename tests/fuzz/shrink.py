@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Case = dict[str, Any]
-KEPT = ("part", "world", "kind")
+KEPT = ("part", "world", "kind", "operation", "operands", "how", "backend", "differs")
 NUMBERS = (1, 2, 3)
 
 

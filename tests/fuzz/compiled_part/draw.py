@@ -88,8 +88,11 @@ def draw_step(rng: random.Random, case: Spec) -> Spec:
 
 def features(case: Spec) -> list[str]:
     found = [f"{case['world']} ranks", case.get("layout", "interleaved"), case["how"], case["backend"]]
-    found += [f"block {block['kind']}" for block in walk(case["blocks"])]
+    blocks = walk(case.get("blocks", []))
+    found += [f"block {block['kind']}" for block in blocks]
     for name in ("frozen", "around", "inside", "calls", "out", "shard"):
-        found += [f"block {name}" for block in walk(case["blocks"]) if name in block]
+        found += [f"block {name}" for block in blocks if name in block]
     found += [name for name in ("mp", "mesh", "clip", "input_gradient", "fullgraph") if name in case]
-    return found + [name for step in case["steps"] for name in ("micro", "before", "eagerly") if name in step]
+    return found + [
+        name for step in case.get("steps", []) for name in ("micro", "before", "eagerly") if name in step
+    ]

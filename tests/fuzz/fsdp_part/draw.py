@@ -217,15 +217,16 @@ def walk(blocks: list[Spec]) -> list[Spec]:
 def features(case: Spec) -> list[str]:
     """What the summary counts."""
     found = [f"{case['world']} ranks", case.get("layout", "interleaved"), case.get("optimizer", "sgd")]
-    found += [f"block {block['kind']}" for block in walk(case["blocks"])]
-    found += [f"output {block['out']}" for block in walk(case["blocks"]) if "out" in block]
+    blocks = walk(case.get("blocks", []))
+    found += [f"block {block['kind']}" for block in blocks]
+    found += [f"output {block['out']}" for block in blocks if "out" in block]
     for name in ("frozen", "dtype", "around", "inside", "change", "calls", "ignored", "shard"):
-        found += [f"block {name}" for block in walk(case["blocks"]) if name in block]
+        found += [f"block {name}" for block in blocks if name in block]
     found += [f"strategy {case['strategy']}"] if "strategy" in case else []
     names = ("mp", "mesh", "offload", "factor", "unused", "together", "clip", "input_gradient", "force_sum")
     found += [name for name in (*names, "prefetch_forward", "prefetch_backward") if name in case]
     found += [f"hook {hook['what']}" for hook in case.get("hooks", [])]
-    for step in case["steps"]:
+    for step in case.get("steps", []):
         found += [f"before {action.partition(':')[0]}" for action in step.get("before", [])]
         found += [name for name in ("micro", "raises", "delay", "zeros", "hold", "is_last") if name in step]
         found += [f"backward {step['backward']}"] if "backward" in step else []
