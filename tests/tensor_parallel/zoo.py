@@ -166,6 +166,7 @@ def measure(exported: Exported, ranks: int, *, training: bool = False) -> Result
         refused = False
     except ShardingError as error:
         refused = ("no tensor-parallel rule" if case.warned else "would have nothing of") in str(error)
+        refused = refused or (case.gathers != 0 and "that no style asks for" in str(error))
         if not refused or not exported.form[0]:
             raise
         programs, messages = cut(exported.program, case.plan, ranks, training=training)

@@ -50,6 +50,18 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True)
+class GatherRow:
+    """A value gathered for an operation that takes it whole, though no style or layout asks for that."""
+
+    op: str
+    node: str
+    module: str
+    source: str
+    value: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What `explain` found; `str()` of it is a table."""
 
@@ -58,6 +70,7 @@ class Explanation:
     group: str
     parameters: tuple[ParameterRow, ...]
     collectives: tuple[CollectiveRow, ...]
+    unasked: tuple[GatherRow, ...] = ()
 
     @property
     def bytes_here(self) -> int:
@@ -79,6 +92,8 @@ class Explanation:
         console = Console(width=120, file=written, color_system=None)
         console.print(_parameter_table(self))
         console.print(_collective_table(self))
+        if self.unasked:
+            console.print(_unasked_table(self))
         return written.getvalue()
 
 
@@ -108,7 +123,12 @@ def explain(program: ExportedProgram) -> Explanation:
             )
         )
     return Explanation(
-        record["rank"], record["world_size"], record["group"], tuple(rows), tuple(_collectives(program.graph))
+        record["rank"],
+        record["world_size"],
+        record["group"],
+        tuple(rows),
+        tuple(_collectives(program.graph)),
+        tuple(GatherRow(**each) for each in record.get("gathers", ())),
     )
 
 
@@ -169,4 +189,13 @@ def _collective_table(found: Explanation) -> Table:
     table.add_column("module", overflow="fold")
     for row in found.collectives:
         table.add_row(row.kind, "by input" if row.bytes is None else f"{row.bytes:,}", row.module)
+    return table
+
+
+def _unasked_table(found: Explanation) -> Table:
+    table = Table(title="Gathered though no style or layout asks for it; strict=True refuses")
+    for name in ("operation", "module", "gathers", "bytes"):
+        table.add_column(name, overflow="fold")
+    for row in found.unasked:
+        table.add_row(f"{row.op} ({row.node})", row.module, row.value, f"{row.bytes:,}")
     return table

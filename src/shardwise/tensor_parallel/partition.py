@@ -74,6 +74,14 @@ class Replicated:
     gathered_bytes: int
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """A value that is cut, gathered because `user` takes it whole."""
+
+    value: fx.Node
+    user: fx.Node
+
+
 @dataclass
 class Partition:
     """The program of `rank` of `ranks` in the making."""
@@ -86,6 +94,8 @@ class Partition:
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, Value] = field(default_factory=dict)
     replicated: list[Replicated] = field(default_factory=list)
+    building: fx.Node | None = None  # the operation whose rule is at work; None where the plan moves a value
+    gathers: list[Gathered] = field(default_factory=list)  # by operations
     waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # see `rules.loss`
     row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
     transposed: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of a matrix that will be cut: which
@@ -257,8 +267,10 @@ class Partition:
         if isinstance(source, Split):
             if isinstance(target, Split) and target.inside(source):
                 return self.inside(value.node, source, target)
-            whole = self._moved.get((node, REPLICATE)) or self.all_gather(value.node, source)
-            self._moved[node, REPLICATE] = whole
+            if (node, REPLICATE) not in self._moved:
+                self._moved[node, REPLICATE] = self.all_gather(value.node, source)
+                self.gathers += [Gathered(node, self.building)] if self.building is not None else []
+            whole = self._moved[node, REPLICATE]
             if target == REPLICATE:
                 return whole
             assert isinstance(target, Split)

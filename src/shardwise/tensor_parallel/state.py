@@ -119,9 +119,17 @@ def shards_of(program: ExportedProgram, partition: Partition) -> tuple[dict[str,
 
 
 def program_of(
-    program: ExportedProgram, partition: Partition, *, plan: Plan, device_type: str
+    program: ExportedProgram,
+    partition: Partition,
+    *,
+    plan: Plan,
+    device_type: str,
+    gathers: list[dict[str, Any]],
 ) -> ExportedProgram:
-    """The exported program of `partition`, which was made of `program` by `plan`, for a kind of device."""
+    """The exported program of `partition`, which was made of `program` by `plan`, for a kind of device.
+
+    `gathers` are those that nothing asked for, as JSON, for the record.
+    """
     graph = partition.graph
     graph.eliminate_dead_code(_is_impure)
     _name_sources(graph)
@@ -129,7 +137,10 @@ def program_of(
     module = fx.GraphModule(_submodules(program.graph_module, graph), graph)
     module.meta.update(program.graph_module.meta)
     custom = dict(module.meta.get("custom") or {})
-    module.meta["custom"] = {**custom, RECORD: _record(program, partition, plan, device_type)}
+    module.meta["custom"] = {
+        **custom,
+        RECORD: {**_record(program, partition, plan, device_type), "gathers": gathers},
+    }
     return ExportedProgram(
         root=module,
         graph=graph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import warnings
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ from shardwise.errors import ShardingError, here
 from shardwise.tensor_parallel import arguments, device, moves, state
 from shardwise.tensor_parallel import training as gradients
 from shardwise.tensor_parallel.canonical import canonical, functional
-from shardwise.tensor_parallel.partition import Parameter, Partition, Replicated, Value
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.partition import Gathered, Parameter, Partition, Replicated, Value
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, hint
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, name_of, pointwise
 from shardwise.tensor_parallel.styles import Plan, plan_of
 
@@ -60,8 +61,8 @@ def tensor_parallel_transformation(
             prices.
         group_name: of the process group that it communicates over; by default the default group's, which
             must have `world_size` ranks. Where there is none yet, `package.bind` names it later.
-        strict: raise where an operation has no rule, in place of gathering its inputs; where a weight with a
-            style was not cut; and where some rank has nothing of a weight.
+        strict: raise where an operation would gather what no style or layout asks for, as one without a rule
+            does; where a weight with a style was not cut; and where some rank has nothing of a weight.
         training: have backward through the result's module give the whole program's gradients. Without it
             backward raises ShardingError, where any parameter requires a gradient.
 
@@ -99,10 +100,12 @@ def tensor_parallel_transformation(
         if node.op == "output":
             _outputs(partition, node, program.graph_signature)
         else:
+            partition.building = node
             reword(partition, node)
             last = next(iter(reversed(partition.graph.nodes)), None)
             build(partition, node, strict=strict)
             _name_source(partition, node, last)
+        partition.building = None
         if node in moved:
             moves.move(partition, node, *moved[node])
     for alias, first in aliases.items():
@@ -112,12 +115,13 @@ def tensor_parallel_transformation(
         words[node] = words.get(node) or plan.styles.get(name)
     for node, parameter in parameters.items():
         parameter.style = words[node]
-    _report(partition, written, strict=strict)
+    unasked = [_told(partition, x) for x in partition.gathers if not _is_asked(partition, x)]
+    _report(partition, written, unasked, strict=strict)
     if training:
         gradients.differentiable(partition, program.graph_signature)
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in program.state_dict.values()):
         gradients.untrainable(partition, program.graph_signature)
-    made = state.program_of(program, partition, plan=plan, device_type=device_type)
+    made = state.program_of(program, partition, plan=plan, device_type=device_type, gathers=unasked)
     device.move_program(made, device_type)
     return made
 
@@ -293,7 +297,7 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
     cut = [x for x in node.all_input_nodes if x in p.values and p.values[x].placement != REPLICATE]
     cut = [x for x in cut if isinstance(x.meta.get("val"), Tensor)]
     if cut:
-        source = (node.meta.get("stack_trace") or "no source line").strip().splitlines()[-1].strip()
+        source = _source(node)
         size = sum(x.meta["val"].numel() * x.meta["val"].element_size() for x in cut)
         lost = Replicated(node.name, name_of(node), source, int(size))
         if strict:
@@ -305,6 +309,32 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
     p.repeat(node)
 
 
+def _source(node: fx.Node) -> str:
+    """The line of the model that `node` comes from."""
+    return (node.meta.get("stack_trace") or "no source line").strip().splitlines()[-1].strip()
+
+
+def _is_asked(p: Partition, found: Gathered) -> bool:
+    """Does a style ask for it? The weight of a style says where the input of its operation is to be."""
+    sources = [x.args[0] if x not in p.parameters and x.args else x for x in found.user.all_input_nodes]
+    weights = [*found.user.all_input_nodes, *(x for x in sources if isinstance(x, fx.Node))]
+    styled = any(x in p.parameters and p.parameters[x].style is not None for x in weights)
+    return styled and found.value not in p.parameters
+
+
+def _told(p: Partition, found: Gathered) -> dict[str, Any]:
+    """A gather that nothing asked for, as it is written down with the program."""
+    value: Any = found.value.meta["val"]
+    return {
+        "op": name_of(found.user),
+        "node": found.user.name,
+        "module": (_modules(found.user) or [""])[-1],
+        "source": _source(found.user),
+        "value": p.parameters[found.value].name if found.value in p.parameters else found.value.name,
+        "bytes": math.prod(map(hint, value.shape)) * value.element_size(),
+    }
+
+
 def _place_alias(p: Partition, alias: fx.Node, first: fx.Node) -> None:
     """A placeholder without uses has the shard of the one that shares its tensor."""
     p.parameters[alias].placement = p.parameters[first].placement
@@ -314,7 +344,13 @@ def _place_alias(p: Partition, alias: fx.Node, first: fx.Node) -> None:
 # ------------------------------------------------------------ after
 
 
-def _report(p: Partition, written: list[str], *, strict: bool) -> None:
+def _report(p: Partition, written: list[str], unasked: list[dict[str, Any]], *, strict: bool) -> None:
+    for told in unasked if strict else ():
+        raise ShardingError(
+            "{op} ({node}, of module {module!r}, {source}) takes the whole of {value}, which is cut, and"
+            " would gather {bytes} bytes that no style asks for; give output_layouts=Replicate() to its"
+            " module, another style, or pass strict=False".format(**told)
+        )
     for lost in p.replicated:
         _warn(
             f"{lost.op} ({lost.node}, {lost.source}) has no tensor-parallel rule: its inputs are gathered,"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from shardwise.tensor_parallel.heads import order_of
 from shardwise.tensor_parallel.partition import Partition, aten, with_dim
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, regroup
 from shardwise.tensor_parallel.rules.linear import expert_cut
@@ -79,13 +79,16 @@ def _cut_sizes(p: Partition, node: fx.Node, found: Split) -> list[Any]:
     return with_dim(sizes, found.dim, p.emit(operator.mul, blocks, found.size(p.rank)))
 
 
-@rule("aten::transpose", "aten::permute", "aten::t", "aten::numpy_T", "aten::movedim", "aten::swapaxes")
+@rule(
+    *(f"aten::{name}" for name in ("transpose", "permute", "t", "numpy_T", "mT", "movedim", "moveaxis")),
+    "aten::swapaxes",
+    "aten::swapdims",
+)
 def permute(p: Partition, node: fx.Node) -> None:
     x, *rest = node.args
     assert isinstance(x, fx.Node)
-    if str(node.target).split(".")[1] == "movedim":
-        return p.repeat(node)
-    order = order_of(node, len(p.shape(x)))
+    probe = torch.empty([*range(len(p.shape(x)))], device="meta")  # every dim of a size of its own
+    order = list(node.target(probe, *rest).shape)  # type: ignore[operator]
     if x in p.parameters and (wanted := expert_cut(p, node)) is not None:
         p.take(x, wanted.on(order[wanted.dim]))
     elif order == [1, 0] and _is_cut_later(p, x):

@@ -1,0 +1,98 @@
+"""Strict refuses exactly the programs that gather what nothing asked for, and the report names each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lockstep
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import export
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel import counts, explain, tensor_parallel_transformation
+
+# torch's own decompositions copy what it calls deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+
+# Of a value [4, 6] that is cut along its last dim: do they gather it?
+OPERATIONS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "relu": (torch.relu, False),
+    "add": (lambda y: y + y[:1], False),
+    "flip": (lambda y: y.flip(-1), True),
+    "flip rows": (lambda y: y.flip(0), False),
+    "cumsum": (lambda y: y.cumsum(-1), True),
+    "cumsum of rows": (lambda y: y.cumsum(0), False),
+    "glu": (lambda y: F.glu(y, -1), True),
+    "pad": (lambda y: F.pad(y, (1, 1)), True),
+    "sort": (lambda y: y.sort(-1)[0], True),
+    "topk": (lambda y: y.topk(2, -1)[0], True),
+    "std": (lambda y: y.std(-1), True),
+    "var of rows": (lambda y: y.var(0), False),
+    "mean": (lambda y: y.mean(-1), False),
+    "amax": (lambda y: y.amax(-1), True),
+    "prod": (lambda y: y.prod(-1), True),
+    "argmax": (lambda y: y.argmax(-1), True),
+    "logsumexp": (lambda y: y.logsumexp(-1), True),
+    "softmax": (lambda y: y.softmax(-1), False),
+    "movedim": (lambda y: y.movedim(1, 0), False),
+    "roll": (lambda y: y.roll(1, -1), True),
+    "chunk": (lambda y: y.chunk(2, -1), False),
+    "slice": (lambda y: y[:, 1:4], False),
+    "step": (lambda y: y[:, ::2], True),
+    "select": (lambda y: y[:, 2], True),
+    "index": (lambda y: y[:, torch.tensor([0, 3])], True),
+    "view": (lambda y: y.view(4, 2, 3), False),
+    "mixed view": (lambda y: y.reshape(3, 8), True),
+    "cat": (lambda y: torch.cat([y, y], -1), False),
+    "cat with a whole one": (lambda y: torch.cat([y, torch.ones(4, 6)], -1), True),
+    "repeat": (lambda y: y.repeat(1, 2), True),
+    "layer norm": (lambda y: F.layer_norm(y, (6,)), True),
+    "tril": (lambda y: y.tril(), True),
+    "matmul": (lambda y: y @ y.mT, False),
+    "dropout": (lambda y: F.dropout(y, 0.5, training=False), False),
+    "einsum": (lambda y: torch.einsum("bi,bi->b", y, y), True),
+    "cond": (lambda y: torch.cond(torch.ones(()) > 0, lambda y: y * 2, lambda y: y + 1, (y,)), True),
+    "unstyled linear": (lambda y: F.linear(y, torch.ones(2, 6)), True),
+    "masked select": (lambda y: torch.where(y > 0, y, 0.0), False),
+    "one hot": (lambda y: F.one_hot((y > 0).long(), 2), True),
+    "diff": (lambda y: y.diff(dim=-1), True),
+}
+
+
+class Applied(nn.Module):
+    def __init__(self, operation: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.up, self.operation = nn.Linear(5, 6), operation
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [each.sum() for each in pytree.tree_leaves(self.operation(self.up(x)))]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_strict_raises_where_the_program_gathers_what_the_plan_did_not_ask_for(name: str) -> None:
+    operation, gathers = OPERATIONS[name]
+    torch.manual_seed(0)
+    model, x = Applied(operation), torch.randn(4, 5)
+    program = export(model, (x,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = [
+            tensor_parallel_transformation(program, rank, 2, "cpu", {"up": "colwise"}) for rank in range(2)
+        ]
+    for results in lockstep.run(made, x):
+        torch.testing.assert_close(results, model(x))
+    told = explain(made[0])
+    assert bool(counts(made[0]).get("all_gather_into_tensor")) == bool(told.unasked) == gathers
+    for row in told.unasked:
+        assert row.node in str(told)
+    if not gathers:
+        tensor_parallel_transformation(program, 0, 2, "cpu", {"up": "colwise"}, strict=True)
+        return
+    with pytest.raises(ShardingError, match=rf"\({told.unasked[0].node}, .* would gather \d+ bytes"):
+        tensor_parallel_transformation(program, 0, 2, "cpu", {"up": "colwise"}, strict=True)
