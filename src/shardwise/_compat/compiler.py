@@ -14,6 +14,9 @@ from torch import Tensor
 # Telling the tracer of frames which functions it shall pass by.
 from torch._C._dynamo import eval_frame as _frames
 
+# What AOTAutograd traces with.
+from torch._subclasses.functional_tensor import FunctionalTensor
+
 # A functional collective carries the name of its group, and only this knows the group.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group as resolve_process_group,
@@ -48,6 +51,17 @@ def in_compiled_autograd() -> bool:
     """Is the running backward one that the tracer of compiled autograd took down beforehand?"""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # if imported, which takes a second
     return compiled is not None and bool(compiled.in_compiled_autograd_region)
+
+
+def compiler_in_use() -> bool:
+    """Has this process made a function that `torch.compile` compiles when it is called?"""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where also None and False stand for backends
+    return frames is not None and any(callable(backend) for backend in frames.cached_backends.values())
+
+
+def is_functional(tensor: Tensor) -> bool:
+    """Does `tensor` stand for values in a graph of operators that is being traced?"""
+    return isinstance(tensor, FunctionalTensor)
 
 
 def while_tracing(function: Callable[[Any], None], subject: Any) -> None:

@@ -22,7 +22,7 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.group import Form, ParamGroup
-from shardwise.fsdp.parameter import EvenParam
+from shardwise.fsdp.parameter import EvenParam, own_storage
 from shardwise.layout import InterleavedLayout
 from shardwise.mesh import FSDPMeshInfo, HSDPMeshInfo
 
@@ -138,7 +138,7 @@ class InterleavedGroup(ParamGroup):
                 piece = padded.view(slot.padded_shard_shape).narrow(dim, 0, slot.shard_shape[dim])
                 if not shard.is_meta:
                     piece.copy_(param.local)
-                param.move(_own_storage(piece))
+                param.move(own_storage(piece))
             self.shards.append(shard)
         self._forget_unsharded()
 
@@ -341,18 +341,3 @@ class InterleavedGroup(ParamGroup):
             full.untyped_storage().resize_(0)
         for extended in self.extended.values():
             extended.free()
-
-
-def _own_storage(piece: Tensor) -> Tensor:
-    """The memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
-
-    A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
-    fails in torch; besides, saving a part of a buffer would save all of it.
-    """
-    if piece.is_meta or _compat.is_fake(piece):
-        return piece
-    start = piece.storage_offset() * piece.element_size()
-    storage = piece.untyped_storage()[start : start + piece.nbytes]
-    return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
-        storage, 0, piece.shape, piece.stride()
-    )

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp.parameter import EvenParam, own_storage
 from shardwise.sharded_parameter import ShardedRows
 
 _REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
@@ -62,6 +64,14 @@ class Steps:
     """How many optimizer steps this process has made since the first `fully_shard`."""
 
     count = 0
+
+
+def look_for_compiler() -> bool:
+    """From when a function is compiled, let gradients be such as tracers take; is this that moment?"""
+    if EvenParam.grads_are_traced or not _compat.compiler_in_use():
+        return False
+    EvenParam.grads_are_traced = True
+    return True
 
 
 def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
@@ -119,7 +129,12 @@ class _Bystanders:
 _bystanders: weakref.WeakKeyDictionary[Optimizer, _Bystanders] = weakref.WeakKeyDictionary()
 
 
+@_compat.runs_eagerly
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if look_for_compiler():
+        for param in (param for options in optimizer.param_groups for param in options["params"]):
+            if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+                _compat.set_local_tensor(param.grad, own_storage(_compat.local_tensor(param.grad)))
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
         _separate_counts(optimizer)
@@ -203,6 +218,7 @@ def _check(optimizer: Optimizer) -> None:
             )
 
 
+@_compat.runs_eagerly
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (known := _bystanders.get(optimizer)) is not None:
         _return_gradients(known)

@@ -190,7 +190,13 @@ class EvenParam(ShardedParam):
 
     Args:
         placement: the dim to cut; None is dim 0. The rest is as for every `ShardedParam`.
+
+    Attributes:
+        grads_are_traced: gradients begin storage of their own. A tracer cannot take DTensors whose wrapper
+            lies at another offset than their memory, and torch does not copy those that lie at the same.
     """
+
+    grads_are_traced = False
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
@@ -367,4 +373,21 @@ class EvenParam(ShardedParam):
 
     def as_grad(self, shard: Tensor) -> DTensor:
         """A part of a reduced buffer as a gradient of the sharded form."""
+        if EvenParam.grads_are_traced:
+            shard = own_storage(shard)
         return _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
+
+
+def own_storage(piece: Tensor) -> Tensor:
+    """The memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
+
+    A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
+    fails in torch; besides, saving a part of a buffer would save all of it.
+    """
+    if piece.is_meta or _compat.is_fake(piece):
+        return piece
+    start = piece.storage_offset() * piece.element_size()
+    storage = piece.untyped_storage()[start : start + piece.nbytes]
+    return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
+        storage, 0, piece.shape, piece.stride()
+    )

@@ -32,7 +32,7 @@ from shardwise.fsdp.contiguous_reduction import ContiguousReducer
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.marks import OutputHook, mark_end_of_backward
-from shardwise.fsdp.optimizer_watch import Steps
+from shardwise.fsdp.optimizer_watch import Steps, look_for_compiler
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.fsdp.reduction import GradReducer, InterleavedReducer
 from shardwise.fsdp.schedule import Schedule
@@ -235,6 +235,7 @@ class FSDPState:
             if state.guards:
                 guard.lift(state.guards)
         schedule.begin_forward()
+        look_for_compiler()
         self._check_one_groups_params()
         if self.device.type == "cpu":
             return args, kwargs

@@ -32,7 +32,7 @@ def full_tensor(local: Tensor, piece: Piece) -> Tensor:
         largest = max(box.numel for box in boxes)
         shape = (max(start + count for start, count in piece.row_ranges), *boxes[0].sizes[1:])
         whole = local.new_empty(shape)
-        if largest * piece.ranks <= 2 * whole.numel():
+        if largest * piece.ranks <= 2 * whole.numel() or _compat.is_functional(local):
             _gather_padded(whole, local, piece, largest)
         else:
             _broadcast_each(whole, local, piece)
@@ -59,6 +59,9 @@ def _gather_padded(whole: Tensor, local: Tensor, piece: Piece, largest: int) -> 
         gathered = local.new_zeros(largest)
         gathered[: local.numel()].copy_(local.reshape(-1))
     for group in piece.groups:
+        if _compat.is_functional(gathered):
+            gathered = _compat.traced_all_gather(gathered, group.size(), group.group_name)
+            continue
         wider = local.new_empty(group.size() * gathered.numel())
         _compat.all_gather_single(_as_bytes(wider), _as_bytes(gathered), group, async_op=False)
         gathered = wider
@@ -108,6 +111,11 @@ def move_rows(
     wanted = target[rank]
     if group is None:
         return local.clone()
+    if _compat.is_functional(local):
+        raise ShardingError(
+            f"{here()}: rows {source[rank]} would move to {wanted}, which no graph can hold; copy between"
+            " tensors that are sharded otherwise outside of compiled functions"
+        )
     width = wanted.sizes[1:]
     sends, receives = overlaps(source[rank], target), overlaps(wanted, source)
     row_numel = torch.Size(width).numel()

@@ -19,7 +19,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter.operands import local_operand, refuse, result_piece, rows
 from shardwise.sharded_parameter.piece import Piece
-from shardwise.sharded_parameter.reductions import combine_powers
+from shardwise.sharded_parameter.reductions import MAX, all_reduced, combine_powers
 from shardwise.sharded_parameter.tensor import Handler, ShardedRows
 
 _pieces: Callable[[Any], Piece] = attrgetter("piece")
@@ -132,7 +132,7 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors, found, scale = args
     op([t._local if isinstance(t, ShardedRows) else t for t in tensors], found, scale, **kwargs)
     for group in groups_of(t.piece.axes for t in tensors if isinstance(t, ShardedRows)):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        found.copy_(all_reduced(found, MAX, group))
 
 
 def groups_of(axes: Iterable[Sequence[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:

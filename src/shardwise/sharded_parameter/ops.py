@@ -28,6 +28,8 @@ from shardwise.sharded_parameter.tensor import Handler
 def find_handler(op: Any) -> Handler:
     """How to run `op`."""
     name = op._schema.name.removeprefix("aten::")
+    if op.namespace == "prims":  # of which tracers make steps of optimizers
+        return elementwise if torch.Tag.pointwise in op.tags or name == "prims::fma" else refuse
     if op.namespace != "aten":
         return refuse
     if name in RANDOM:

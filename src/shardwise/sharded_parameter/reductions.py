@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.sharded_parameter.convert import gather_tensor_parallel
 from shardwise.sharded_parameter.operands import refuse, rows
 from shardwise.sharded_parameter.piece import Piece
@@ -25,6 +26,7 @@ from shardwise.sharded_parameter.tensor import Handler, ShardedRows
 
 Groups = Sequence[dist.ProcessGroup]
 SUM, PRODUCT, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+_NAMES = {SUM: "sum", PRODUCT: "product", MAX: "max", MIN: "min"}
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -46,10 +48,18 @@ def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
         sent = torch.stack([sent.masked_fill(sent.isnan(), worst), sent.isnan().to(wide) * flag])
     sent = sent.clone(memory_format=torch.contiguous_format)
     for group in groups:
-        dist.all_reduce(sent, op=reduce, group=group)
+        sent = all_reduced(sent, reduce, group)
     if extreme and value.is_floating_point():
         sent = sent[0].masked_fill(sent[1] != 0, math.nan)
     return sent.to(value.dtype)
+
+
+def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
+    """`value` itself, or in a graph, where a tracer's tensors stand for values, another."""
+    if type(value) is Tensor:
+        dist.all_reduce(value, op=reduce, group=group)
+        return value
+    return _compat.traced_all_reduce(value, _NAMES[reduce], group.group_name)
 
 
 def combine_powers(

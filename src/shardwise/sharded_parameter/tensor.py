@@ -60,6 +60,7 @@ class ShardedRows(Tensor):
         return made
 
     @classmethod
+    @_compat.runs_eagerly
     def from_dtensor(cls, dtensor: DTensor, piece: Piece) -> ShardedRows:
         """A DTensor of the same global shape, cut as `piece`.
 
@@ -85,6 +86,7 @@ class ShardedRows(Tensor):
         """Where `local` lies in the whole tensor."""
         return self.piece.box
 
+    @_compat.runs_eagerly
     def full_tensor(self) -> Tensor:
         """The whole tensor, in memory of its own, without gradient.
 
@@ -92,6 +94,7 @@ class ShardedRows(Tensor):
         """
         return convert.full_tensor(self._local, self.piece)
 
+    @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """The same tensor as a DTensor cut evenly on dim 0; each row moves at most once.
 
@@ -106,6 +109,7 @@ class ShardedRows(Tensor):
         """
         return convert.to_dtensor(self._local, self.piece, mesh)
 
+    @_compat.runs_eagerly
     def load_dtensor(self, source: DTensor) -> None:
         """Take the values of a DTensor of the same global shape. Collective over the DTensor's mesh."""
         with torch.no_grad():
