@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,23 @@ def test_losses_inside_models_flat_optimizers_and_plain_parameters_are_trained_a
         return sharded(Net(), layout="contiguous", mp_policy=policy)
 
     check(mixed, lambda model: flat(torch.optim.AdamW, model, lr=0.05), max_norm=0.1, backend="eager")
+
+
+@on_ranks(2)
+def test_any_number_of_steps_lives_in_a_process_and_none_longer_than_needed() -> None:
+    torch.compiler.reset()
+    kept, found = [], []
+    for width in range(3, 12):  # torch compiles a function 8 times at most
+        model = fully_shard(nn.Linear(6, width))
+        optimizer, backend = sgd(model), "eager" if width > 3 else "aot_eager"
+        step = compile_step(model, lambda model, x: model(x).sum(), optimizer, backend=backend)
+        step(batch(0)[0])
+        kept.append(step)
+        found += [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer, step
+    kept.clear()
+    gc.collect()
+    assert [one() for one in found] == [None] * 18
 
 
 @on_ranks(2)

@@ -61,7 +61,9 @@ class FSDPModule(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile calls of this module, its gather and its reductions with them, as `torch.compile` would."""
-        self.__dict__[_COMPILED] = torch.compile(self._call_traced, *args, **kwargs)
+        parameters = tuple((name, param.shape, param.dtype) for name, param in self.named_parameters())
+        call = _code_for(cast(Any, type(self)), parameters).__get__(self)
+        self.__dict__[_COMPILED] = torch.compile(call, *args, **kwargs)
 
     def _call_traced(self, *args: Any, **kwargs: Any) -> Any:
         return _run_traced(self.__dict__["_shardwise_state"], self, super().__call__, args, kwargs)
@@ -360,10 +362,16 @@ _CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """The subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
     if cls not in _CLASSES:
-        own = {name: _own_code(vars(FSDPModule)[name]) for name in ("__call__", "_call_traced")}
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, **own})
+        own = {"__module__": cls.__module__, "__call__": _own_code(vars(FSDPModule)["__call__"])}
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
         _CLASSES[cls] = cast(type[FSDPModule], made)
     return _CLASSES[cls]
+
+
+@functools.cache
+def _code_for(cls: type, parameters: tuple[Any, ...]) -> FunctionType:
+    """What modules of a class compile that have equal parameters: one graph serves them."""
+    return _own_code(vars(FSDPModule)["_call_traced"])
 
 
 def _own_code(function: Any) -> FunctionType:
@@ -390,10 +398,22 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
 def _run_traced(
     state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
+    if torch.compiler.is_exporting():
+        _refuse_export(module)
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups):
         return traced.run(state, forward, args, kwargs)
     return state.runs_outside(state, module, forward, args, kwargs)
+
+
+_NO_EXPORT = "a sharded module cannot be exported; export it before fully_shard"
+
+
+def _raise_no_export(module: nn.Module) -> NoReturn:
+    raise ShardingError(f"{here()}: {type(module).__name__}: {_NO_EXPORT}")
+
+
+_refuse_export = _compat.runs_outside_graphs(cast(FunctionType, _raise_no_export), _NO_EXPORT)
 
 
 def _prepare(context: Any) -> None:

@@ -7,7 +7,6 @@ the model as it is now (its settings, its mode, grad enabled or not).
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.state import state_of
 from shardwise.fsdp.tensors import grad_tensors, map_tensors
 from shardwise.graph.measure import graph_report
+from shardwise.graph.own_code import own_code
 from shardwise.graph.record import record
 from shardwise.graph.reports import GraphReport, ModelReport
 
@@ -66,7 +66,7 @@ def inspect_graph(
     options = {"isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters  # torch 2.11 does not have it
     options = {name: value for name, value in options.items() if name in known}
-    compiled = torch.compile(_own_code(model), backend=recorder, **options)  # type: ignore[call-overload]
+    compiled = torch.compile(_calling(model), backend=recorder, **options)  # type: ignore[call-overload]
     with _left_as_found(model):
         args, kwargs = map_tensors(_cut_off, (example_args, example_kwargs))
         output = compiled(args, kwargs)
@@ -78,15 +78,11 @@ def inspect_graph(
     return report
 
 
-def _own_code(model: nn.Module) -> Any:
-    """A function that calls `model`, of code and globals that no other function has: graphs go there."""
-
+def _calling(model: nn.Module) -> Any:
     def call(args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    code = call.__code__.replace()
-    names = {"__name__": __name__, "__builtins__": __builtins__}
-    return types.FunctionType(code, names, call.__name__, None, call.__closure__)
+    return own_code(call)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.state import FSDPState, state_of
 from shardwise.fsdp.traced import Segment
 from shardwise.graph.collectives import collectives
+from shardwise.graph.own_code import own_code
 from shardwise.graph.passes import Passes
 from shardwise.graph.recompute import recompute
 from shardwise.optim import clip_grad_norm_
@@ -132,11 +133,13 @@ class CompiledStep:
         self._states: list[FSDPState] | None = None
         self._recomputes = backend not in _EAGER
         loss = _loss(model, loss_fn)
+        # Compilers keep backends, which must not keep this step.
+        edit = partial(_edit, found=self.collectives)
         self._whole = torch.compile(
             _with_backward(loss),
             fullgraph=True,
             dynamic=dynamic,
-            **_one_graph(self._edit, backend, passes, options),
+            **_one_graph(edit, backend, passes, options),
         )
         self._forward = torch.compile(loss, dynamic=dynamic, **_parts(backend, passes, options))
 
@@ -243,29 +246,32 @@ class CompiledStep:
         parts["optimizer"] = f"eager, because {kind} keeps its state by parameter and its uncompiled numbers"
         return parts
 
-    def _edit(self, graph: Graph, *, passes: Passes | None) -> None:
-        """Called with each graph that has backward in it, before the backend compiles it."""
-        recompute(graph)
-        self.collectives = Counter(one.kind for one in collectives(graph))
-        if passes is not None:
-            passes(graph)
+
+def _edit(graph: Graph, *, found: Counter[str], passes: Passes | None) -> None:
+    """Called with each graph that has backward in it, before the backend compiles it."""
+    recompute(graph)
+    found.clear()
+    found.update(one.kind for one in collectives(graph))
+    if passes is not None:
+        passes(graph)
 
 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     def forward(*batch: Any, **named: Any) -> Tensor:
         return model(*batch, **named) if loss_fn is None else loss_fn(model, *batch, **named)
 
-    return forward
+    return own_code(forward)
 
 
 def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
-    # What this refers to are cells, not globals: of globals, tracers guard all that they put back.
+    gradients = torch.autograd.grad
+
     def step(leaves: list[Tensor], batch: Any, named: Any) -> tuple[Tensor, Any]:
         loss = loss_of(*batch, **named)
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = gradients(loss, leaves, allow_unused=True)
         return loss.detach(), grads
 
-    return step
+    return own_code(step)
 
 
 def _one_graph(

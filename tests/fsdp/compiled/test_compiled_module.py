@@ -21,7 +21,7 @@ from fsdp.compiled.models import Mlp, Transformer
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm import DefaultAllGather
-from shardwise.errors import LifecycleError
+from shardwise.errors import LifecycleError, ShardingError
 
 TRANSFORMER = Run(Transformer, by_block, options={"layout": "contiguous"}, compile=compiled("aot_eager"))
 SMALL = Run(Mlp, fully_shard, options={"layout": "contiguous"}, compile=compiled("aot_eager"))
@@ -41,16 +41,17 @@ def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
 
 
 @on_ranks(2)
-def test_more_classes_of_modules_than_one_function_is_compiled_for() -> None:
-    classes = [type(f"Linear{index}", (nn.Linear,), {}) for index in range(10)]
-    model = nn.Sequential(*(made(4, 4) for made in classes))
+def test_more_classes_and_shapes_of_modules_than_one_function_is_compiled_for() -> None:
+    classes = [type(f"Linear{index}", (nn.Linear,), {}) for index in range(9)]
+    shapes = [(4 + index, 5 + index) for index in range(9)]
+    model = nn.Sequential(*(made(4, 4) for made in classes), *(nn.Linear(*shape) for shape in shapes))
     for module in model:
         fully_shard(module, layout="contiguous").compile(backend="eager", fullgraph=True)
     fully_shard(model, layout="contiguous")
     counters.clear()
     for _ in range(2):
         model(torch.randn(2, 4)).square().sum().backward()
-    assert counters["stats"]["unique_graphs"] == 10
+    assert counters["stats"]["unique_graphs"] == 9 + 9
 
 
 @on_ranks(2)
@@ -230,3 +231,16 @@ def test_a_compiled_function_that_calls_a_global_model() -> None:
         model_of_a_script.zero_grad()
     assert counters["stats"]["unique_graphs"] == 1
     del model_of_a_script
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_is_refused_and_leaves_the_model_as_it_was(strict: bool) -> None:
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 2)))
+    x = torch.randn(2, 4)
+    expected = model(x)
+    with pytest.raises((ShardingError, Unsupported), match="export it before fully_shard"):
+        torch.export.export(model, (x,), strict=strict)
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
