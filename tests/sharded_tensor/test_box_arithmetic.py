@@ -137,3 +137,7 @@ def test_a_box_is_expanded_where_its_dims_of_size_one_are(data: st.DataObject) -
     found = expand_box(box, old=old, new=new)
     assert np.array_equal(marks(found, new), np.broadcast_to(marks(box, old), new))
     assert np.broadcast_to(np.empty(box.sizes), found.sizes).shape == found.sizes
+
+
+def test_a_reshape_of_nothing_may_lose_its_dims_without_elements() -> None:
+    assert reshape_boxes([Box((0, 0, 0), (0, 0, 1))], old=(0, 0, 1), new=(0, 1)) == [Box((0, 0), (0, 1))]

@@ -206,3 +206,27 @@ def test_what_fails_on_every_rank_for_shapes_and_dtypes_raises_at_once_as_torch_
 
 def _never(tensor: Tensor) -> Tensor:
     raise ValueError("never")
+
+
+@on_ranks(2, timeout=20)
+def test_what_fails_only_on_ranks_with_elements_is_told_to_those_without() -> None:
+    one = cut(torch.ones(3, 2), rows(1))
+    for action in (
+        lambda: torch.bitwise_left_shift(one, one).full_tensor(),
+        lambda: torch.log_softmax(one.bool(), 0).full_tensor(),
+    ):
+        with pytest.raises((ShardingError, RankMismatchError, NotImplementedError), match="not implemented"):
+            action()
+    assert equal_everywhere(ones(rows(0, 1), 4).sum())
+
+
+@on_ranks(2, timeout=20)
+def test_bags_of_no_ids_and_joins_of_no_elements_are_those_of_the_whole() -> None:
+    ids = cut(torch.tensor([[1], [0], [1]]), boxes_on(([0, 0], [3, 1], 0), ([0, 0], [2, 0], 1)))
+    found = F.embedding_bag(ids, counted((2, 2)), mode="max")
+    assert torch.equal(found.full_tensor(), counted((2, 2))[torch.tensor([1, 0, 1])])
+    twice = cut(torch.empty(5, 0), boxes_on(([0, 0], [5, 0], 0), ([0, 0], [5, 0], 1)))
+    with pytest.raises(ShardingError, match="overlap"):
+        torch.cat([twice, torch.ones(5, 1)], 1)
+    with pytest.raises(IndexError):
+        torch.max(cut(torch.empty(0, 3), rows(0, 1)), 0)

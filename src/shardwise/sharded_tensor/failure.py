@@ -9,10 +9,10 @@ keeps the error beside them:
     more = half * 2                  and hands it on
     more.sum()                       every rank raises, naming rank 1 and its error
 
-The stand-ins are what the operation makes of ones: where that fails as well it is not for the values, so that
-all ranks fail, and at once. Ranks tell each other in one more element of an all-reduce on the CPU (kernels of
-accelerators do not raise), and in the words that go before other moves. To read the shards of such a result
-raises too. In a group of one rank there is nobody to tell.
+The stand-ins are what the operation makes of ones. Where that fails as well it is not for the values: all
+ranks with elements fail, and at once if these are all ranks. Ranks tell each other in one more element of an
+all-reduce on the CPU (kernels of accelerators do not raise), and in the words that go before other moves. To
+read the shards of such a result raises too. In a group of one rank there is nobody to tell.
 """
 
 from __future__ import annotations
@@ -61,13 +61,11 @@ def stand_in(
     group = next(_sharded([*args, *kwargs.values()])).process_group
     if is_outside(group) or group.size() == 1:
         raise error
-    twins: dict[int, tuple[Tensor, Tensor]] = {}
-    try:
-        made = handler(func, _of_ones(args, twins), _of_ones(kwargs, twins))
-    except Exception:
-        raise error from None
-    originals = {id(twin): tensor for tensor, twin in twins.values()}
-    made = _mapped(made, lambda value: originals.get(id(value), value))  # what was written in place
+    operands = list(_sharded([*args, *kwargs.values()]))
+    # A rank without elements may not fail where all others do.
+    ways = [_ones, _meta] if any(_lies_apart(operand) for operand in operands) else [_ones]
+    tried = (_tried(way, handler, func, args, kwargs) for way in ways)
+    made = next((result for result in tried if result is not None), None)
     results = list(_sharded([made]))
     if not results:
         raise error
@@ -111,34 +109,71 @@ def _marked(made: Any, failures: Failures) -> Any:
     return made
 
 
-def _of_ones(value: Any, twins: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """`value` with a tensor of ones in place of each; the pairs go into `twins`, by id of the first."""
+def _tried(
+    twin: Callable[[Tensor], Tensor],
+    handler: Handler,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What the operation makes of twins of all tensors, with values; None where it makes nothing of them."""
+    twins: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def twin(tensor: Tensor) -> Tensor:
+    def of(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
-            twins[id(tensor)] = tensor, _ones(tensor)
+            twins[id(tensor)] = tensor, _alike(tensor, twin)
         return twins[id(tensor)][1]
 
-    return _mapped(value, twin)
+    try:
+        made = handler(func, _mapped(args, of), _mapped(kwargs, of))
+    except Exception:
+        return None
+    originals = {id(copy): tensor for tensor, copy in twins.values()}  # of what was written in place
+    device = next(iter(twins.values()))[0].device
+
+    def whole(value: Tensor) -> Tensor:
+        known = originals.get(id(value))
+        return _alike(value, lambda tensor: _filled(tensor, device)) if known is None else known
+
+    return _mapped(made, whole)
 
 
-def _ones(tensor: Tensor) -> Tensor:
-    """Ones alike, over a group that nothing can be told to."""
+def _alike(tensor: Tensor, twin: Callable[[Tensor], Tensor]) -> Tensor:
+    """The twin of a tensor: of a sharded one over a group that nothing can be told to."""
     from shardwise.sharded_tensor.tensor import ShardedTensor
 
-    def plain(tensor: Tensor) -> Tensor:
-        made = torch.ones_like(tensor.detach(), requires_grad=tensor.requires_grad)
-        return made if tensor.is_leaf else made.view_as(made)
-
     if not isinstance(tensor, ShardedTensor):
-        return plain(tensor)
+        return twin(tensor)
     return ShardedTensor.wrap(
-        [Shard(plain(shard.tensor), shard.metadata) for shard in tensor._shards],
+        [Shard(twin(shard.tensor), shard.metadata) for shard in tensor._shards],
         tensor.metadata(),
         process_group=OUTSIDE,
         sharding_spec=tensor._spec,
-        anchor=plain(tensor.anchor),
+        anchor=twin(tensor.anchor),
     )
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    made = torch.ones_like(tensor.detach(), requires_grad=tensor.requires_grad)
+    return made if tensor.is_leaf else made.view_as(made)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor.detach(), device="meta", requires_grad=tensor.requires_grad)
+    return made if tensor.is_leaf else made.view_as(made)
+
+
+def _filled(tensor: Tensor, device: torch.device) -> Tensor:
+    """A result with values: zeros in place of one of the meta device."""
+    if not tensor.is_meta:
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
+
+
+def _lies_apart(sharded: ShardedTensor) -> bool:
+    """Has a rank of the group no elements of it?"""
+    holders = {shard.rank for shard in sharded.metadata().shards_metadata if not shard.box.is_empty}
+    return len(holders) < sharded.process_group.size()
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

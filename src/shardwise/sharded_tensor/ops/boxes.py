@@ -96,10 +96,10 @@ def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None
     """The range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
     extents: list[_Extent] = []
     stride = math.prod(sizes)
+    if not count and not (stride and sizes):
+        return None
     if not count:
-        return (
-            [(min(start * sizes[0] // stride, sizes[0]), 0), *((0, s) for s in sizes[1:])] if stride else None
-        )
+        return [(min(start * sizes[0] // stride, sizes[0]), 0), *((0, size) for size in sizes[1:])]
     for dim, size in enumerate(sizes):
         stride //= size
         if count <= stride and start // stride == (start + count - 1) // stride:

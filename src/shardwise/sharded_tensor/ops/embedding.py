@@ -300,9 +300,9 @@ def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dic
         nothing += pieces
     results = []
     for mine, piece in zip(ids.tensors, pieces, strict=False):
-        if not len(mine):  # of no bags, and maybe cut so that they would have no ids
-            mine = mine.new_empty((0, *ids.shape[1:]))
-            piece = None if piece is None else piece.new_empty(mine.shape)
+        if mine.shape[1:] != ids.shape[1:]:  # rows of no ids are no rows
+            mine = mine.new_zeros((0, *ids.shape[1:]))
+            piece = None if piece is None else piece.reshape(-1)[:0].reshape(mine.shape)
         given = options if piece is None else {**options, "per_sample_weights": piece}
         results.append(lookup(mine, table, **given))
     anchor = torch.cat([tensor.reshape(-1)[:0].to(table.dtype) for tensor in nothing])

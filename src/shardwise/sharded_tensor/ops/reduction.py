@@ -123,7 +123,9 @@ def needs_grad(sharded: ShardedTensor) -> bool:
 
 def as_torch(func: Any, sharded: ShardedTensor, *args: Any) -> None:
     """Raise what torch raises for a whole tensor of this shape and dtype, if anything. Local."""
-    func(torch.empty(sharded.metadata().size, dtype=sharded.dtype, device="meta"), *args)
+    size = sharded.metadata().size
+    # Not all functions of nothing raise on the meta device.
+    func(torch.empty(size, dtype=sharded.dtype, device="meta" if size.numel() else "cpu"), *args)
 
 
 def total_of(

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.layout import Box
+from shardwise.errors import ShardingError
+from shardwise.layout import Box, cover
 from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.boxes import Pick, pick_box
@@ -359,6 +360,11 @@ def _joined_shards(
         sizes = list(shard.shard_sizes)
         sizes[dim] = result.shape[dim]
         shards.append(ShardMetadata(shard.shard_offsets, sizes, shard.placement))
+    if not any(tensor.numel() for tensor in sharded):  # of nothing any boxes are a cover, of the result not
+        try:
+            cover([shard.box for shard in shards], result.shape)
+        except ShardingError as error:
+            refuse_case("cat", *sharded, why=str(error), instead="leave out the tensors without elements")
     mine = [shard.box for shard in shards if shard.rank == dist.get_rank()]
     local = [make(number, box) for number, box in enumerate(mine)]
     ends = [part.anchor if isinstance(part, ShardedTensor) else part.reshape(-1)[:0] for part in parts]
