@@ -15,8 +15,9 @@ from torch._dynamo.utils import counters
 import shardwise
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, _compat, fully_shard
+from shardwise.graph import record
 from shardwise.graph.collectives import GATHER, SCATTER, collectives
-from shardwise.graph.passes import Passes, most_unsharded
+from shardwise.graph.passes import Passes, most_unsharded, saved_gathers
 
 WIDTH, STEPS = 6, 2
 LAYOUTS = ("contiguous", "interleaved")
@@ -200,3 +201,20 @@ def test_other_backends_are_called_with_the_graph() -> None:
     assert torch.equal(shardwise.compile(net, backend=backend)(x), expected)
     assert len(called) == 1
     assert torch.equal(shardwise.compile(net, backend="eager")(x), expected)
+
+
+@on_ranks(2)
+def test_a_bound_in_backward_counts_what_forward_saved() -> None:
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    for layer in layers:
+        fully_shard(layer, layout="contiguous", reshard_after_forward=layer is not layers[0])
+    model = fully_shard(nn.Sequential(*layers), layout="contiguous")
+    for limit, most in ((None, 4), (2, 2)):
+        recorder = record(passes=(Passes(prefetch=3, max_unsharded=limit),))
+        compiled = torch.compile(model, backend=recorder, fullgraph=True)
+        compiled(torch.randn(2, 6, requires_grad=True)).square().sum().backward()
+        forward, backward = (one.graph for one in recorder.modules)
+        returned = forward.output_node().args[0]
+        saved = {returned[place].name: label for place, label in saved_gathers(forward).items()}
+        assert len(set(saved.values())) == 1
+        assert most_unsharded(backward, saved=saved) == most

@@ -7,7 +7,8 @@ so ranks with equal graphs make equal ones of them, and never change the order o
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.fx import Graph
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
-from shardwise.graph.passes.bound_unsharded import bound_unsharded, most_unsharded
+from shardwise.graph.passes.bound_unsharded import bound_unsharded, most_unsharded, saved_gathers
 from shardwise.graph.passes.check_order import check_order, order_text
 from shardwise.graph.passes.merge_small import merge_small
 from shardwise.graph.passes.prefetch import prefetch
@@ -29,6 +30,7 @@ __all__ = [
     "most_unsharded",
     "order_text",
     "prefetch",
+    "saved_gathers",
     "sink_waits",
 ]
 
@@ -49,6 +51,10 @@ class Passes:
     prefetch: int = 1
     max_unsharded: int | None = None
     merge_bytes: int = 0
+    # Of forward graphs, the names of what they return, and of the part that is gathered its gathers.
+    _forwards: deque[tuple[set[str], dict[str, str]]] = field(
+        default_factory=lambda: deque(maxlen=64), init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -64,12 +70,26 @@ class Passes:
 
         Raises ShardingError if the graph itself needs more than `max_unsharded` groups at a time.
         """
+        returned = graph.output_node().args[0]  # by its names, which passes may change
+        names = [getattr(one, "name", "") for one in returned] if isinstance(returned, (list, tuple)) else []
         if self.merge_bytes:
             merge_small(graph, nbytes=self.merge_bytes)
         prefetch(graph, ahead=self.prefetch)
         sink_waits(graph)
         if self.max_unsharded is not None:
-            bound_unsharded(graph, limit=self.max_unsharded)
+            bound_unsharded(graph, limit=self.max_unsharded, saved=self._saved_for(graph))
+            if saved := saved_gathers(graph):
+                self._forwards.append((set(names), {names[place]: name for place, name in saved.items()}))
+
+    def _saved_for(self, graph: Graph) -> dict[str, str]:
+        """By its inputs' names, what the forward of a backward graph saved of which gather.
+
+        A backward graph takes what its forward returned, by the same names, and tangents.
+        """
+        inputs = {node.name for node in graph.nodes if node.op == "placeholder"}
+        taken = {name for name in inputs if not name.startswith("tangents_")}
+        known = (saved for names, saved in reversed(self._forwards) if taken != inputs and taken <= names)
+        return next(known, {})
 
     def inductor_options(self) -> dict[str, Any]:
         """What runs them over inductor's graphs, behind its own passes, and keeps what they made."""

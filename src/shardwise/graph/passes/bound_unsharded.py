@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
 from torch.fx import Graph, Node
 
 from shardwise.errors import ShardingError, here
 from shardwise.graph.collectives import GATHER, Collective, collectives
-from shardwise.graph.passes.moves import is_of_inputs, label, move_behind, pack, sink, tail, uses, writes
+from shardwise.graph.passes.moves import (
+    is_layout,
+    is_of_inputs,
+    label,
+    move_behind,
+    pack,
+    sink,
+    tail,
+    uses,
+    writes,
+)
+
+NONE_SAVED: Mapping[str, str] = MappingProxyType({})
 
 
-def bound_unsharded(graph: Graph, *, limit: int) -> list[Node]:
+def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] = NONE_SAVED) -> list[Node]:
     """Delay gathers until fewer than `limit` others are held, each counted from issue to last use.
 
     What a graph returns, so parameters that stay gathered until backward, is held to its end. Gathers of what
     the graph computes are not counted and stay; gathers keep their order. A merged gather counts as one.
+
+    Args:
+        saved: of a backward graph, by name its inputs that forward gathered, and what tells their gathers
+            apart (`saved_gathers` of the forward graph); each is held until its last use.
 
     Returns:
         The nodes that moved, in their order.
@@ -24,7 +43,7 @@ def bound_unsharded(graph: Graph, *, limit: int) -> list[Node]:
     """
     gathers = [one for one in collectives(graph) if one.kind == GATHER]
     moved: list[Node] = []
-    for index, (gather, anchor) in enumerate(zip(gathers, _plan(graph, gathers, limit), strict=True)):
+    for index, (gather, anchor) in enumerate(zip(gathers, _plan(graph, gathers, limit, saved), strict=True)):
         if gather.issue <= anchor:
             if index:
                 before = gathers[index - 1]
@@ -33,11 +52,45 @@ def bound_unsharded(graph: Graph, *, limit: int) -> list[Node]:
     return moved
 
 
-def most_unsharded(graph: Graph) -> int:
-    """How many gathers of the graph's inputs are held at a time, at most."""
+def most_unsharded(graph: Graph, *, saved: Mapping[str, str] = NONE_SAVED) -> int:
+    """How many gathers of the graph's inputs are held at a time, at most, with those that forward saved."""
     found = [one for one in collectives(graph) if one.kind == GATHER and is_of_inputs(one.issue)]
     spans = [(one.issue, last_use(one)) for one in found]
-    return max((sum(start <= one.issue <= end for start, end in spans) for one in found), default=0)
+    ends = _ends_of_saved(graph, saved).values()
+    counts = [
+        sum(start <= one.issue <= end for start, end in spans) + sum(one.issue <= end for end in ends)
+        for one in found
+    ]
+    return max([*counts, len(ends)])
+
+
+def saved_gathers(graph: Graph) -> dict[int, str]:
+    """By place, what a graph returns of gathered parameters, and which gather brought it."""
+    returned = graph.output_node().args[0]
+    places = enumerate(returned if isinstance(returned, (list, tuple)) else [returned])
+    brought = {
+        node: label(one)
+        for one in collectives(graph)
+        if one.kind == GATHER and is_of_inputs(one.issue)
+        for node in [one.issue, *tail(one)]
+    }
+    return {place: brought[node] for place, node in places if isinstance(node, Node) and node in brought}
+
+
+def _ends_of_saved(graph: Graph, saved: Mapping[str, str]) -> dict[Collective | str, Node]:
+    """By gather, the last use of what forward saved of it."""
+    inputs: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in saved:
+            inputs.setdefault(saved[node.name], []).append(node)
+    return {name: _last_use_of(nodes) for name, nodes in inputs.items()}
+
+
+def _last_use_of(nodes: Iterable[Node]) -> Node:
+    found = list(nodes)
+    for node in found:  # which grows
+        found += [user for user in node.users if is_layout(user) and user not in found]
+    return max([*found, *uses(found)])
 
 
 def last_use(gather: Collective) -> Node:
@@ -46,10 +99,10 @@ def last_use(gather: Collective) -> Node:
     return max([*chain, *uses(chain)])
 
 
-def _plan(graph: Graph, gathers: list[Collective], limit: int) -> list[Node]:
+def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[str, str]) -> list[Node]:
     """By gather, the node behind which it may be issued; where it stands now if that is behind it."""
     planned: list[Node] = []
-    held: dict[Collective, Node] = {}  # with their last uses
+    held = _ends_of_saved(graph, saved)  # with their last uses
     for gather, deadline in zip(gathers, _deadlines(graph, gathers), strict=True):
         anchor = max([gather.issue.prev, *planned[-1:]])
         if is_of_inputs(gather.issue):
@@ -93,8 +146,8 @@ def _delay(gather: Collective, anchor: Node) -> list[Node]:
     return [*moved, *early, *(sink(chain, first[0]) if first else [])]
 
 
-def _impossible(gather: Collective, held: list[Collective], limit: int) -> ShardingError:
-    names = ", ".join(label(one) for one in held)
+def _impossible(gather: Collective, held: list[Collective | str], limit: int) -> ShardingError:
+    names = ", ".join(one if isinstance(one, str) else label(one) for one in held)
     return ShardingError(
         f"{here()}: no more than {limit} groups of parameters shall be gathered at a time, but where"
         f" {label(gather)} is needed the graph still uses {names}; allow {len(held) + 1} or more, or shard"
