@@ -309,7 +309,7 @@ class InterleavedGroup(ParamGroup):
         strided = {index: (target, piece, dim) for index, target, piece, dim in plan.strided}
         for segment in plan.layout.segments:
             pieces: list[Tensor] = []
-            for (index, out), _ in zip(outs, segment.slots, strict=False):
+            for _, (index, out) in zip(segment.slots, outs, strict=False):  # takes no more outs than slots
                 if index in strided:
                     target, piece, dim = strided[index]
                     pieces.append(target.narrow(dim, rank * piece[dim], piece[dim]).reshape(-1))
