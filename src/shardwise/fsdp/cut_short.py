@@ -51,6 +51,15 @@ def check_earlier_backward(root: FSDPState, schedule: Schedule) -> None:
                     )
 
 
+def left_gradients(state: FSDPState) -> bool:
+    """Did gradients come after the last reduction? They do where backward enters a module unseen once more."""
+    return any(
+        param.unsharded is not None and param.unsharded.grad is not None
+        for group in state.groups
+        for param in group.params
+    )
+
+
 def forget_forward(state: FSDPState) -> None:
     """A forward raised: leave no trace of it."""
     schedule = state.schedule

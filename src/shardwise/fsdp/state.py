@@ -475,11 +475,12 @@ class FSDPState:
         schedule.callback_queued = False
         schedule.forward_root = None
         schedule.kept = None
+        unseen = [ref() for ref in schedule.order]  # who ran forward once more than it entered backward
         for state in (self, *self.below):
             if state.still_to_run:
                 state.still_to_run.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
-            if action is Action.REDUCE:
+            if action is Action.REDUCE or (state in unseen and cut_short.left_gradients(state)):
                 state._reduce(schedule)
         if schedule.is_last_backward:
             schedule.order.clear()
