@@ -178,7 +178,11 @@ def draw_step(rng: random.Random, case: Spec) -> Spec:
 def mended(case: Spec) -> Spec:
     """Without what the libraries forbid: the remaining case is one that users may write."""
     blocks = case["blocks"]
+    owners = [case, case.get("root") or {}, *(block.get("shard") or {} for block in walk(blocks))]
+    uncast = any(own.get("mp", {}).get("cast") is False for own in owners)
     for block in walk(blocks):
+        if uncast:  # a layer that is called with inputs of another dtype than its parameters'
+            block.pop("each", None)
         if block.get("around") == "reentrant":
             case["input_gradient"] = True  # it passes no gradient to parameters otherwise
         if block.get("ignored"):
