@@ -52,7 +52,7 @@ def check_earlier_backward(root: FSDPState, schedule: Schedule) -> None:
 
 
 def left_gradients(state: FSDPState) -> bool:
-    """Did gradients come after the last reduction? They do where backward enters a module unseen once more."""
+    """Did gradients come after the last reduction? They do where backward entered a module unseen."""
     return any(
         param.unsharded is not None and param.unsharded.grad is not None
         for group in state.groups

@@ -109,6 +109,8 @@ def no_torch(case: Spec) -> str | None:
     steps = case.get("steps", [])
     if any(step.get("raises", {}).get("where") == "backward" for step in steps):
         return "keeps gradients of a backward that raised"
+    if case.get("together") and any(block.get("around") == "reentrant" for block in blocks_of(case)):
+        return "dies of a list with a reentrant checkpoint"
     if case.get("keep_after_backward"):
         return "uses old values after a step"
     if case.get("factor"):
