@@ -294,6 +294,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_lazily_zero(tensor: Tensor) -> bool:
+    """Is it zeros without memory, as autograd makes them for derivatives that are zero everywhere?"""
+    return tensor._is_zerotensor()
+
+
 def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy many tensors in one kernel where the device has one; foreach functions have no public names."""
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]

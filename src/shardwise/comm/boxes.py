@@ -316,7 +316,8 @@ def _exchange_in_batch(
 def _buffer(pieces: list[Tensor], device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """The memory, as flat uint8, that `pieces` travel in, and (piece, its view there) for what is staged."""
     first = pieces[0]
-    as_it_lies = first.is_contiguous() and not first.is_conj() and not first.is_neg()
+    lazy = first.is_conj() or first.is_neg() or _compat.is_lazily_zero(first)
+    as_it_lies = first.is_contiguous() and not lazy
     if len(pieces) == 1 and as_it_lies and first.device == device:
         # Not view(-1), which leaves a single element with whatever stride it has.
         return first.as_strided((first.numel(),), (1,)).view(torch.uint8), []

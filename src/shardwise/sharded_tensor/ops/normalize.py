@@ -140,7 +140,7 @@ def _softmax(sharded: ShardedTensor, dim: int, dtype: torch.dtype | None, *, log
             f"Dimension out of range (expected to be in range of [{-least}, {least - 1}], but got {dim})"
         )
     dim %= least
-    if not (sharded.dtype.is_floating_point or dtype):  # on ranks whose shards are empty too
+    if sharded.numel() and not (sharded.dtype.is_floating_point or dtype):  # where shards are empty too
         function(torch.ones((1,) * sharded.ndim, dtype=sharded.dtype, device=sharded.anchor.device), dim)
     if not sharded.ndim or not _is_cut(sharded, (dim,)):
         tensors = [function(tensor, dim, dtype) for tensor in sharded.tensors]

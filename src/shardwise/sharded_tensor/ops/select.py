@@ -208,7 +208,7 @@ def _tensor_split(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[ShardedTenso
         values[key] for key in ("where", "indices_or_sections", "sections", "indices") if key in values
     )
     where = where.tolist() if isinstance(where, Tensor) else where
-    pieces = torch.tensor_split(probe(sharded), where, dim=dim)
+    pieces = torch.tensor_split(probe(sharded), where, dim=values.get("dim", 0))
     if isinstance(where, int):
         return tuple(_parts(sharded, dim, [piece.shape[dim] for piece in pieces]))
     bounds = itertools.pairwise([0, *where, sharded.metadata().size[dim]])
