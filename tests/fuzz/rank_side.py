@@ -60,5 +60,8 @@ def by_store(number: int, said: str) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     keys = [f"case{number}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], said)
-    store.wait(keys, timedelta(seconds=ALONE_SECONDS))
+    try:
+        store.wait(keys, timedelta(seconds=ALONE_SECONDS))
+    except RuntimeError:
+        raise RuntimeError(f"rank {dist.get_rank()} alone: {json.loads(said)[1]}") from None
     return [store.get(key).decode() for key in keys]
