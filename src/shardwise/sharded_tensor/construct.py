@@ -78,12 +78,12 @@ def empty(
     return _made(
         sharding_spec,
         size,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        pin_memory=pin_memory,
-        memory_format=memory_format,
         process_group=process_group,
+        dtype=dtype,
+        requires_grad=requires_grad,
+        layout=layout,
+        memory_format=memory_format,
+        pin_memory=pin_memory,
         init_rrefs=init_rrefs,
     )
 
