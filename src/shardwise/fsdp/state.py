@@ -101,6 +101,7 @@ class FSDPState:
         self.lists: list[FSDPState] = []  # tracing, root only: the states below of several modules
         self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
         self.shown: Any = None  # tracing, lists only: what hides the gathered parameters again
+        self.stays_gathered = False  # after backward, which then may leave gradients after its reduction
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
         self.prefetch_in_forward: list[weakref.ref[FSDPState]] = []
         self.prefetch_in_backward: list[weakref.ref[FSDPState]] = []
@@ -122,6 +123,7 @@ class FSDPState:
         """What was made of the groups' settings is made again when it is needed."""
         for reducer in self.reducers:
             reducer.forget_plans()
+        self.stays_gathered = not all(group.settings.reshard_after_backward for group in self.groups)
         if self.schedule is not None:
             self.schedule.pass_events.clear()
 
@@ -480,7 +482,8 @@ class FSDPState:
             if state.still_to_run:
                 state.still_to_run.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
-            if action is Action.REDUCE or (state in unseen and cut_short.left_gradients(state)):
+            late = state in unseen or state.stays_gathered
+            if action is Action.REDUCE or (late and cut_short.left_gradients(state)):
                 state._reduce(schedule)
         if schedule.is_last_backward:
             schedule.order.clear()
