@@ -27,8 +27,9 @@ from shardwise import ShardwiseError
 
 # Relative to the tensor, plus a part of the largest tensor of its kind: a small gradient may be the
 # difference of large ones.
-ROUNDING = {"float64": 2e-5, "float32": 2e-4, "bfloat16": 0.12, "float16": 0.02}
+ROUNDING = {"float64": 2e-5, "float32": 2e-4, "bfloat16": 0.25, "float16": 0.02}
 OF_LARGEST = 0.1
+LARGEST = 1e12  # of a loss, whose square and gradients float32 still has
 
 
 def run(case: Spec, meshes: dict[Any, DeviceMesh]) -> Verdict:
@@ -54,12 +55,19 @@ def run(case: Spec, meshes: dict[Any, DeviceMesh]) -> Verdict:
                 {n for n, g in step.items() if g is not None} for step in ours.gradient_pieces
             ]
         alone = reference.train()
+    if diverged(alone):
+        return Verdict("right", "", {"reference": "diverged"})
     problems = [] if torchs is None else list(apart_from_torch(case, ours, torchs, mesh))
     if problems and far_from_alone(case, torchs, alone):
         problems, why = [], "torch's is far from one process"
     problems += far_from_alone(case, ours, alone)
     notes = {"torch": "no oracle: " + why.partition(":")[0] if torchs is None or why else "oracle"}
     return Verdict("wrong" if problems else "right", "; ".join(problems[:4]), notes)
+
+
+def diverged(alone: Record) -> bool:
+    """Has training left the numbers that float32 has?"""
+    return not all(float(loss.abs().max()) < LARGEST for loss in alone.losses)
 
 
 def raised(case: Spec, error: Exception, mesh: DeviceMesh) -> Verdict:
@@ -119,6 +127,8 @@ def no_torch(case: Spec) -> str | None:
         return "sums in another order"
     if case.get("layout") == "contiguous" and any(s.get("sync") == "all_reduce" for s in steps):
         return "accumulates elsewhere"
+    if case.get("optimizer") == "adamw_fused" and case.get("layout") == "contiguous":
+        return "rounds the elements beside whole vectors in another way"
     if case.get("clip") and case.get("layout") == "contiguous":
         return "norms in another order"
     if len({block.get("dtype") for block in blocks_of(case)}) > 1:
