@@ -181,7 +181,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
         self.control.at(self.index)
         own = next(self.parameters(recurse=self.kind not in ("again", "nest")), None)
-        if own is not None:
+        # Between its uses a sharded expert has its stored dtype or, until backward, its computing one.
+        if own is not None and not self.spec.get("each"):
             x = x.to(own.dtype)
         body = getattr(self, f"run_{self.kind}")
         if self.spec.get("inside"):
