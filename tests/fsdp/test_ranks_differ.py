@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import RankPool, on_ranks
-from shardwise import MixedPrecisionPolicy, fully_shard
+from ranks import RankFailure, RankPool, on_ranks
+from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise.checkpoint import save
 from shardwise.comm.order import Event
 from shardwise.comm.watch import order_of
 
@@ -127,7 +130,7 @@ CASES = [
     ("skips", 2, "gather 'blocks.2'"),
     ("raises", 0, "no such expert"),
     ("raises", 2, "no such expert"),
-    ("raises in backward", 2, "left its backward"),
+    ("raises in backward", 2, "a hook's own error"),
     ("one more unshard", 2, "gather 'blocks.2'"),
 ]
 HALVES = [(case, LAYOUTS[at % 2]) for at, case in enumerate(CASES)] + [(CASES[2], "contiguous")]
@@ -235,3 +238,57 @@ def test_a_step_like_the_last_one_compares_nothing() -> None:
     # After a pass without backward; and a backward follows this forward again.
     assert newly(lambda: step(net)) == ["run the forward of FSDPNet", "gather 'blocks.1'"]
     assert newly(lambda: step(net)) == []
+
+
+def ends_elsewhere(case: str) -> tuple[str, float]:
+    """One rank runs a step less, and the library's own collectives after it."""
+    net = sharded(layout="contiguous")
+    mine = dist.get_rank() == 1
+    for _ in range(2):
+        step(net)
+
+    def differ() -> None:
+        if not mine:
+            step(net)
+        if case == "full_tensor":
+            next(net.parameters()).full_tensor()
+        elif case == "norm":
+            clip_grad_norm_(net.parameters(), 1.0)
+        else:
+            save({"model": net}, str(dist.get_rank()), step=1)
+
+    return outcome(differ)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [("full_tensor", "gather a whole tensor"), ("norm", "reduce norms"), ("save", "tell how saving went")],
+)
+def test_collectives_outside_of_steps_do_not_meet_those_inside(ranks: RankPool, case: str, says: str) -> None:
+    for message, seconds in ranks(ends_elsewhere, case, world_size=2):
+        assert seconds < SECONDS, (seconds, message)
+        assert message.startswith("RankMismatchError"), message
+        assert says in message, message
+        assert "run the forward of FSDPNet" in message, message
+
+
+def raise_and_go(case: str) -> None:
+    """One rank raises, and its process ends before anybody could ask."""
+    net = sharded()
+    step(net)
+    if dist.get_rank() == 1 and case == "forward":
+        net.before = _raise
+    if dist.get_rank() == 1 and case == "backward":
+        _fail_in_backward(net)
+    try:
+        step(net)
+    except ValueError:
+        os._exit(3)
+
+
+@pytest.mark.parametrize("case", ["forward", "backward"])
+def test_why_a_rank_raised_is_known_after_its_end(ranks: RankPool, case: str) -> None:
+    with pytest.raises(RankFailure) as error:
+        ranks(raise_and_go, case, world_size=2)
+    message = str(error.value)
+    assert re.search(rf"rank 1 will not come to .*: it raised ValueError in its {case}: ", message), message

@@ -320,8 +320,8 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
 )
 
 
-def explain_backward_errors(explain: Callable[[RuntimeError], Exception | None]) -> None:
-    """Let `explain` find a better error for one that backward raises.
+def explain_backward_errors(explain: Callable[[Exception], Exception | None]) -> None:
+    """Let `explain` hear of an error that backward raises, and find a better one for it.
 
     Errors inside autograd's engine pass no hook, only this function, which every backward goes through.
     """
@@ -333,7 +333,7 @@ def explain_backward_errors(explain: Callable[[RuntimeError], Exception | None])
     def run_and_explain(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
             better = explain(error)
             if better is None:
                 raise

@@ -39,6 +39,7 @@ _LONGEST_PASS = 100_000  # events; one that is longer, without a forward, begins
 _LARGEST_TREE = 1_000_000  # events; it is forgotten beyond that, on all ranks at the same one
 _DIGEST = 64  # characters
 _HASTE, _PATIENCE = 20e-6, 2e-3  # seconds between looks for the others' words
+STORE_GONE = "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 Record = dict[str, Any]
@@ -167,9 +168,12 @@ class Order:
         self.at = node
         place = f"{self.prefix}{self.passes}.{node.depth}/"
         keys = [f"{place}{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], node.digest.hex() + event.text)
-        self._wait_for(keys)
-        words = [value.decode() for value in self.store.multi_get(keys)]
+        try:
+            self.store.set(keys[self.rank], node.digest.hex() + event.text)
+            self._wait_for(keys)
+            words = [value.decode() for value in self.store.multi_get(keys)]
+        except dist.DistError as error:
+            raise RankMismatchError(f"{here()}: could not {first_line(event.text)}: {STORE_GONE}") from error
         if any(word[:_DIGEST] != node.digest.hex() for word in words):
             texts = {rank: word[_DIGEST:] for rank, word in zip(self.ranks, words, strict=True)}
             self.left = "found that ranks disagree about what to do next"

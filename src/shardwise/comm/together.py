@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.comm.boxes import gather_text
+from shardwise.comm.watch import announced
 from shardwise.errors import CheckpointError, ShardwiseError
 
 _MOST_LINES = 20  # of problems in one error message
@@ -48,7 +49,8 @@ def together(
         problem = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
         text = json.dumps([None, problem])
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    told = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
+    with announced(group, f"tell how {what.partition(' ')[0]} went"):
+        told = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
     ranks = dist.get_process_group_ranks(group) if group else [0]
     raise_all(what, {rank: found for rank, (_, found) in zip(ranks, told, strict=True)}, kind=kind)
     return [result for result, _ in told]

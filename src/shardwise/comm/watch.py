@@ -19,8 +19,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from shardwise import _compat
 from shardwise.comm.auto import over_gloo
 from shardwise.comm.differences import differences, named
-from shardwise.comm.order import Node, Order, Record, first_line
+from shardwise.comm.order import STORE_GONE, Node, Order, Record, event_for, first_line
 from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
@@ -88,6 +88,24 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     return RankMismatchError(f"{here()}: could not {what}: {verdict}")
 
 
+@contextmanager
+def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """Announce a collective of `group` before it is issued within, and explain its failure.
+
+    Args:
+        what: will be done, in words equal on ranks that do it alike.
+    """
+    order = order_of(group)
+    if order is None:
+        yield
+        return
+    order.advance(event_for(what))
+    try:
+        yield
+    except RuntimeError as error:
+        raise explained(error, [order], first_line(what)) from error
+
+
 def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
     """Why this rank will wait in vain, or None."""
     for rank, record in sorted(records.items()):
@@ -135,13 +153,13 @@ def _roll_call(order: Order) -> str | None:
             silent -= {rank for rank, record in records.items() if record["posts"] != before.get(rank)}
             time.sleep(_TICK)
     except RuntimeError:
-        return "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
+        return STORE_GONE
     if not silent:
         return None
     return (
         f"no sign of life from {named([order.ranks[rank] for rank in sorted(silent)])} for {_ROLL_CALL:g} s,"
-        f" after a connection broke while this rank waited to {order.doing()}: it has ended or died. Its own"
-        " log has the first error."
+        f" after a connection broke while this rank waited to {order.doing()}: it has ended, after"
+        " fewer steps than this one or by an error that its own log has, or died"
     )
 
 

@@ -35,7 +35,7 @@ _VERSION = re.compile(r"is at version (\d+); expected version")
 
 
 class Curtain:
-    """Lets saved tensors be read, or not.
+    """Lets saved tensors be read, or not; `explain` says what went wrong.
 
     Args:
         group: whose memory it is.
@@ -48,11 +48,9 @@ class Curtain:
         behind = tuple(tensors)
         self.open = partial(_compat.set_versions, behind, (0,) * len(behind))  # no Python runs in these
         self.close = partial(_compat.set_versions, behind, (number,) * len(behind))
-        if number == _FIRST:
-            _compat.explain_backward_errors(_explain)
 
 
-def _explain(error: RuntimeError) -> Exception | None:
+def explain(error: Exception) -> Exception | None:
     """What to raise in place of an error of autograd; None if it has another reason."""
     found = _VERSION.search(str(error))
     group = _groups.get(int(found.group(1))) if found is not None else None

@@ -8,10 +8,15 @@ past the outputs      next forward says whose
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardwise import _compat
+from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
+from shardwise.fsdp import curtain
 from shardwise.fsdp.lifecycle import Action, TrainingState
 
 if TYPE_CHECKING:
@@ -49,6 +54,39 @@ def check_earlier_backward(root: FSDPState, schedule: Schedule) -> None:
                         f" another way than through what the forward of {group.title} returned. Return every"
                         " tensor that losses use from forward; reset_iter_state() drops the gradient"
                     )
+
+
+def leave(orders: Iterable[Order], why: str) -> None:
+    """Let ranks know that this one does not go on with its pass, before its process may end."""
+    for order in orders:
+        order.left = order.left or why
+        with suppress(RuntimeError):
+            order.post()
+
+
+def hear_of_backward_errors(states: Callable[[], Iterable[FSDPState]]) -> None:
+    """From now on tell other ranks of errors inside autograd, and find better words for some.
+
+    Args:
+        states: all that may be in backward.
+    """
+    if _heard:
+        return
+    _heard.append(True)
+
+    def hear(error: Exception) -> Exception | None:
+        better = curtain.explain(error)
+        orders = {
+            order for state in states() if state.schedule is not None for order in state.schedule.orders
+        }
+        here_in_backward = [order for order in orders if order.backward_thread == threading.get_ident()]
+        leave(here_in_backward, f"raised {type(error).__name__} in its backward: {better or error}")
+        return better
+
+    _compat.explain_backward_errors(hear)
+
+
+_heard: list[bool] = []
 
 
 def left_gradients(state: FSDPState) -> bool:

@@ -366,6 +366,8 @@ class EvenParam(ShardedParam):
         """Set, or add to, the sharded parameter's gradient."""
         grad = self.sharded.grad
         if grad is None:
+            if EvenParam.grads_are_traced:
+                shard = own_storage(shard)
             self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
         else:
             local = _compat.local_tensor(grad)

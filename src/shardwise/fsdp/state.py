@@ -169,6 +169,7 @@ class FSDPState:
                 group.name = state.name
                 group.check_ready()
                 schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
+        cut_short.hear_of_backward_errors(live_states)
         schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
         return schedule
 
@@ -311,8 +312,8 @@ class FSDPState:
         if inside or _compat.in_backward():
             return
         orders = [order for group in self.groups for order in group.orders]
-        for order in orders if schedule is None else schedule.orders:
-            order.left = order.left or f"raised {type(error).__name__} in its forward: {error}"
+        why = f"raised {type(error).__name__} in its forward: {error}"
+        cut_short.leave(orders if schedule is None else schedule.orders, why)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Put off this module's release until the next module runs, and mark its output."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
+from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_parameter.shard import merged
@@ -159,11 +161,19 @@ def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:
 def _all_reduce(totals: Tensor, group: dist.ProcessGroup, *, infinite: bool) -> Tensor:
     """The totals over `group`. A backend's MAX may drop NaN, so for infinity that travels beside."""
     if not infinite:
-        dist.all_reduce(totals, group=group)
+        _in_place(totals, dist.ReduceOp.SUM, group)
         return totals
     both = torch.stack([totals.nan_to_num(nan=0.0, posinf=math.inf), totals.isnan().to(totals.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    _in_place(both, dist.ReduceOp.MAX, group)
     return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    if torch.compiler.is_compiling():
+        dist.all_reduce(totals, op=op, group=group)
+        return
+    with announced(group, "reduce norms"):
+        dist.all_reduce(totals, op=op, group=group)
 
 
 def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:

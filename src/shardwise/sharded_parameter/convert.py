@@ -7,6 +7,7 @@ of intervals. One all-to-all moves each row at most once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import _compat
+from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
 from shardwise.sharded_parameter.piece import Piece, local_part
@@ -25,6 +27,15 @@ from shardwise.sharded_parameter.piece import Piece, local_part
 @torch.no_grad()
 def full_tensor(local: Tensor, piece: Piece) -> Tensor:
     """The whole tensor of which every rank gives its rows. Collective over `piece.axes`."""
+    if _compat.is_functional(local):
+        return _full_tensor(local, piece)
+    with ExitStack() as stack:
+        for group in piece.groups:
+            stack.enter_context(announced(group, f"gather a whole tensor\nof shape {list(piece.shape)}"))
+        return _full_tensor(local, piece)
+
+
+def _full_tensor(local: Tensor, piece: Piece) -> Tensor:
     if not piece.groups:
         whole = local.clone()
     else:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
+from shardwise.comm.watch import announced
 from shardwise.sharded_parameter.convert import gather_tensor_parallel
 from shardwise.sharded_parameter.operands import refuse, rows
 from shardwise.sharded_parameter.piece import Piece
@@ -57,7 +58,8 @@ def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
 def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
     """`value` itself, or in a graph, where a tracer's tensors stand for values, another."""
     if type(value) is Tensor:
-        dist.all_reduce(value, op=reduce, group=group)
+        with announced(group, "reduce something of rows"):
+            dist.all_reduce(value, op=reduce, group=group)
         return value
     return _compat.traced_all_reduce(value, _NAMES[reduce], group.group_name)
 
