@@ -78,6 +78,7 @@ class Block(nn.Module):
         self.spec, self.width, self.index = spec, width, index
         self.__dict__["control"] = control
         self.kind = spec.get("kind", "linear")
+        self.first_dtype: torch.dtype | None = None
         self.kept: Tensor | None = None
         build = getattr(self, f"build_{self.kind}")
         build(earlier)
@@ -181,8 +182,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
         self.control.at(self.index)
         own = next(self.parameters(recurse=self.kind not in ("again", "nest")), None)
-        # Between its uses a sharded expert has its stored dtype or, until backward, its computing one.
-        if own is not None and not self.spec.get("each"):
+        if own is not None and self.spec.get("each"):
+            # Between its uses a sharded expert has its stored dtype or, until backward, its computing one.
+            self.first_dtype = self.first_dtype or own.dtype
+            x = x.to(self.first_dtype)
+        elif own is not None:
             x = x.to(own.dtype)
         body = getattr(self, f"run_{self.kind}")
         if self.spec.get("inside"):
