@@ -199,6 +199,19 @@ def test_a_late_rank_is_waited_for() -> None:
         assert torch.equal(param.grad.full_tensor(), whole.grad)
 
 
+@on_ranks(2)
+def test_after_an_error_on_all_ranks_a_late_one_is_waited_for() -> None:
+    net = sharded()
+    for late in (0.0, 0.0, 1.5):  # what follows an error is known by the third time
+        net.before = _raise
+        with pytest.raises(ValueError, match="no such expert"):
+            step(net)
+        net.before = lambda index: None
+        if dist.get_rank() == 1:
+            time.sleep(late)
+        step(net)
+
+
 @on_ranks(3)
 def test_a_step_like_the_last_one_compares_nothing() -> None:
     net = sharded()

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -101,6 +101,7 @@ class Order:
         passes: how many passes have begun.
         ended: with what earlier passes ended, by number.
         left: why this rank will not go on with its pass, once it has left it.
+        abandoned: earlier passes that it has left, the latest of them, before it began another.
         backward_thread: where a backward runs.
         asking: whether it waits for the others' words, over no connection that could break.
         verdict: what was found wrong; every later announcement raises it.
@@ -121,6 +122,7 @@ class Order:
         self.passes = 0
         self.ended: OrderedDict[int, Node] = OrderedDict()
         self.left: str | None = None
+        self.abandoned: deque[int] = deque(maxlen=_PASSES_KEPT)
         self.backward_thread: int | None = None
         self.asking = False
         self.verdict: str | None = None
@@ -143,6 +145,8 @@ class Order:
 
     def begin_pass(self, event: Event) -> None:
         """Announce that a root module's forward begins."""
+        if self.left is not None or self._said_left:
+            self.abandoned.append(self.passes)
         self.left = self.backward_thread = None
         if self._said_left:
             self.post()

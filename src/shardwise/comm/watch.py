@@ -134,7 +134,8 @@ def _mismatch(order: Order, rank: int, record: Record) -> str | None:
 
 def _departure(order: Order, rank: int, record: Record) -> str | None:
     earlier = (record["passes"], record["depth"]) < (order.passes, order.at.depth)
-    if record["left"] is None or not earlier:
+    # Where this rank left the same pass, and began another, its peers will: all had the same error.
+    if record["left"] is None or not earlier or record["passes"] in order.abandoned:
         return None
     return f"rank {order.ranks[rank]} will not come to {order.doing()}: it {record['left']}"
 
