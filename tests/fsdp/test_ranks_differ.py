@@ -304,4 +304,4 @@ def test_why_a_rank_raised_is_known_after_its_end(ranks: RankPool, case: str) ->
     with pytest.raises(RankFailure) as error:
         ranks(raise_and_go, case, world_size=2)
     message = str(error.value)
-    assert re.search(rf"rank 1 will not come to .*: it raised ValueError in its {case}: ", message), message
+    assert re.search(rf"rank 1 will not come to .*: it raised ValueError in its {case}[:,]", message), message

@@ -80,7 +80,9 @@ def hear_of_backward_errors(states: Callable[[], Iterable[FSDPState]]) -> None:
             order for state in states() if state.schedule is not None for order in state.schedule.orders
         }
         here_in_backward = [order for order in orders if order.backward_thread == threading.get_ident()]
-        leave(here_in_backward, f"raised {type(error).__name__} in its backward: {better or error}")
+        for order in here_in_backward:
+            where = f"in its backward, after it had begun to {order.doing()}"
+            leave([order], f"raised {type(error).__name__} {where}: {better or error}")
         return better
 
     _compat.explain_backward_errors(hear)
