@@ -29,9 +29,11 @@ from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.group import Form, ParamGroup
+from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
-from shardwise.fsdp.strategy import Held, Strategy
+from shardwise.fsdp.strategy import Held
+from shardwise.fsdp.traced import Cut
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
 from shardwise.mesh import FSDPMeshInfo
 from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
@@ -74,9 +76,9 @@ class ContiguousGroup(ParamGroup):
     params: list[RowsParam]
     layout: ContiguousLayout
 
-    def __init__(self, params: list[RowsParam], *, strategy: Strategy, **how: Any) -> None:
+    def __init__(self, params: list[RowsParam], **how: Any) -> None:
         super().__init__(params, **how)
-        self.strategy = strategy
+        strategy = self.strategy
         shard_group, replicate_group = self.info.process_groups
         axes = ((replicate_group, strategy.replicate_axis), (shard_group, strategy.shard_axis))
         # The axes over which optimizer state is cut, the fastest-varying first, and those of them over which
@@ -98,8 +100,16 @@ class ContiguousGroup(ParamGroup):
         self.offloads = isinstance(self.offload, CPUOffloadPolicy)
         self.pack()
 
-    def describe(self) -> str:
-        return f"{super().describe()}\nstrategy of '{self.name}': {self.strategy}"
+    def untraceable(self) -> str | None:
+        traced = self.refresh_group is None and self.gather_group is not None
+        return None if traced else f"strategy {self.strategy}"
+
+    def cuts(self) -> list[tuple[Sequence[ShardedParam], Cut]]:
+        members = [[self.params[place.index] for place in one.places] for one in self.layout.segments]
+        return [
+            (params, _cut(segment, params))
+            for segment, params in zip(self.layout.segments, members, strict=True)
+        ]
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         if self.gather_group is not None:
@@ -432,3 +442,25 @@ def _rows_between(start: int, shape: torch.Size, begin: int, end: int) -> Box:
     last = min(max(end - start, 0) // width, shape[0])
     trailing = shape[1:]
     return Box((first, *[0] * len(trailing)), (last - first, *trailing))
+
+
+def _cut(segment: ContiguousSegment, params: Sequence[ShardedParam]) -> Cut:
+    sizes: list[int] = []
+    parts: list[int] = []
+    reduced: list[int] = []
+    end = 0
+    for i, (place, param) in enumerate(zip(segment.places, params, strict=True)):
+        if place.start > end:
+            sizes.append(place.start - end)
+            reduced.append(end - place.start)
+        parts.append(len(sizes))
+        sizes.append(place.numel)
+        if place.numel:
+            reduced.append(i if param.sharded.requires_grad else -place.numel)
+        end = place.start + place.numel
+    if end < segment.unsharded_numel:
+        sizes.append(segment.unsharded_numel - end)
+        reduced.append(end - segment.unsharded_numel)
+    shapes = tuple(tuple(param.shape) for param in params)
+    trains = tuple(param.sharded.requires_grad for param in params)
+    return Cut(1, tuple(sizes), tuple(parts), shapes, shapes, (0,) * len(params), trains, tuple(reduced))

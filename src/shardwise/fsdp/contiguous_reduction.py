@@ -11,11 +11,10 @@ all-reduce, of which the rank keeps its part if optimizer state is cut. The shar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import _compat
@@ -26,7 +25,6 @@ from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.rows import RowsParam
-from shardwise.fsdp.strategy import Held
 from shardwise.layout import ContiguousSegment
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_parameter.shard import declare
@@ -92,21 +90,6 @@ class ContiguousReducer(GradReducer):
     _buffers: list[Any] | None = None  # of the group, when `_members` were found
     _unused: set[frozenset[str]] = field(default_factory=set)
     _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are in `partials`
-
-    def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        shard_group, replicate_group = self.group.info.process_groups
-        row = self.group.strategy.shard_axis
-        if row is not None and row.gradient is Held.REPLICATE:
-            return None, shard_group
-        return shard_group, replicate_group
-
-    def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
-        plan = super()._plan(stored, computed, streams)
-        row = self.group.strategy.replicate_axis
-        if row is not None and row.gradient is Held.SHARD:
-            plan = replace(plan, replicate_scatter=plan.comm)
-            self._plans[stored, computed] = plan
-        return plan
 
     def _find_members(self) -> None:
         self._buffers = self.group.buffers

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
-from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.guard import guards, install
-from shardwise.fsdp.interleaved import InterleavedGroup
-from shardwise.fsdp.module import sharded_class
-from shardwise.fsdp.parameter import EvenParam, Owner, ParamPlacement, ShardPlacementFn, ShardPlacementResult
+from shardwise.fsdp.layouts import LAYOUTS, Layout, LayoutName
+from shardwise.fsdp.module import FSDPModule, sharded_class
+from shardwise.fsdp.parameter import Owner, ParamPlacement, ShardPlacementFn, ShardPlacementResult
 from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.state import FSDPState, state_of
-from shardwise.fsdp.strategy import strategy_for
+from shardwise.fsdp.strategy import StrategyName, strategy_for
 from shardwise.layout import Owned, RaggedShard
 from shardwise.mesh import (
     DataParallelMeshDims,
@@ -40,14 +38,33 @@ from shardwise.mesh import (
     mesh_info,
 )
 
-Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
-LAYOUTS = ("interleaved", "contiguous")
 NO_MIXED_PRECISION = MixedPrecisionPolicy()
 NO_OFFLOAD = OffloadPolicy()
 
 
+class Options(TypedDict, total=False):
+    """What `fully_shard` takes besides modules."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    layout: LayoutName
+    strategy: StrategyName | None
+    group_small: int | None
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[Options]) -> FSDPModule: ...
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[Options]) -> list[FSDPModule]: ...
+
+
 def fully_shard(
-    module: Sharded,
+    module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -56,10 +73,10 @@ def fully_shard(
     offload_policy: OffloadPolicy = NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    layout: str = "interleaved",
-    strategy: str | None = None,
+    layout: LayoutName = "interleaved",
+    strategy: StrategyName | None = None,
     group_small: int | None = None,
-) -> Sharded:
+) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks, in place.
 
     Outside forward and backward each rank holds its piece of every parameter, as a DTensor (or, in the
@@ -106,8 +123,8 @@ def fully_shard(
             message names the parameter or module, the rank, and the remedy. Nothing is sharded then.
     """
     if layout not in LAYOUTS:
-        raise ShardingError(f"{here()}: layout must be one of {LAYOUTS}, got {layout!r}")
-    if strategy is not None and layout != "contiguous":
+        raise ShardingError(f"{here()}: layout must be one of {tuple(LAYOUTS)}, got {layout!r}")
+    if strategy is not None and not LAYOUTS[layout].has_strategies:
         raise ShardingError(
             f'{here()}: strategy={strategy!r} needs layout="contiguous"; the {layout} layout is FSDP on 1-D'
             " meshes and HSDP on 2-D ones"
@@ -121,12 +138,12 @@ def fully_shard(
         "policy": mp_policy,
         "offload": offload_policy,
         "ignored": ignored_params or set(),
-        "contiguous": layout == "contiguous",
+        "layout": LAYOUTS[layout],
         "strategy": strategy,
     }
     if group_small is None:
         _shard_together(modules, **options)
-        return module
+        return cast(FSDPModule | list[FSDPModule], module)
     if isinstance(module, nn.Module):
         raise ShardingError(
             f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass its"
@@ -134,7 +151,7 @@ def fully_shard(
         )
     for run in _runs(modules, group_small, mp_policy.param_dtype, options["ignored"]):
         _shard_together(run, **options)
-    return module
+    return cast(list[FSDPModule], module)
 
 
 def _runs(
@@ -164,8 +181,8 @@ def _shard_together(
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
-    contiguous: bool,
-    strategy: str | None,
+    layout: Layout,
+    strategy: StrategyName | None,
 ) -> None:
     """Let `modules` share their groups."""
     device = mesh_device(info.mesh)
@@ -175,10 +192,9 @@ def _shard_together(
     found = _find_params(managed, modules, ignored)
     _move_to_device(managed, found, device)
     placements = _placements(found, placement_fn, info)
-    kind: Any = RowsParam if contiguous else EvenParam
     sharded = [
         [
-            kind(
+            layout.param(
                 one.param,
                 name=one.name,
                 owners=[Owner(_compat.parameters_of(m), n) for m, n in one.places],
@@ -190,27 +206,28 @@ def _shard_together(
         ]
         for members in _by_mesh(placements).values()
     ]
-    groups: list[ParamGroup] = []
-    for params in sharded:
-        own = params[0].info
-        how: dict[str, Any] = {
-            "info": own,
-            "post_forward": _post_forward_info(reshard, own),
-            "device": device,
-            "policy": policy,
-            "offload": offload,
-        }
-        if contiguous:
-            groups.append(ContiguousGroup(params, strategy=strategy_for(strategy, own), **how))
-        else:
-            groups.append(InterleavedGroup(params, **how))
-    state = FSDPState(modules, groups, device=device, policy=policy, reshard_is_automatic=reshard is None)
+    groups = [
+        layout.group(
+            params,
+            info=params[0].info,
+            strategy=strategy_for(strategy, params[0].info),
+            post_forward=_post_forward_info(reshard, params[0].info),
+            device=device,
+            policy=policy,
+            offload=offload,
+        )
+        for params in sharded
+    ]
+    reducers = [layout.reducer(group) for group in groups]
+    state = FSDPState(
+        modules, groups, reducers, device=device, policy=policy, reshard_is_automatic=reshard is None
+    )
     for group in groups:
         _reshard_for_state_dict(group, managed)
     for one in modules:
         object.__setattr__(one, "__class__", sharded_class(type(one)))  # past nn.Module's own, which is slow
         _compat.mark_fully_sharded(one)
-    if not contiguous:  # whose sharded parameters refuse by themselves
+    if layout.guards_forward:
         state.guards = guards([one for one in managed if state_of(one) is None], groups)
         install(state.guards)
     optimizer_watch.watch_replaced({one.name: one.param for one in found})

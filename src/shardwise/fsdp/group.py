@@ -38,10 +38,12 @@ from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.curtain import Curtain
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.strategy import Strategy
 from shardwise.layout import GroupLayout
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 
 if TYPE_CHECKING:
+    from shardwise.fsdp.traced import Cut
     from shardwise.fsdp.traced import Segment as TracedSegment
 
 ACCELERATOR_ALIGN_BYTES = 16
@@ -103,6 +105,7 @@ class ParamGroup(ABC):
         params: Sequence[ShardedParam],
         *,
         info: DataParallelMeshInfo,
+        strategy: Strategy,
         post_forward: FSDPMeshInfo | None,
         device: torch.device,
         policy: MixedPrecisionPolicy,
@@ -110,6 +113,7 @@ class ParamGroup(ABC):
     ) -> None:
         self.params = params
         self.info = info
+        self.strategy = strategy
         self.post_forward = post_forward  # the axes to reshard to after forward; None: stay unsharded
         self.device = device
         self.policy = policy
@@ -156,6 +160,14 @@ class ParamGroup(ABC):
     @abstractmethod
     def _reshard_to_smaller(self, info: FSDPMeshInfo) -> None:
         """Keep the parameters cut over a smaller mesh, and show them so."""
+
+    @abstractmethod
+    def cuts(self) -> list[tuple[Sequence[ShardedParam], Cut]]:
+        """For a compiler: by segment, its parameters in the order in which they lie, and how."""
+
+    def untraceable(self) -> str | None:
+        """Why a compiler cannot trace how the group is gathered; None if it can."""
+        return None
 
     @property
     def title(self) -> str:
@@ -211,7 +223,7 @@ class ParamGroup(ABC):
         resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
         return "\n".join(
             [
-                f"group '{self.name}', which {resharded} after forward",
+                f"group '{self.name}', {self.strategy}, which {resharded} after forward",
                 *[f"'{self.name}' with {chosen}" for chosen in self._chosen()],
                 self.layout_words,
             ]

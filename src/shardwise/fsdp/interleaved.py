@@ -6,6 +6,7 @@ per parameter. See `layout/group_layout.py` for where things lie.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,9 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.group import Form, ParamGroup
-from shardwise.fsdp.parameter import EvenParam, own_storage
-from shardwise.layout import InterleavedLayout
+from shardwise.fsdp.parameter import EvenParam, ShardedParam, own_storage
+from shardwise.fsdp.traced import Cut
+from shardwise.layout import InterleavedLayout, Segment
 from shardwise.mesh import FSDPMeshInfo, HSDPMeshInfo
 
 
@@ -95,6 +97,16 @@ class InterleavedGroup(ParamGroup):
     def describe(self) -> str:
         extended = [f"{self.params[i].name}: {type(self.params[i].local).__name__}" for i in self.extended]
         return "\n".join([super().describe(), *extended])
+
+    def untraceable(self) -> str | None:
+        return "a tensor subclass with hooks around the all-gather" if self.extended else None
+
+    def cuts(self) -> list[tuple[Sequence[ShardedParam], Cut]]:
+        members = [[self.packed[slot.index] for slot in one.slots] for one in self.layout.segments]
+        return [
+            (params, _cut(segment, params))
+            for segment, params in zip(self.layout.segments, members, strict=True)
+        ]
 
     # Shard buffers
 
@@ -341,3 +353,21 @@ class InterleavedGroup(ParamGroup):
             full.untyped_storage().resize_(0)
         for extended in self.extended.values():
             extended.free()
+
+
+def _cut(segment: Segment, params: Sequence[EvenParam]) -> Cut:
+    sizes = [slot.padded_shard_numel for slot in segment.slots]
+    trains = tuple(param.sharded.requires_grad for param in params)
+    reduced = tuple(i for i, trained in enumerate(trains) if trained and sizes[i])
+    if segment.padding:
+        sizes.append(segment.padding)
+    return Cut(
+        segment.ranks,
+        tuple(sizes),
+        tuple(range(len(params))),
+        tuple(tuple(slot.padded_shard_shape) for slot in segment.slots),
+        tuple(tuple(param.shape) for param in params),
+        tuple(param.placement.dim for param in params),
+        trains,
+        reduced,
+    )

@@ -27,6 +27,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
+from shardwise.fsdp.strategy import Held
 from shardwise.mesh import FSDPMeshInfo
 
 Taken = list[tuple[ShardedParam, Tensor]]
@@ -139,13 +140,19 @@ class GradReducer(ABC):
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """Over which ranks to reduce-scatter, and over which to all-reduce."""
-        return self.group.info.process_groups
+        shard_group, replicate_group = self.group.info.process_groups
+        row = self.group.strategy.shard_axis
+        if row is not None and row.gradient is Held.REPLICATE:
+            return None, shard_group
+        return shard_group, replicate_group
 
     def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
         group, settings, info = self.group, self.group.settings, self.group.info
         shard_group, replicate_group = self._groups()
         if isinstance(info, FSDPMeshInfo) and shard_group is not None:
             shard_group = info.reduce_scatter_process_group or shard_group
+        outer = group.strategy.replicate_axis
+        scatters_twice = outer is not None and outer.gradient is Held.SHARD
         dtype = group.policy.reduce_dtype or computed
         device_group = shard_group or replicate_group
         assert device_group is not None
@@ -170,6 +177,7 @@ class GradReducer(ABC):
             hook=settings.all_reduce_hook,
             streams=streams,
             hook_stream=settings.all_reduce_hook_stream,
+            replicate_scatter=settings.reduce_scatter if scatters_twice else None,
         )
         self._plans[stored, computed] = plan
         return plan

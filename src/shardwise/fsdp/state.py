@@ -27,14 +27,12 @@ from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import cut_short, guard
-from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.contiguous_reduction import ContiguousReducer
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.marks import OutputHook, mark_end_of_backward
 from shardwise.fsdp.optimizer_watch import Steps, look_for_compiler
 from shardwise.fsdp.policy import MixedPrecisionPolicy
-from shardwise.fsdp.reduction import GradReducer, InterleavedReducer
+from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors, reachable_grad_tensors
 
@@ -64,6 +62,7 @@ class FSDPState:
     Args:
         modules: the modules of the call; they own the state.
         groups: their parameter groups, one per pair of shard and replicate groups.
+        reducers: what reduces the gradients of each.
         device: where parameters are gathered.
         policy: dtypes.
         reshard_is_automatic: nobody chose `reshard_after_forward`, so the root keeps its parameters.
@@ -73,6 +72,7 @@ class FSDPState:
         self,
         modules: Sequence[nn.Module],
         groups: list[ParamGroup],
+        reducers: list[GradReducer],
         *,
         device: torch.device,
         policy: MixedPrecisionPolicy,
@@ -80,10 +80,7 @@ class FSDPState:
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
         self.groups = groups
-        self.reducers: list[GradReducer] = [
-            ContiguousReducer(group) if isinstance(group, ContiguousGroup) else InterleavedReducer(group)
-            for group in groups
-        ]
+        self.reducers = reducers
         self.in_reverse = list(zip(reversed(self.groups), reversed(self.reducers), strict=True))
         self.device = device
         self.policy = policy

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from shardwise.errors import ShardingError, here
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+
+StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]
 
 
 class Held(Enum):
@@ -43,13 +46,13 @@ class AxisPlacement:
     optimizer: Held
 
 
-ROWS = {
+ROWS: dict[StrategyName, AxisPlacement] = {
     "ddp": AxisPlacement(_R, _R, _R),
     "zero1": AxisPlacement(_R, _R, _S),
     "zero2": AxisPlacement(_R, _S, _S),
     "fsdp": AxisPlacement(_S, _S, _S),
 }
-NAMED = {
+NAMED: dict[StrategyName, tuple[AxisPlacement | None, AxisPlacement]] = {
     **{name: (None, row) for name, row in ROWS.items()},
     "hsdp": (ROWS["ddp"], ROWS["fsdp"]),
     "hierarchical_fsdp": (ROWS["zero2"], ROWS["fsdp"]),
@@ -69,7 +72,7 @@ class Strategy:
         return ", ".join(f"{names[row]} over the {axis} axis" for axis, row in axes if row is not None)
 
 
-def strategy_for(name: str | None, info: DataParallelMeshInfo) -> Strategy:
+def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strategy:
     """The strategy of that name on the axes of `info`; None is FSDP on a shard axis, DDP on a replicate one.
 
     Raises:

@@ -25,16 +25,13 @@ from shardwise import _compat
 from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import guard
-from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.group import ParamGroup
-from shardwise.fsdp.interleaved import InterleavedGroup
-from shardwise.fsdp.parameter import EvenParam, ShardedParam
+from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.state import FSDPState, live_states
 from shardwise.fsdp.traced import Collectives, Cut, Segment
-from shardwise.layout import ContiguousSegment, Gathered
-from shardwise.layout import Segment as EvenSegment
+from shardwise.layout import Gathered
 
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
@@ -85,25 +82,14 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
         return "CPU offloading"
     if settings.reduce_grads and not settings.all_reduce_grads and group.replicates:
         return "set_requires_all_reduce(False)"
-    if isinstance(group, InterleavedGroup) and group.extended:
-        return "a tensor subclass with hooks around the all-gather"
-    if isinstance(group, ContiguousGroup) and (group.refresh_group is not None or group.gather_group is None):
-        return f"strategy {group.strategy}"
-    return None
+    return group.untraceable()
 
 
 def _segments(state: FSDPState, group: ParamGroup, reducer: GradReducer) -> list[Segment]:
-    laid: list[tuple[Sequence[ShardedParam], Cut]] = []
-    if isinstance(group, ContiguousGroup):
-        for segment in group.layout.segments:
-            rows = [group.params[place.index] for place in segment.places]
-            laid.append((rows, _contiguous_cut(segment, rows)))
-    else:
-        assert isinstance(group, InterleavedGroup)
-        for even in group.layout.segments:
-            pieces = [group.packed[slot.index] for slot in even.slots]
-            laid.append((pieces, _interleaved_cut(even, pieces)))
-    return [_segment(state, group, reducer, index, params, cut) for index, (params, cut) in enumerate(laid)]
+    return [
+        _segment(state, group, reducer, index, params, cut)
+        for index, (params, cut) in enumerate(group.cuts())
+    ]
 
 
 def _segment(
@@ -188,46 +174,6 @@ def _keep(segment: weakref.ref[Segment], leaf: Tensor) -> None:
     leaf.grad = None
     if alive is not None and grad is not None:
         alive.earlier = grad if alive.earlier is None else alive.earlier + grad
-
-
-def _contiguous_cut(segment: ContiguousSegment, params: Sequence[ShardedParam]) -> Cut:
-    sizes: list[int] = []
-    parts: list[int] = []
-    reduced: list[int] = []
-    end = 0
-    for i, (place, param) in enumerate(zip(segment.places, params, strict=True)):
-        if place.start > end:
-            sizes.append(place.start - end)
-            reduced.append(end - place.start)
-        parts.append(len(sizes))
-        sizes.append(place.numel)
-        if place.numel:
-            reduced.append(i if param.sharded.requires_grad else -place.numel)
-        end = place.start + place.numel
-    if end < segment.unsharded_numel:
-        sizes.append(segment.unsharded_numel - end)
-        reduced.append(end - segment.unsharded_numel)
-    shapes = tuple(tuple(param.shape) for param in params)
-    trains = tuple(param.sharded.requires_grad for param in params)
-    return Cut(1, tuple(sizes), tuple(parts), shapes, shapes, (0,) * len(params), trains, tuple(reduced))
-
-
-def _interleaved_cut(segment: EvenSegment, params: Sequence[EvenParam]) -> Cut:
-    sizes = [slot.padded_shard_numel for slot in segment.slots]
-    trains = tuple(param.sharded.requires_grad for param in params)
-    reduced = tuple(i for i, trained in enumerate(trains) if trained and sizes[i])
-    if segment.padding:
-        sizes.append(segment.padding)
-    return Cut(
-        segment.ranks,
-        tuple(sizes),
-        tuple(range(len(params))),
-        tuple(tuple(slot.padded_shard_shape) for slot in segment.slots),
-        tuple(tuple(param.shape) for param in params),
-        tuple(param.placement.dim for param in params),
-        trains,
-        reduced,
-    )
 
 
 def _name(group: ProcessGroup | None) -> str | None:
