@@ -8,7 +8,7 @@ from fsdp.models import Net, sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule, fully_shard
 from shardwise.comm.count import CommCounter
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 BLOCK_NUMEL, ROOT_NUMEL = 2 * 8 * 16 + 16 + 8, 8 * 8 + 8 + 2 * 8 + 2
 

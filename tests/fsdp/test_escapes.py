@@ -14,7 +14,7 @@ from fsdp.models import raises_on_every_rank
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.errors import LifecycleError
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 LAYOUTS = ("interleaved", "contiguous")
 

@@ -9,7 +9,7 @@ from torch import nn
 from fsdp.models import Net, sharded_net, step
 from ranks import on_ranks
 from shardwise import fully_shard
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 
 def gathered_bytes(model: nn.Module) -> int:

@@ -21,7 +21,7 @@ from shardwise import (
 )
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module import sharded_class
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 
 @on_ranks(2)

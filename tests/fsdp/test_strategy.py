@@ -23,7 +23,7 @@ from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 from shardwise.optim import flat
 from shardwise.sharded_parameter import ShardedRows
 

@@ -18,7 +18,7 @@ from fsdp.models import sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule
 from shardwise.comm import CommStreams, DefaultAllGather, DefaultReduceScatter
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 USERS = [
     "shardwise.comm.foreach",

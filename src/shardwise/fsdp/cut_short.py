@@ -11,20 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from shardwise import _compat
 from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import curtain
 from shardwise.fsdp.lifecycle import Action, TrainingState
-
-if TYPE_CHECKING:
-    from shardwise.fsdp.schedule import Schedule
-    from shardwise.fsdp.state import FSDPState
+from shardwise.fsdp.module_state import ModuleState
+from shardwise.fsdp.schedule import Schedule
 
 
-def check_entry(state: FSDPState, action: Action) -> None:
+def check_entry(state: ModuleState, action: Action) -> None:
     """Raise if an earlier pass left a state that a forward cannot go on from."""
     which = None
     if action is Action.JOIN and not state.running and len(state.modules) == 1:
@@ -38,7 +35,7 @@ def check_entry(state: FSDPState, action: Action) -> None:
         )
 
 
-def check_earlier_backward(root: FSDPState, schedule: Schedule) -> None:
+def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
     """Raise if it did not finish, or went where no hook saw it."""
     if schedule.callback_queued:
         check_entry(root, Action.RECOMPUTE)
@@ -64,7 +61,7 @@ def leave(orders: Iterable[Order], why: str) -> None:
             order.post()
 
 
-def hear_of_backward_errors(states: Callable[[], Iterable[FSDPState]]) -> None:
+def hear_of_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
     """From now on tell other ranks of errors inside autograd, and find better words for some.
 
     Args:
@@ -91,7 +88,7 @@ def hear_of_backward_errors(states: Callable[[], Iterable[FSDPState]]) -> None:
 _heard: list[bool] = []
 
 
-def left_gradients(state: FSDPState) -> bool:
+def left_gradients(state: ModuleState) -> bool:
     """Did gradients come after the last reduction? They do where backward entered a module unseen."""
     return any(
         param.unsharded is not None and param.unsharded.grad is not None
@@ -100,7 +97,7 @@ def left_gradients(state: FSDPState) -> bool:
     )
 
 
-def forget_forward(state: FSDPState) -> None:
+def forget_forward(state: ModuleState) -> None:
     """A forward raised: leave no trace of it."""
     schedule = state.schedule
     assert schedule is not None
@@ -119,7 +116,7 @@ def forget_forward(state: FSDPState) -> None:
     state.install_guards()
 
 
-def _forget_one(state: FSDPState) -> None:
+def _forget_one(state: ModuleState) -> None:
     state.still_to_run.clear()
     state.training_state = TrainingState.IDLE
     for group in state.groups:
@@ -127,7 +124,7 @@ def _forget_one(state: FSDPState) -> None:
         group.reshard()
 
 
-def reset(root: FSDPState) -> None:
+def reset(root: ModuleState) -> None:
     """Forget an iteration, with every gradient that was not reduced."""
     schedule = root.schedule
     if schedule is None:

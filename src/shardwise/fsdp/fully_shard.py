@@ -24,9 +24,10 @@ from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.guard import guards, install
 from shardwise.fsdp.layouts import LAYOUTS, Layout, LayoutName
 from shardwise.fsdp.module import FSDPModule, sharded_class
+from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.parameter import Owner, ParamPlacement, ShardPlacementFn, ShardPlacementResult
 from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from shardwise.fsdp.state import FSDPState, state_of
+from shardwise.fsdp.state import FSDPState
 from shardwise.fsdp.strategy import StrategyName, strategy_for
 from shardwise.layout import Owned, RaggedShard
 from shardwise.mesh import (

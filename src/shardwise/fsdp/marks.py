@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise import _compat
 
-if TYPE_CHECKING:
-    from shardwise.fsdp.state import FSDPState
+
+class _State(Protocol):
+    """A sharded module's, which goes through backward."""
+
+    def enter_backward(self, grad: Tensor) -> Tensor: ...
+
+    def exit_backward(self) -> None: ...
 
 
 class OutputHook:
@@ -20,10 +25,10 @@ class OutputHook:
 
     __slots__ = ("ending", "state", "tensor")
 
-    def __init__(self, tensor: Tensor, state: FSDPState) -> None:
+    def __init__(self, tensor: Tensor, state: _State) -> None:
         self.tensor = weakref.ref(tensor)
         self.state = state
-        self.ending: list[FSDPState] = []
+        self.ending: list[_State] = []
 
     @_compat.runs_eagerly
     def __call__(self, grad: Tensor) -> Tensor:
@@ -36,7 +41,7 @@ class _EndOfBackward(torch.autograd.Function):
     """The identity on a module's inputs, whose backward ends the module's."""
 
     @staticmethod
-    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, state: _State, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.state = state
         return inputs
 

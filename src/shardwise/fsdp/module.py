@@ -33,7 +33,8 @@ from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import cut_short, trace_plan, traced
 from shardwise.fsdp.group import ParamGroup
-from shardwise.fsdp.state import FSDPState, live_states, state_of
+from shardwise.fsdp.module_state import ModuleState, live_states, state_of
+from shardwise.fsdp.state import FSDPState
 from shardwise.mesh import FSDPMeshInfo
 
 _COMPILED = "_shardwise_compiled"
@@ -301,7 +302,7 @@ class FSDPModule(nn.Module):
     def _groups(self) -> list[ParamGroup]:
         return self._state().groups
 
-    def _states(self, recurse: bool) -> Iterator[FSDPState]:
+    def _states(self, recurse: bool) -> Iterator[ModuleState]:
         modules = self.modules() if recurse else iter([self])
         yield from dict.fromkeys(s for module in modules if (s := state_of(module)) is not None)
 
@@ -345,8 +346,8 @@ class FSDPModule(nn.Module):
 class UnshardHandle:
     """Waits for an `FSDPModule.unshard(async_op=True)`."""
 
-    def __init__(self, state: FSDPState) -> None:
-        self._state: weakref.ref[FSDPState] | None = state.myself
+    def __init__(self, state: ModuleState) -> None:
+        self._state: weakref.ref[ModuleState] | None = state.myself
 
     def wait(self) -> None:
         """Wait and show the whole parameters. Local; the second call does nothing."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -19,10 +19,9 @@ from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event
+from shardwise.fsdp.marks import OutputHook
 
-if TYPE_CHECKING:
-    from shardwise.fsdp.marks import OutputHook
-    from shardwise.fsdp.state import FSDPState
+State = Any  # a `ModuleState`, which has a schedule
 
 
 @dataclass
@@ -55,11 +54,11 @@ class Schedule:
 
     device: torch.device
     streams: CommStreams | None
-    root: weakref.ref[FSDPState]
-    forward_root: weakref.ref[FSDPState] | None = None
-    order: list[weakref.ref[FSDPState]] = field(default_factory=list)
+    root: weakref.ref[State]
+    forward_root: weakref.ref[State] | None = None
+    order: list[weakref.ref[State]] = field(default_factory=list)
     order_before: int = 0
-    kept: weakref.ref[FSDPState] | None = None
+    kept: weakref.ref[State] | None = None
     latest_output: OutputHook | None = None
     callback_queued: bool = False
     had_backward: bool = False
@@ -73,7 +72,7 @@ class Schedule:
     orders: list[Order] = field(default_factory=list)
     pass_events: list[Event] = field(default_factory=list)
 
-    def release_kept(self, *, unless: FSDPState | None = None) -> None:
+    def release_kept(self, *, unless: State | None = None) -> None:
         """Release the state whose release was put off, unless it is the one that runs next."""
         kept = None if self.kept is None else self.kept()
         self.kept = None

@@ -13,7 +13,6 @@ group's business, how gradients are reduced the reducer's.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,173 +20,35 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _compat
-from shardwise.comm import CommStreams
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
-from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp import cut_short, guard
-from shardwise.fsdp.group import Form, ParamGroup
+from shardwise.errors import LifecycleError, here
+from shardwise.fsdp import cut_short
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.marks import OutputHook, mark_end_of_backward
+from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import Steps, look_for_compiler
-from shardwise.fsdp.policy import MixedPrecisionPolicy
-from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors, reachable_grad_tensors
+from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors
 
-_KEY = "_shardwise_state"
 _BEFORE_BACKWARD = (TrainingState.IDLE, TrainingState.FORWARD)
 _ENTER_FORWARD, _END_OF_BACKWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.END_OF_BACKWARD]
 _ENTER_BACKWARD, _EXIT_BACKWARD = TABLE[Event.ENTER_BACKWARD], TABLE[Event.EXIT_BACKWARD]
 
 
 _END_OF_PASS = event_for("end the backward pass")
-_alive: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
 
-def live_states() -> list[FSDPState]:
-    """The states of all sharded modules of the process."""
-    return list(_alive)
+class FSDPState(ModuleState):
+    """A sharded module's way through its iterations."""
 
-
-def state_of(module: nn.Module) -> FSDPState | None:
-    """The state of a module that `fully_shard` was applied to, else None."""
-    return module.__dict__.get(_KEY)
-
-
-class FSDPState:
-    """The state of one `fully_shard` call.
-
-    Args:
-        modules: the modules of the call; they own the state.
-        groups: their parameter groups, one per pair of shard and replicate groups.
-        reducers: what reduces the gradients of each.
-        device: where parameters are gathered.
-        policy: dtypes.
-        reshard_is_automatic: nobody chose `reshard_after_forward`, so the root keeps its parameters.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        groups: list[ParamGroup],
-        reducers: list[GradReducer],
-        *,
-        device: torch.device,
-        policy: MixedPrecisionPolicy,
-        reshard_is_automatic: bool,
-    ) -> None:
-        self.modules = [weakref.ref(module) for module in modules]
-        self.groups = groups
-        self.reducers = reducers
-        self.in_reverse = list(zip(reversed(self.groups), reversed(self.reducers), strict=True))
-        self.device = device
-        self.policy = policy
-        self.reshard_is_automatic = reshard_is_automatic
-        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self.name = ""
-        self.training_state = TrainingState.IDLE
-        self.running = 0  # forwards entered and not left, as a method may call its own module
-        self.schedule: Schedule | None = None
-        self.is_root = False
-        self.inside = False  # some module around this one is sharded too
-        self.below: list[FSDPState] = []  # root only: the states of the modules inside it
-        self.guards: list[guard.Guard] = []
-        self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
-        self.lists: list[FSDPState] = []  # tracing, root only: the states below of several modules
-        self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
-        self.shown: Any = None  # tracing, lists only: what hides the gathered parameters again
-        self.stays_gathered = False  # after backward, which then may leave gradients after its reduction
-        self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
-        self.prefetch_in_forward: list[weakref.ref[FSDPState]] = []
-        self.prefetch_in_backward: list[weakref.ref[FSDPState]] = []
-        self.shared_streams: CommStreams | None = None
-        self.schedule_settings: dict[str, Any] = {}  # set before there is a schedule
-        self.myself = weakref.ref(self)
-        for module in modules:
-            module.__dict__[_KEY] = self
-        _alive.add(self)
-
-    def set_schedule(self, **settings: Any) -> None:
-        """Set attributes of the schedule, now or when there is one."""
-        self.schedule_settings.update(settings)
-        if self.schedule is not None:
-            for name, value in settings.items():
-                setattr(self.schedule, name, value)
-
-    def settings_changed(self) -> None:
-        """What was made of the groups' settings is made again when it is needed."""
-        for reducer in self.reducers:
-            reducer.forget_plans()
-        self.stays_gathered = not all(group.settings.reshard_after_backward for group in self.groups)
-        if self.schedule is not None:
-            self.schedule.pass_events.clear()
-
-    # First forward
+    below: Sequence[FSDPState]
 
     def become_root(self) -> Schedule:
-        """Settle names, streams and the schedule of everything under this module.
-
-        Collective over the groups' ranks: compares layouts once.
-        """
-        if len(self.modules) > 1:
-            raise LifecycleError(
-                f"{here()}: the root of a forward must be a single module, but fully_shard got a list of"
-                f" {len(self.modules)}; apply fully_shard to the module that contains them as well"
-            )
-        root = self.modules[0]()
-        assert root is not None
-        below: dict[FSDPState, None] = {}
-        for name, module in root.named_modules():
-            state = state_of(module)
-            if state is None:
-                continue
-            if state not in below and state.schedule is not None:
-                raise LifecycleError(
-                    f"{here()}: '{name}' ran forward before the root module that contains it; run the first"
-                    " forward through the root"
-                )
-            below[state] = None
-            state.name = name if not state.name or state is self else f"{state.name}, {name}"
-        states = list(below)
-        self.below, self.is_root = states[1:], True
-        self.lists = [state for state in self.below if len(state.modules) > 1]
-        if self.reshard_is_automatic:
-            for group in self.groups:
-                group.post_forward = None  # backward would gather it again at once
-        groups = [group for state in states for group in state.groups]
-        self._name_parameters(root, groups)
-        streams = self.shared_streams or CommStreams.create(self.device)
-        schedule = Schedule(self.device, streams, self.myself, **self.schedule_settings)
-        for state in states:
-            state.schedule = schedule
-            for group in state.groups:
-                group.name = state.name
-                group.check_ready()
-                schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
+        schedule = super().become_root()
         cut_short.hear_of_backward_errors(live_states)
-        schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
         return schedule
-
-    def _name_parameters(self, root: nn.Module, groups: list[ParamGroup]) -> None:
-        by_param = {p.sharded: p for group in groups for p in group.params}
-        if len(by_param) != sum(len(group.params) for group in groups):
-            raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
-        for name, param in root.named_parameters():
-            if (managed := by_param.get(param)) is not None:
-                managed.rename(name)
-
-    def _announce_pass(self, schedule: Schedule) -> None:
-        """Compare with all ranks what was built and set, if that is not as it was at the last pass."""
-        if not schedule.pass_events:
-            groups = [group for state in (self, *self.below) for group in state.groups]
-            what = f"run the forward of {type(self.modules[0]()).__name__}"
-            for order in schedule.orders:
-                alike = [group.describe() for group in groups if order in group.orders]
-                schedule.pass_events.append(event_for("\n".join([what, *alike])))
-        for order, begins in zip(schedule.orders, schedule.pass_events, strict=True):
-            order.begin_pass(begins)
 
     # Forward
 
@@ -202,8 +63,8 @@ class FSDPState:
         self.running += 1
         if action is Action.RECOMPUTE:
             for group in self.groups:
-                self._gather(group, schedule, forward=False)
-            return self._cast_inputs(args, kwargs)
+                self.gather(group, schedule, forward=False)
+            return self.cast_inputs(args, kwargs)
         if len(self.modules) > 1 and not self.still_to_run:
             self.still_to_run = {id(ref()) for ref in self.modules}
         if action is Action.GATHER:
@@ -212,47 +73,33 @@ class FSDPState:
             if schedule.kept is not None and not _compat.in_backward():
                 schedule.release_kept(unless=self)
         if self.input_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs)
+            args, kwargs = self.cast_inputs(args, kwargs)
         for group in self.groups:
             if action is Action.GATHER and group.gathered_at != Steps.count:
                 group.drop_stale()
-            self._gather(group, schedule, forward=True)
+            self.gather(group, schedule, forward=True)
         if action is Action.GATHER:
             if self.groups and torch.is_grad_enabled():  # else its backward ends nothing
                 args, kwargs = self._mark_inputs(schedule, args, kwargs)
             for ref in self.prefetch_in_forward:
-                self._prefetch(ref(), schedule)
+                self.prefetch(ref(), schedule)
         return args, kwargs
 
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _compat.in_backward():
             cut_short.check_earlier_backward(self, schedule)
         if schedule.orders:
-            self._announce_pass(schedule)
+            self.announce_pass(schedule)
         schedule.forward_root = self.myself
         schedule.order_before = len(schedule.order)
-        for state in (self, *self.below):
-            if state.guards:
-                guard.lift(state.guards)
+        self.lift_guards()
         schedule.begin_forward()
         look_for_compiler()
-        self._check_one_groups_params()
+        self.check_one_groups_params()
         if self.device.type == "cpu":
             return args, kwargs
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         return args, kwargs
-
-    def _check_one_groups_params(self) -> None:
-        """Look for what users did to parameters in vain, each pass in one group, as looking is slow."""
-        if not self.to_check:
-            self.to_check = [g for state in (self, *self.below) for g in state.groups]
-        if self.to_check:  # some have no group of their own
-            self.to_check.pop().check_params()
-
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.input_dtype is None:
-            return args, kwargs
-        return cast(args, self.input_dtype), cast(kwargs, self.input_dtype) if kwargs else kwargs
 
     def _mark_inputs(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Let autograd call `exit_backward` when it has every input's gradient.
@@ -284,13 +131,13 @@ class FSDPState:
             if self.still_to_run:
                 self.still_to_run.discard(id(module))
             if self.running or self.still_to_run:  # an outer call, or the list's other modules, goes on
-                return self._cast_output(output)
+                return self.cast_output(output)
         action, self.training_state = advance(self.training_state, Event.EXIT_FORWARD, module=self.name)
         if action is not Action.KEEP:
             output = self._leave(schedule, output)
             if schedule.forward_root is self.myself:
                 output = self._end_pass(schedule, output)
-        return output if self.policy.output_dtype is None else self._cast_output(output)
+        return output if self.policy.output_dtype is None else self.cast_output(output)
 
     @_compat.runs_eagerly
     def abandon_forward(self) -> None:
@@ -339,27 +186,13 @@ class FSDPState:
             if state.still_to_run:
                 state.still_to_run.clear()
                 state.training_state = TrainingState.IDLE
-                output = state._cast_output(state._leave(schedule, output))
+                output = state.cast_output(state._leave(schedule, output))
         if not torch.is_grad_enabled() or any(group.post_forward is not None for group in self.groups):
             schedule.release_kept()
             schedule.free_gathered()
         schedule.drop_held_gather()
         self.install_guards()
         return output
-
-    def install_guards(self) -> None:
-        for state in (self, *self.below):
-            if state.guards:
-                guard.install(state.guards)
-
-    def release(self) -> None:
-        """Free, keep or shrink the parameters after forward. Local."""
-        for group in self.groups:
-            group.release_after_forward()
-
-    def _cast_output(self, output: Any) -> Any:
-        dtype = self.policy.output_dtype
-        return output if dtype is None else cast(output, dtype)
 
     def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
         """Let autograd call `enter_backward` when the first of the outputs' gradients arrives."""
@@ -395,14 +228,14 @@ class FSDPState:
         schedule.kept = None  # from here on backward decides
         for group in self.groups:
             if group.settings.unshard_in_backward:
-                self._gather(group, schedule, forward=False)
+                self.gather(group, schedule, forward=False)
             elif group.curtain is not None:
                 group.curtain.open()  # backward reads nothing, but torch may look
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
-                self._prefetch(ref(), schedule)
+                self.prefetch(ref(), schedule)
         elif (ahead := self._next_in_backward(schedule)) is not None:
-            self._prefetch(ahead, schedule)
+            self.prefetch(ahead, schedule)
         return grad
 
     def _await_end(self, schedule: Schedule) -> None:
@@ -497,42 +330,3 @@ class FSDPState:
         for order in schedule.orders:
             order.backward_thread = None
             order.advance(_END_OF_PASS)
-
-    # Gathering
-
-    def _gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
-        if group.form is Form.UNSHARDED:
-            return
-        try:
-            if group.gather is None:
-                group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
-            result = group.wait_for_unshard()
-        except RuntimeError as error:
-            raise explained(error, group.orders, f"gather '{group.name}'") from error
-        if result is not None:
-            schedule.finish_gather(result, forward=forward)
-
-    def _prefetch(self, state: FSDPState | None, schedule: Schedule) -> None:
-        """Start another state's gathers; it waits for them when it runs."""
-        if state is None:
-            return
-        for group in state.groups:
-            if group.settings.unshard_in_backward:
-                # Without streams only an asynchronous gather runs beside computation.
-                async_op = group.settings.unshard_async_op or schedule.streams is None
-                group.unshard(async_op=async_op, streams=schedule.streams)
-
-    def unshard(self, *, async_op: bool) -> None:
-        """Gather now, for the user. Collective over the groups' ranks."""
-        for group in self.groups:
-            if self.schedule is None:
-                group.check_ready()
-            if self.training_state is TrainingState.IDLE:
-                group.drop_stale()
-            group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
-
-    def wait_for_unshard(self) -> None:
-        for group in self.groups:
-            result = group.wait_for_unshard()
-            if result is not None and self.schedule is not None:
-                self.schedule.finish_gather(result, forward=False)

@@ -26,17 +26,17 @@ from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, D
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.reduction import GradReducer
-from shardwise.fsdp.state import FSDPState, live_states
 from shardwise.fsdp.traced import Collectives, Cut, Segment
 from shardwise.layout import Gathered
 
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
 
-def prepare(state: FSDPState) -> None:
+def prepare(state: ModuleState) -> None:
     """Make `state` and all others ready to be traced.
 
     Collective over the ranks of the state's groups if its module is the first to run forward.
@@ -49,7 +49,7 @@ def prepare(state: FSDPState) -> None:
             _prepare(one)
 
 
-def _prepare(state: FSDPState) -> None:
+def _prepare(state: ModuleState) -> None:
     guard.lift(state.guards)  # code of their own, which each graph would depend on
     state.guards = []
     for group, reducer in zip(state.groups, state.reducers, strict=True):
@@ -57,7 +57,7 @@ def _prepare(state: FSDPState) -> None:
             group.traced = _refusal(group, reducer) or _segments(state, group, reducer)
 
 
-def refresh(state: FSDPState) -> None:
+def refresh(state: ModuleState) -> None:
     """Settings changed: let graphs see it, whose guards hold where constants are what they were."""
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         refusal = None if group.traced is None else _refusal(group, reducer)
@@ -85,7 +85,7 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
     return group.untraceable()
 
 
-def _segments(state: FSDPState, group: ParamGroup, reducer: GradReducer) -> list[Segment]:
+def _segments(state: ModuleState, group: ParamGroup, reducer: GradReducer) -> list[Segment]:
     return [
         _segment(state, group, reducer, index, params, cut)
         for index, (params, cut) in enumerate(group.cuts())
@@ -93,7 +93,7 @@ def _segments(state: FSDPState, group: ParamGroup, reducer: GradReducer) -> list
 
 
 def _segment(
-    state: FSDPState,
+    state: ModuleState,
     group: ParamGroup,
     reducer: GradReducer,
     index: int,
@@ -123,7 +123,7 @@ def _segment(
     return segment
 
 
-def _reshards(state: FSDPState, group: ParamGroup) -> bool:
+def _reshards(state: ModuleState, group: ParamGroup) -> bool:
     """Does forward free the parameters? Known before the root is, by which modules lie in others."""
     return group.post_forward is not None and (state.inside or not state.reshard_is_automatic)
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from shardwise import _compat
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp import FSDPModule
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 from shardwise.graph.passes import Passes
 from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
 from shardwise.mesh import FSDPMeshInfo

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 
 from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.tensors import grad_tensors, map_tensors
 from shardwise.graph.measure import graph_report
 from shardwise.graph.own_code import own_code

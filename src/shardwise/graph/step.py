@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import trace_plan
+from shardwise.fsdp.module_state import ModuleState, state_of
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.state import FSDPState, state_of
 from shardwise.fsdp.traced import Segment
 from shardwise.graph.collectives import collectives
 from shardwise.graph.own_code import own_code
@@ -130,7 +130,7 @@ class CompiledStep:
         self._max_norm, self._fullgraph = max_norm, fullgraph
         self._why_not: str | None = None  # there is no one graph
         self._params: list[ShardedParam | nn.Parameter] = []
-        self._states: list[FSDPState] | None = None
+        self._states: list[ModuleState] | None = None
         self._recomputes = backend not in _EAGER
         loss = _loss(model, loss_fn)
         # Compilers keep backends, which must not keep this step.
@@ -168,7 +168,7 @@ class CompiledStep:
         """What runs how, a line for each part of the step. Empty before the first call."""
         return "\n".join(f"{part}: {how}" for part, how in self.graphs.items())
 
-    def _prepared(self, states: list[FSDPState]) -> list[Segment]:
+    def _prepared(self, states: list[ModuleState]) -> list[Segment]:
         """The segments that take part; notes why there can be no graph of them."""
         groups = [group for state in states for group in state.groups]
         for state in states:
@@ -302,13 +302,13 @@ def _parts(backend: str | Callable[..., Any], passes: Passes, options: dict[str,
     return {"backend": backend}
 
 
-def _states(model: nn.Module) -> list[FSDPState]:
+def _states(model: nn.Module) -> list[ModuleState]:
     """Of all sharded modules, outer ones first."""
     found = [state for module in model.modules() if (state := state_of(module)) is not None]
     return list(dict.fromkeys(found))
 
 
-def _params(model: nn.Module, states: list[FSDPState]) -> list[ShardedParam | nn.Parameter]:
+def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | nn.Parameter]:
     """In the order of `model.parameters()`, whichever form of them modules hold now."""
     owned = {
         (id(owner.parameters), owner.name): param

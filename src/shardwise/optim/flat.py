@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.optimizer_watch import ELEMENTWISE, is_elementwise
 from shardwise.fsdp.rows import RowsParam
-from shardwise.fsdp.state import state_of
 from shardwise.sharded_parameter import ShardedRows
 
 _WHY_NOT = {

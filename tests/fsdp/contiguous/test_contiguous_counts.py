@@ -19,7 +19,7 @@ from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.comm import DefaultReduceScatter
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 COPIES = {"copy_", "_foreach_copy_", "split", "split_with_sizes", "split_with_sizes_copy", "cat", "clone"}
 COPIES |= {"_to_copy", "contiguous", "chunk", "stack", "index_copy_", "fill_", "zero_"}

@@ -15,7 +15,7 @@ from fsdp.models import Net, sharded_net, step
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 from shardwise.sharded_parameter import ShardedRows
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]

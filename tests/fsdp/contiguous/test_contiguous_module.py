@@ -26,7 +26,7 @@ from shardwise import (
     register_fsdp_forward_method,
 )
 from shardwise.comm.count import CommCounter
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 from shardwise.layout import Owned, RaggedShard
 from shardwise.sharded_parameter import ShardedParameter, ShardedRows
 

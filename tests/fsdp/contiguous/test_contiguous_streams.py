@@ -18,7 +18,7 @@ from fsdp.models import sharded_net, step
 from fsdp.test_streams import LoggedAllGather, LoggedReduceScatter, Recorder, on_streams
 from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 Log = list[tuple[str, ...]]
 USERS = ("shardwise.fsdp.contiguous", "shardwise.fsdp.contiguous_reduction")

@@ -11,7 +11,7 @@ import shardwise
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, ShardingError, fully_shard
 from shardwise.comm.count import CommCounter
-from shardwise.fsdp.state import state_of
+from shardwise.fsdp.module_state import state_of
 
 BLOCKS, WIDTH = 6, 8
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4

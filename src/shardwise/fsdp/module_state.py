@@ -1,0 +1,243 @@
+"""What one `fully_shard` call made of its modules: groups, names, settings, and how they are gathered.
+
+What happens to it in a pass through the model is the business of `state.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import CommStreams
+from shardwise.comm.order import event_for
+from shardwise.comm.watch import explained
+from shardwise.errors import LifecycleError, ShardingError, here
+from shardwise.fsdp import guard
+from shardwise.fsdp.group import Form, ParamGroup
+from shardwise.fsdp.lifecycle import TrainingState
+from shardwise.fsdp.policy import MixedPrecisionPolicy
+from shardwise.fsdp.reduction import GradReducer
+from shardwise.fsdp.schedule import Schedule
+from shardwise.fsdp.tensors import cast
+
+_KEY = "_shardwise_state"
+_alive: weakref.WeakSet[ModuleState] = weakref.WeakSet()
+
+
+def live_states() -> list[ModuleState]:
+    """The states of all sharded modules of the process."""
+    return list(_alive)
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of a module that `fully_shard` was applied to, else None."""
+    return module.__dict__.get(_KEY)
+
+
+class ModuleState:
+    """What one `fully_shard` call made, and how its groups are gathered.
+
+    Args:
+        modules: the modules of the call; they own the state.
+        groups: their parameter groups, one per pair of shard and replicate groups.
+        reducers: what reduces the gradients of each.
+        device: where parameters are gathered.
+        policy: dtypes.
+        reshard_is_automatic: nobody chose `reshard_after_forward`, so the root keeps its parameters.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: list[ParamGroup],
+        reducers: list[GradReducer],
+        *,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        reshard_is_automatic: bool,
+    ) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.groups = groups
+        self.reducers = reducers
+        self.in_reverse = list(zip(reversed(self.groups), reversed(self.reducers), strict=True))
+        self.device = device
+        self.policy = policy
+        self.reshard_is_automatic = reshard_is_automatic
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.name = ""
+        self.training_state = TrainingState.IDLE
+        self.running = 0  # forwards entered and not left, as a method may call its own module
+        self.schedule: Schedule | None = None
+        self.is_root = False
+        self.inside = False  # some module around this one is sharded too
+        self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
+        self.guards: list[guard.Guard] = []
+        self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
+        self.lists: list[ModuleState] = []  # tracing, root only: the states below of several modules
+        self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
+        self.shown: Any = None  # tracing, lists only: what hides the gathered parameters again
+        self.stays_gathered = False  # after backward, which then may leave gradients after its reduction
+        self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
+        self.prefetch_in_forward: list[weakref.ref[ModuleState]] = []
+        self.prefetch_in_backward: list[weakref.ref[ModuleState]] = []
+        self.shared_streams: CommStreams | None = None
+        self.schedule_settings: dict[str, Any] = {}  # set before there is a schedule
+        self.myself = weakref.ref(self)
+        for module in modules:
+            module.__dict__[_KEY] = self
+        _alive.add(self)
+
+    def set_schedule(self, **settings: Any) -> None:
+        """Set attributes of the schedule, now or when there is one."""
+        self.schedule_settings.update(settings)
+        if self.schedule is not None:
+            for name, value in settings.items():
+                setattr(self.schedule, name, value)
+
+    def settings_changed(self) -> None:
+        """What was made of the groups' settings is made again when it is needed."""
+        for reducer in self.reducers:
+            reducer.forget_plans()
+        self.stays_gathered = not all(group.settings.reshard_after_backward for group in self.groups)
+        if self.schedule is not None:
+            self.schedule.pass_events.clear()
+
+    # First forward
+
+    def become_root(self) -> Schedule:
+        """Settle names, streams and the schedule of everything under this module.
+
+        Collective over the groups' ranks: compares layouts once.
+        """
+        if len(self.modules) > 1:
+            raise LifecycleError(
+                f"{here()}: the root of a forward must be a single module, but fully_shard got a list of"
+                f" {len(self.modules)}; apply fully_shard to the module that contains them as well"
+            )
+        root = self.modules[0]()
+        assert root is not None
+        below: dict[ModuleState, None] = {}
+        for name, module in root.named_modules():
+            state = state_of(module)
+            if state is None:
+                continue
+            if state not in below and state.schedule is not None:
+                raise LifecycleError(
+                    f"{here()}: '{name}' ran forward before the root module that contains it; run the first"
+                    " forward through the root"
+                )
+            below[state] = None
+            state.name = name if not state.name or state is self else f"{state.name}, {name}"
+        states = list(below)
+        self.below, self.is_root = states[1:], True
+        self.lists = [state for state in self.below if len(state.modules) > 1]
+        if self.reshard_is_automatic:
+            for group in self.groups:
+                group.post_forward = None  # backward would gather it again at once
+        groups = [group for state in states for group in state.groups]
+        self._name_parameters(root, groups)
+        streams = self.shared_streams or CommStreams.create(self.device)
+        schedule = Schedule(self.device, streams, self.myself, **self.schedule_settings)
+        for state in states:
+            state.schedule = schedule
+            for group in state.groups:
+                group.name = state.name
+                group.check_ready()
+                schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
+        schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
+        return schedule
+
+    def _name_parameters(self, root: nn.Module, groups: list[ParamGroup]) -> None:
+        by_param = {p.sharded: p for group in groups for p in group.params}
+        if len(by_param) != sum(len(group.params) for group in groups):
+            raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
+        for name, param in root.named_parameters():
+            if (managed := by_param.get(param)) is not None:
+                managed.rename(name)
+
+    def announce_pass(self, schedule: Schedule) -> None:
+        """Compare with all ranks what was built and set, if that is not as it was at the last pass."""
+        if not schedule.pass_events:
+            groups = [group for state in (self, *self.below) for group in state.groups]
+            what = f"run the forward of {type(self.modules[0]()).__name__}"
+            for order in schedule.orders:
+                alike = [group.describe() for group in groups if order in group.orders]
+                schedule.pass_events.append(event_for("\n".join([what, *alike])))
+        for order, begins in zip(schedule.orders, schedule.pass_events, strict=True):
+            order.begin_pass(begins)
+
+    def check_one_groups_params(self) -> None:
+        """Look for what users did to parameters in vain, each pass in one group, as looking is slow."""
+        if not self.to_check:
+            self.to_check = [g for state in (self, *self.below) for g in state.groups]
+        if self.to_check:  # some have no group of their own
+            self.to_check.pop().check_params()
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.input_dtype is None:
+            return args, kwargs
+        return cast(args, self.input_dtype), cast(kwargs, self.input_dtype) if kwargs else kwargs
+
+    def cast_output(self, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast(output, dtype)
+
+    def lift_guards(self) -> None:
+        """At the beginning of a pass, root only."""
+        for state in (self, *self.below):
+            if state.guards:
+                guard.lift(state.guards)
+
+    def install_guards(self) -> None:
+        """At its end."""
+        for state in (self, *self.below):
+            if state.guards:
+                guard.install(state.guards)
+
+    def release(self) -> None:
+        """Free, keep or shrink the parameters after forward. Local."""
+        for group in self.groups:
+            group.release_after_forward()
+
+    # Gathering
+
+    def gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
+        if group.form is Form.UNSHARDED:
+            return
+        try:
+            if group.gather is None:
+                group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
+            result = group.wait_for_unshard()
+        except RuntimeError as error:
+            raise explained(error, group.orders, f"gather '{group.name}'") from error
+        if result is not None:
+            schedule.finish_gather(result, forward=forward)
+
+    def prefetch(self, state: ModuleState | None, schedule: Schedule) -> None:
+        """Start another state's gathers; it waits for them when it runs."""
+        if state is None:
+            return
+        for group in state.groups:
+            if group.settings.unshard_in_backward:
+                # Without streams only an asynchronous gather runs beside computation.
+                async_op = group.settings.unshard_async_op or schedule.streams is None
+                group.unshard(async_op=async_op, streams=schedule.streams)
+
+    def unshard(self, *, async_op: bool) -> None:
+        """Gather now, for the user. Collective over the groups' ranks."""
+        for group in self.groups:
+            if self.schedule is None:
+                group.check_ready()
+            if self.training_state is TrainingState.IDLE:
+                group.drop_stale()
+            group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
+
+    def wait_for_unshard(self) -> None:
+        for group in self.groups:
+            result = group.wait_for_unshard()
+            if result is not None and self.schedule is not None:
+                self.schedule.finish_gather(result, forward=False)
