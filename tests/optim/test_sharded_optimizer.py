@@ -26,8 +26,7 @@ from shardwise.sharded_tensor import (
     ShardMetadata,
     shard_tensor,
 )
-from shardwise.sharded_tensor.module import named_params_with_sharded_tensor, shard_module
-from shardwise.sharded_tensor.plan import ShardingPlan
+from shardwise.sharded_tensor.module import ShardingPlan, named_params_with_sharded_tensor, shard_module
 
 # Rank 1 has none of the first cut's shards, several of the second's.
 CUTS: list[dict[str, ShardingSpec]] = [

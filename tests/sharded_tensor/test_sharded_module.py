@@ -24,6 +24,9 @@ from shardwise.sharded_tensor import (
     shard_tensor,
 )
 from shardwise.sharded_tensor.module import (
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
     collect_local_shard,
     named_params_with_sharded_tensor,
     pre_load_state_dict_hook,
@@ -32,7 +35,6 @@ from shardwise.sharded_tensor.module import (
     shard_parameter,
     state_dict_hook,
 )
-from shardwise.sharded_tensor.plan import Sharder, ShardingPlan, ShardingPlanner
 
 ROWS = ChunkShardingSpec(0, ["rank:2", "rank:0"])  # nothing on rank 1
 COLUMNS = ChunkShardingSpec(1, ["rank:1", "rank:0", "rank:1"])  # several on rank 1, nothing on rank 2

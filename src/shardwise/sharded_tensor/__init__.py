@@ -5,6 +5,7 @@ from shardwise.sharded_tensor import ops as ops  # registers what operations do
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.construct import (
     empty,
+    from_torch,
     full,
     init_from_local_shards,
     init_from_local_shards_and_global_metadata,
@@ -15,16 +16,19 @@ from shardwise.sharded_tensor.construct import (
     shard_tensor,
     zeros,
 )
-from shardwise.sharded_tensor.context import load_with_process_group
+from shardwise.sharded_tensor.custom import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded_tensor.dtensor import from_dtensor, to_dtensor
-from shardwise.sharded_tensor.foreign import from_torch
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
+    Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
 from shardwise.sharded_tensor.module import (
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
     collect_local_shard,
     named_params_with_sharded_tensor,
     pre_load_state_dict_hook,
@@ -33,10 +37,8 @@ from shardwise.sharded_tensor.module import (
     shard_parameter,
     state_dict_hook,
 )
-from shardwise.sharded_tensor.plan import Sharder, ShardingPlan, ShardingPlanner
-from shardwise.sharded_tensor.registry import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.sharded_tensor.pickling import load_with_process_group
 from shardwise.sharded_tensor.rows import from_rows, to_rows
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,

@@ -27,7 +27,7 @@ from shardwise import _compat
 from shardwise.comm.boxes import Agreement, exchange, part
 from shardwise.layout import Box, Message
 from shardwise.sharded_tensor import failure
-from shardwise.sharded_tensor.context import is_outside
+from shardwise.sharded_tensor.group import is_outside
 
 
 def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -5,7 +5,7 @@ What tools hold that read, plan or convert: it says where shards lie, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties, size_of
 from shardwise.sharded_tensor.registry import PLAIN
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import ShardingSpec, infer_sharding_spec
 
 
@@ -32,9 +32,6 @@ class ShardedTensorBase(Tensor):
 
     @staticmethod
     def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensorBase:
-        from shardwise.sharded_tensor.check import size_of
-        from shardwise.sharded_tensor.foreign import spec_of
-
         properties["dtype"] = properties.get("dtype") or torch.get_default_dtype()
         spec = spec_of(sharding_spec)
         metadata = spec.build_metadata(size_of(size), TensorProperties(**properties))
@@ -52,8 +49,6 @@ class ShardedTensorBase(Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
         """`local_shards`, as some of those of the metadata. Raises ShardingError where it is no cover."""
-        from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
-
         metadata, shards = metadata_of(sharded_tensor_metadata), shards_of(local_shards)
         metadata.check(None)
         for shard in shards:
@@ -122,3 +117,27 @@ def _based(
     )
     made._shards, made._metadata, made._spec = shards, metadata, spec
     return made
+
+
+def sharded_in(values: Any) -> Iterator[Any]:
+    """The sharded tensors among the values, also within lists and tuples."""
+    for value in values:
+        if isinstance(value, ShardedTensorBase):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from sharded_in(value)
+
+
+def first_sharded(args: Any, kwargs: Any) -> Any:
+    """The first sharded tensor among the arguments of an operation, which has one."""
+    return next(sharded_in([*args, *kwargs.values()]))
+
+
+def is_foreign(tensor: Any) -> bool:
+    """Is it another library's sharded tensor?"""
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) is not Tensor
+        and not isinstance(tensor, ShardedTensorBase)
+        and all(callable(getattr(type(tensor), name, None)) for name in ("local_shards", "metadata"))
+    )

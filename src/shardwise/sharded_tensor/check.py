@@ -16,15 +16,16 @@ import torch.distributed as dist
 
 from shardwise.comm.boxes import Agreement, agree, gather_text
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.context import is_outside
 from shardwise.sharded_tensor.foreign import shards_of
+from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import (
+    Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
     memory_format_of,
+    size_of,
 )
-from shardwise.sharded_tensor.shard import Shard
 
 _T = TypeVar("_T")
 
@@ -57,15 +58,6 @@ def gather_shards(
     )
     metadata.check(ranks)
     return metadata
-
-
-def size_of(size: Sequence[Any]) -> torch.Size:
-    """`[3, 4]` or `[(3, 4)]`, as a caller's `*size`, as a size. Raises ShardingError where it is none."""
-    if len(size) == 1 and isinstance(size[0], Sequence):
-        size = tuple(size[0])
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
-        raise ShardingError(f"a size is of ints of at least 0, found {tuple(size)}")
-    return torch.Size(size)
 
 
 def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[str]:

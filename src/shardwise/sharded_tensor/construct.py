@@ -16,33 +16,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.comm.boxes import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.autograd import exchange_values
-from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards, size_of
-from shardwise.sharded_tensor.context import group_or_default, is_outside, ranks_of
-from shardwise.sharded_tensor.foreign import is_foreign, metadata_of, shards_of, spec_of
+from shardwise.sharded_tensor.base import is_foreign
+from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards
+from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
+from shardwise.sharded_tensor.group import group_or_default, is_outside, ranks_of
 from shardwise.sharded_tensor.metadata import (
+    Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
     check_pinnable,
+    size_of,
 )
 from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.remote import register_shards, with_ranks
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _Fill = Callable[..., object]  # of a shard's tensor and its box=
+
+
+@does(ShardedTensor.__new__)
+def _new(kind: type, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    return empty(sharding_spec, *size, **options)
 
 
 def empty(
@@ -149,6 +158,7 @@ def shared_seed(group: dist.ProcessGroup) -> int:
     return int(seed.item())
 
 
+@does(ShardedTensor._init_from_local_shards)
 def init_from_local_shards(
     local_shards: Sequence[Shard],
     *global_size: Any,
@@ -177,6 +187,7 @@ def init_from_local_shards(
     return made
 
 
+@does(ShardedTensor._init_from_local_shards_and_global_metadata)
 def init_from_local_shards_and_global_metadata(
     local_shards: Sequence[Shard],
     sharded_tensor_metadata: ShardedTensorMetadata,
@@ -217,6 +228,27 @@ def init_from_local_shards_and_global_metadata(
     return made
 
 
+def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
+    """torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
+
+    Collective over the group: ranks compare 8 bytes.
+
+    Args:
+        tensor: a `torch.distributed._shard.sharded_tensor.ShardedTensor`.
+        process_group: of the result; by default that of `tensor`.
+
+    Raises:
+        ShardingError: it is none, or its shards are not those of its metadata.
+    """
+    if not is_foreign(tensor):
+        raise ShardingError(f"{here()}: expected torch's ShardedTensor, found a {type(tensor).__name__}")
+    shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in shards_of(tensor.local_shards())]
+    metadata = metadata_of(tensor.metadata()).with_properties(requires_grad=False)
+    group = process_group or cast("dist.ProcessGroup | None", _compat.group_of_sharded_tensor(tensor))
+    return init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
+
+
+@does(ShardedTensor._init_from_local_tensor)
 def init_from_local_tensor(
     local_tensor: Tensor | None,
     sharding_spec: ShardingSpec,
@@ -320,6 +352,16 @@ def shard_tensor(
     else:
         _scatter(tensor, shards, metadata, src_rank=src_rank, group=group)
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec_of(sharding_spec))
+
+
+@does(ShardingSpec.shard)
+def _shard(
+    spec: ShardingSpec,
+    tensor: Tensor,
+    src_rank: int | None = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> ShardedTensor:
+    return shard_tensor(tensor, spec, src_rank=src_rank, process_group=process_group)
 
 
 def _scatter(

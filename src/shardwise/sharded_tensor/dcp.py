@@ -10,6 +10,8 @@ module is imported.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,10 +23,12 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.ops.operands import within
+from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
-def write_items(name: str, sharded: ShardedTensor) -> list[WriteItem]:
+@does(ShardedTensor.__create_write_items__)
+def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
     """What this rank writes to a checkpoint; nothing on some ranks."""
     size = sharded.metadata().size
     properties = StoredProperties.create_from_tensor(sharded.anchor.detach())
@@ -34,16 +38,18 @@ def write_items(name: str, sharded: ShardedTensor) -> list[WriteItem]:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for chunk in chunks(sharded)
+        for chunk in _chunks(sharded)
     ]
 
 
-def chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
+@does(ShardedTensor.__create_chunk_list__)
+def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
     """What this rank writes and reads."""
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(sharded)]
 
 
-def shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
+@does(ShardedTensor.__get_tensor_shard__)
+def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
     """The local shard that begins at the offset of `index`."""
     if sharded.metadata().size.numel() == 0:
         return sharded.anchor.detach().new_empty(sharded.metadata().size)

@@ -33,9 +33,8 @@ from shardwise import _compat
 from shardwise.comm.boxes import agree, exchange
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.move import said_of
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _Runs = list[tuple[int, int]]  # first index and length in one dim of the whole tensor, ascending, none empty

@@ -17,8 +17,8 @@ read the shards of such a result raises too. In a group of one rank there is nob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,12 @@ from torch import Tensor
 
 from shardwise.comm.boxes import gather_text
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.context import OUTSIDE, is_outside
-from shardwise.sharded_tensor.shard import Shard
-
-if TYPE_CHECKING:
-    from shardwise.sharded_tensor.tensor import ShardedTensor
+from shardwise.sharded_tensor.base import ShardedTensorBase, sharded_in
+from shardwise.sharded_tensor.group import OUTSIDE, is_outside
+from shardwise.sharded_tensor.metadata import Shard
+from shardwise.sharded_tensor.registry import Handler
 
 Failures = dict[str, Exception]  # of this rank, by what is said of them
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 ever = False  # has anything failed in this process?
 _current: Failures = {}  # of the operands of the operation under way
@@ -42,7 +40,7 @@ _current: Failures = {}  # of the operands of the operation under way
 def handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`handler(func, args, kwargs)`; what went wrong with its operands, went wrong with its results."""
     global _current
-    operands = _sharded([*args, *kwargs.values()])
+    operands = sharded_in([*args, *kwargs.values()])
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
     if not failures:
         return handler(func, args, kwargs)
@@ -58,15 +56,15 @@ def stand_in(
 ) -> Any:
     """A result for an operation that failed with `error` for this rank's values; else raises `error`."""
     global ever
-    group = next(_sharded([*args, *kwargs.values()])).process_group
+    group = next(sharded_in([*args, *kwargs.values()])).process_group
     if is_outside(group) or group.size() == 1:
         raise error
-    operands = list(_sharded([*args, *kwargs.values()]))
+    operands = list(sharded_in([*args, *kwargs.values()]))
     # A rank without elements may not fail where all others do.
     ways = [_ones, _meta] if any(_lies_apart(operand) for operand in operands) else [_ones]
     tried = (_tried(way, handler, func, args, kwargs) for way in ways)
     made = next((result for result in tried if result is not None), None)
-    results = list(_sharded([made]))
+    results = list(sharded_in([made]))
     if not results:
         raise error
     for result in results:
@@ -76,7 +74,7 @@ def stand_in(
     return _marked(made, {text: error})
 
 
-def known(sharded: ShardedTensor) -> Failures:
+def known(sharded: Any) -> Failures:
     """What went wrong on this rank with the values of `sharded`, or in the operation under way."""
     return {**_current, **sharded._failures} if ever else {}
 
@@ -104,7 +102,7 @@ def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
 
 
 def _marked(made: Any, failures: Failures) -> Any:
-    for sharded in _sharded([made]):
+    for sharded in sharded_in([made]):
         sharded._failures = {**sharded._failures, **failures}
     return made
 
@@ -138,19 +136,19 @@ def _tried(
     return _mapped(made, whole)
 
 
-def _alike(tensor: Tensor, twin: Callable[[Tensor], Tensor]) -> Tensor:
+def _alike(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
     """The twin of a tensor: of a sharded one over a group that nothing can be told to."""
-    from shardwise.sharded_tensor.tensor import ShardedTensor
-
-    if not isinstance(tensor, ShardedTensor):
+    if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
-    return ShardedTensor.wrap(
+    sharded: Any = tensor
+    made: Tensor = type(sharded).wrap(
         [Shard(twin(shard.tensor), shard.metadata) for shard in tensor._shards],
         tensor.metadata(),
         process_group=OUTSIDE,
         sharding_spec=tensor._spec,
-        anchor=twin(tensor.anchor),
+        anchor=twin(sharded.anchor),
     )
+    return made
 
 
 def _ones(tensor: Tensor) -> Tensor:
@@ -170,10 +168,10 @@ def _filled(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
 
 
-def _lies_apart(sharded: ShardedTensor) -> bool:
+def _lies_apart(sharded: Any) -> bool:
     """Has a rank of the group no elements of it?"""
     holders = {shard.rank for shard in sharded.metadata().shards_metadata if not shard.box.is_empty}
-    return len(holders) < sharded.process_group.size()
+    return bool(len(holders) < sharded.process_group.size())
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -186,13 +184,3 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(item, function) for key, item in value.items()}
     return value
-
-
-def _sharded(values: Any) -> Iterator[ShardedTensor]:
-    from shardwise.sharded_tensor.tensor import ShardedTensor
-
-    for value in values:
-        if isinstance(value, ShardedTensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _sharded(value)

@@ -11,16 +11,12 @@ They are told by what they can do, and converted at the edge; nothing of that pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 
 
@@ -82,37 +78,3 @@ def shards_of(shards: Sequence[Any]) -> list[Shard]:
         shard if isinstance(shard, Shard) else Shard(shard.tensor, ShardMetadata.of(shard.metadata))
         for shard in shards
     ]
-
-
-def is_foreign(tensor: Any) -> bool:
-    """Is it another library's sharded tensor?"""
-    from shardwise.sharded_tensor.tensor import ShardedTensor
-
-    return (
-        isinstance(tensor, Tensor)
-        and type(tensor) is not Tensor
-        and not isinstance(tensor, ShardedTensor)
-        and all(callable(getattr(type(tensor), name, None)) for name in ("local_shards", "metadata"))
-    )
-
-
-def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> Any:
-    """torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
-
-    Collective over the group: ranks compare 8 bytes.
-
-    Args:
-        tensor: a `torch.distributed._shard.sharded_tensor.ShardedTensor`.
-        process_group: of the result; by default that of `tensor`.
-
-    Raises:
-        ShardingError: it is none, or its shards are not those of its metadata.
-    """
-    from shardwise.sharded_tensor.construct import init_from_local_shards_and_global_metadata
-
-    if not is_foreign(tensor):
-        raise ShardingError(f"{here()}: expected torch's ShardedTensor, found a {type(tensor).__name__}")
-    shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in shards_of(tensor.local_shards())]
-    metadata = metadata_of(tensor.metadata()).with_properties(requires_grad=False)
-    group = process_group or cast("dist.ProcessGroup | None", _compat.group_of_sharded_tensor(tensor))
-    return init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)

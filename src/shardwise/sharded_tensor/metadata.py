@@ -195,6 +195,15 @@ class TensorProperties:
         self.__dict__.update(state, memory_format=getattr(torch, state["memory_format"]))
 
 
+def size_of(size: Sequence[Any]) -> torch.Size:
+    """`[3, 4]` or `[(3, 4)]`, as a caller's `*size`, as a size. Raises ShardingError where it is none."""
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        size = tuple(size[0])
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
+        raise ShardingError(f"a size is of ints of at least 0, found {tuple(size)}")
+    return torch.Size(size)
+
+
 def check_pinnable() -> None:
     """Raise ShardingError unless this machine has a device that memory can be pinned for."""
     if not torch.accelerator.is_available():
@@ -300,3 +309,25 @@ class ShardedTensorMetadata:
         for shard in self.shards_metadata:
             missing = [rest for box in missing for rest in subtract(box, shard.box)]
         return f"; {missing[0]} is missing"
+
+
+@dataclass
+class Shard:
+    """`tensor` (shape `metadata.shard_sizes`) lies at `metadata.shard_offsets` of the whole tensor.
+
+    Nothing is checked here: what does not fit is found, on all ranks together, where a sharded tensor
+    is made of shards.
+    """
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+    @staticmethod
+    def from_tensor_and_offsets(tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
+        """`tensor` as the shard at `shard_offsets` on global rank `rank`. Local."""
+        placement = f"rank:{rank}/{tensor.device}"
+        return Shard(tensor, ShardMetadata(list(shard_offsets), list(tensor.shape), placement))
+
+    @property
+    def box(self) -> Box:
+        return self.metadata.box

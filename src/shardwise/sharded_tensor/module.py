@@ -13,7 +13,9 @@ What a call asks for is checked on every rank before anything moves, and refused
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,17 +26,48 @@ from shardwise.comm.boxes import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed
-from shardwise.sharded_tensor.construct import empty, shard_tensor
-from shardwise.sharded_tensor.context import group_or_default, ranks_of
-from shardwise.sharded_tensor.foreign import from_torch, is_foreign, spec_of
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
+from shardwise.sharded_tensor.foreign import spec_of
+from shardwise.sharded_tensor.group import group_or_default, ranks_of
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor.move import boxes_of, describe
-from shardwise.sharded_tensor.plan import ShardingPlan
 from shardwise.sharded_tensor.remote import with_ranks
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+class Sharder(ABC):
+    """Shards a whole submodule in a way of its own; users subclass it."""
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """What takes the place of `module`, or `module` itself, changed. Called on every rank."""
+
+
+@dataclass
+class ShardingPlan:
+    """What `shard_module` does to a module.
+
+    Attributes:
+        plan: by name of a parameter its spec, by name of a submodule its sharder.
+        output_plan: by name of a module ("" for the whole) the spec that its output is resharded to.
+        return_local_tensor: names of modules ("" for the whole) whose sharded output becomes the local
+            tensor, after `output_plan`.
+    """
+
+    plan: Mapping[str, ShardingSpec | Sharder]
+    output_plan: Mapping[str, ShardingSpec] | None = None
+    return_local_tensor: Sequence[str] | None = None
+
+
+class ShardingPlanner(ABC):
+    """Makes plans for modules; users subclass it."""
+
+    @abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """The plan for `module`, without changing it; the same on every rank."""
 
 
 def shard_parameter(

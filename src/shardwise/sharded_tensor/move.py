@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,13 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd, failure
 from shardwise.sharded_tensor.check import proposed
-from shardwise.sharded_tensor.context import is_outside
 from shardwise.sharded_tensor.foreign import spec_of
+from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.spec import ShardingSpec
-
-if TYPE_CHECKING:
-    from shardwise.sharded_tensor.tensor import ShardedTensor
+from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
 
 
 def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[list[Box]]:
@@ -31,8 +30,8 @@ def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[
     return metadata.boxes_by(dist.get_process_group_ranks(group))
 
 
-def reshard(sharded: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
-    """`ShardedTensor.reshard`."""
+@does(ShardedTensor.reshard)
+def _reshard(sharded: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     source = sharded.metadata()
     moved = move_to(
         sharded,
@@ -126,16 +125,6 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
     return _Plan(f"{source.text}\nto\n{text}", messages, held[rank], wanted[rank])
 
 
-def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
-    """Of this rank's shards; without any, the kind of device the others are on."""
-    if tensors:
-        return tensors[0].device
-    for shard in metadata.shards_metadata:
-        if shard.placement is not None:
-            return torch.device(shard.placement.device().type)
-    return torch.device("cpu")
-
-
 def said_of(sharded: ShardedTensor) -> str:
     """Its description, and what failed on this rank in making it: nothing, on ranks that may go on."""
     return failure.words(failure.known(sharded)) + describe(sharded.metadata())
@@ -149,8 +138,8 @@ def describe(metadata: ShardedTensorMetadata) -> str:
     return f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}\n{shards}"
 
 
-def full_tensor(sharded: ShardedTensor) -> Tensor:
-    """`ShardedTensor.full_tensor`."""
+@does(ShardedTensor.full_tensor)
+def _full_tensor(sharded: ShardedTensor) -> Tensor:
     group, rank = sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
     plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), rank)
@@ -167,16 +156,15 @@ def full_tensor(sharded: ShardedTensor) -> Tensor:
     )
 
 
+@does(ShardedTensor.gather)
 @torch.no_grad()
-def gather(
+def _gather(
     sharded: ShardedTensor,
-    *,
-    dst: int,
-    out: Tensor | None,
-    enforce_dtype: bool,
-    dtype: torch.dtype | None,
+    dst: int = 0,
+    out: Tensor | None = None,
+    enforce_dtype: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """`ShardedTensor.gather`."""
     metadata, group = sharded.metadata(), sharded.process_group
     rank = group.rank()
     chosen: object = dtype
@@ -254,10 +242,26 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-    """`ShardedTensor.to`."""
-    from shardwise.sharded_tensor.tensor import ShardedTensor
+@does(ShardedTensor.cpu)
+def _cpu(sharded: ShardedTensor, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
+    return sharded.to(torch.device("cpu"), memory_format=memory_format)
 
+
+@does(ShardedTensor.cuda)
+def _cuda(
+    sharded: ShardedTensor,
+    device: torch.device | int | str | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> ShardedTensor:
+    if device is None:
+        device = torch.cuda.current_device()
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return sharded.to(device, non_blocking=non_blocking, memory_format=memory_format)
+
+
+@does(ShardedTensor.to)
+def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     args = tuple(arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args)
     kwargs = {k: v.anchor if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()}
     if kwargs.get("memory_format") is torch.preserve_format:

@@ -6,10 +6,11 @@ supported. It depends on metadata alone, so that all ranks raise alike and befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.base import sharded_in
+from shardwise.sharded_tensor.registry import HANDLERS
 
 _GENERAL = (
     "Use full_tensor() for the whole tensor, local_shards() or map() for each part, reshard() for another"
@@ -47,7 +48,7 @@ def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '?')}"
-    sharded = list(_sharded([*args, *kwargs.values()]))
+    sharded = list(sharded_in([*args, *kwargs.values()]))
     raise ShardingError(
         f"{here()}: {name} is not supported on a ShardedTensor ({_specs(sharded)}). {_hint(name)}"
     )
@@ -76,21 +77,8 @@ def _hint(name: str) -> str:
 
 
 def _is_handled(name: str) -> bool:
-    from shardwise.sharded_tensor.registry import HANDLERS
-
     return any(getattr(func, "__name__", None) == name for func in HANDLERS)
 
 
 def _specs(sharded: Any) -> str:
     return ", ".join(f"{tuple(s.metadata().size)} by {s.sharding_spec()!r}" for s in sharded)
-
-
-def _sharded(values: Any) -> Iterator[Any]:
-    """Those among the values, also within lists and tuples."""
-    from shardwise.sharded_tensor.tensor import ShardedTensor
-
-    for value in values:
-        if isinstance(value, ShardedTensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _sharded(value)

@@ -1,14 +1,17 @@
-"""Which function handles which torch operation on sharded tensors.
+"""Which function does what on sharded tensors: tables that other modules fill, and that the class reads.
 
-`ShardedTensor.__torch_function__` looks a torch function up here by identity and calls
+`ShardedTensor.__torch_function__` looks a torch function up in `HANDLERS` by identity and calls
 
     handler(func, args, kwargs)
 
-on every rank of the tensor's group. What is not here raises ShardingError.
+on every rank of the tensor's group. What is not there raises ShardingError. Methods that the class only
+declares (`declared`) are found in the same way: what does them is registered by `does`. So the class knows
+none of the modules that say what it can do.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,10 +21,10 @@ HANDLERS: dict[Any, Handler] = {}
 # Functions that answer for the whole tensor from its metadata, without a handler.
 PLAIN: set[Any] = set()
 
-_CUSTOM: set[Any] = set()  # functions that users do
-_BY_SPEC: dict[Any, dict[str, Callable[..., Any]]] = {}  # what they do, by class of spec
+_METHODS: dict[Any, Callable[..., Any]] = {}
 
 _H = TypeVar("_H", bound=Handler)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def handles(*funcs: Any) -> Callable[[_H], _H]:
@@ -35,76 +38,21 @@ def handles(*funcs: Any) -> Callable[[_H], _H]:
     return register
 
 
-def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let the decorated function do `func` (a torch function, method or property getter) on sharded tensors.
+def declared(method: _F) -> _F:
+    """A method or function whose signature and documentation are here, and which a module above does."""
 
-    It is called as `impl(types, args, kwargs, process_group)` on every rank that calls `func` with a
-    sharded tensor among its arguments: the types that took part, the arguments as given, and the
-    process group of the first sharded one. It replaces what this library does for `func`, if anything.
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _METHODS[call](*args, **kwargs)
 
-        @custom_sharded_op_impl(torch.special.erfcx)
-        def erfcx(types, args, kwargs, process_group):
-            return args[0].map(torch.special.erfcx)
-    """
+    return call  # type: ignore[return-value]
 
-    def register(impl: Callable[..., Any]) -> Callable[..., Any]:
-        def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            sharded = first_sharded(args, kwargs)
-            return impl((type(sharded),), args, kwargs, sharded.process_group)
 
-        HANDLERS[func] = handler
-        _CUSTOM.add(func)
-        return impl
+def does(method: Any) -> Callable[[_F], _F]:
+    """Let the decorated function do a `declared` method."""
+
+    def register(function: _F) -> _F:
+        _METHODS[method] = function
+        return function
 
     return register
-
-
-def custom_sharding_spec_op(
-    sharding_spec_class: type, func: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let the decorated function do `func` on tensors cut by specs of a class, or of its subclasses.
-
-    It is called as by `custom_sharded_op_impl`, where the first sharded argument is cut so; other cuts
-    remain what they were. What `custom_sharded_op_impl` registers for `func` goes before.
-    """
-
-    def register(impl: Callable[..., Any]) -> Callable[..., Any]:
-        if func not in _BY_SPEC:
-            _BY_SPEC[func] = {}
-            if func not in _CUSTOM:
-                HANDLERS[func] = _by_spec(func, HANDLERS.get(func))
-        # By name, as torch does: of a class of torch's there is one here of the same name.
-        _BY_SPEC[func][sharding_spec_class.__qualname__] = impl
-        return impl
-
-    return register
-
-
-def _by_spec(func: Any, otherwise: Handler | None) -> Handler:
-    from shardwise.sharded_tensor.refuse import refuse
-
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sharded = first_sharded(args, kwargs)
-        spec = sharded.sharding_spec()
-        for kind in type(getattr(spec, "spec", spec)).__mro__:
-            impl = impls.get(kind.__qualname__)
-            if impl is not None:
-                return impl((type(sharded),), args, kwargs, sharded.process_group)
-        return refuse(func, args, kwargs) if otherwise is None else otherwise(func, args, kwargs)
-
-    impls = _BY_SPEC[func]
-    return handler
-
-
-def first_sharded(args: Any, kwargs: Any) -> Any:
-    """The first sharded tensor among the arguments, also within lists and tuples."""
-    from shardwise.sharded_tensor.tensor import ShardedTensor
-
-    pending = [*args, *kwargs.values()]
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, ShardedTensor):
-            return value
-        if isinstance(value, (list, tuple)):
-            pending[:0] = value
-    raise AssertionError("torch called __torch_function__ without a sharded tensor")

@@ -18,13 +18,12 @@ from torch.distributed import rpc
 from shardwise.comm.boxes import gather_text
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.check import all_right
-from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import RemoteDevice, Shard, ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.registry import does
+from shardwise.sharded_tensor.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.rpc import RRef
-
-    from shardwise.sharded_tensor.shard import Shard
-    from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _registered: weakref.WeakValueDictionary[int, ShardedTensor] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -73,7 +72,8 @@ def register_shards(sharded: ShardedTensor) -> None:
     sharded._remote = found
 
 
-def remote_shards(sharded: ShardedTensor) -> dict[int, list[Any]]:
+@does(ShardedTensor.remote_shards)
+def _remote_shards(sharded: ShardedTensor) -> dict[int, list[Any]]:
     """`ShardedTensor.remote_shards`."""
     if sharded._remote is None:
         raise ShardingError(

@@ -18,10 +18,9 @@ from shardwise.comm.fingerprint import fingerprint
 from shardwise.errors import RankMismatchError, ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_parameter import ShardedRows
-from shardwise.sharded_tensor.context import group_or_default
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.group import group_or_default
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.move import said_of
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 

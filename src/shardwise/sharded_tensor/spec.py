@@ -20,9 +20,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.errors import ShardingError
 from shardwise.layout import cover, disjoint
@@ -32,11 +33,7 @@ from shardwise.sharded_tensor.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from shardwise.sharded_tensor.tensor import ShardedTensor
+from shardwise.sharded_tensor.registry import declared
 
 
 class ShardingSpec(ABC):
@@ -52,16 +49,15 @@ class ShardingSpec(ABC):
             ShardingError: a shape that this spec cannot cut.
         """
 
+    @declared
     def shard(
         self,
         tensor: torch.Tensor,
         src_rank: int | None = 0,
         process_group: dist.ProcessGroup | None = None,
-    ) -> ShardedTensor:
+    ) -> Any:
         """Cut the `tensor` of group rank `src_rank`; see `shard_tensor`. Collective over the group."""
-        from shardwise.sharded_tensor.construct import shard_tensor
-
-        return shard_tensor(tensor, self, src_rank=src_rank, process_group=process_group)
+        raise NotImplementedError
 
 
 @dataclass

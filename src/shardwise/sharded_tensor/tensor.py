@@ -25,11 +25,11 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor import context, failure, move
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.base import ShardedTensorBase
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded_tensor.registry import HANDLERS, PLAIN
-from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.refuse import refuse
+from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, declared
 from shardwise.sharded_tensor.spec import ShardingSpec
 
 if TYPE_CHECKING:
@@ -52,10 +52,9 @@ class ShardedTensor(ShardedTensorBase):
     _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
 
     @staticmethod
+    @declared
     def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-        from shardwise.sharded_tensor.construct import empty
-
-        return empty(sharding_spec, *size, **options)
+        raise NotImplementedError
 
     @classmethod
     def wrap(
@@ -78,7 +77,7 @@ class ShardedTensor(ShardedTensorBase):
             anchor = torch.empty(
                 0,
                 dtype=properties.dtype,
-                device=move.device_of([shard.tensor for shard in shards], metadata),
+                device=device_of([shard.tensor for shard in shards], metadata),
                 requires_grad=properties.requires_grad,
             )
         made: ShardedTensor = _compat.make_wrapper(
@@ -128,22 +127,23 @@ class ShardedTensor(ShardedTensorBase):
         """An empty tensor that, on a rank without shards, takes their place in the autograd graph."""
         return self._anchor
 
+    @declared
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
         """For every other rank, references over torch RPC to its shards; needs `init_rrefs=True`. Local.
 
         Raises:
             ShardingError: the tensor was made without `init_rrefs=True`.
         """
-        from shardwise.sharded_tensor.remote import remote_shards
-
-        return remote_shards(self)
+        raise NotImplementedError
 
     # ------------------------------------------------------------ the same values elsewhere
 
+    @declared
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank of the group, as a plain one; differentiable. Collective."""
-        return move.full_tensor(self)
+        raise NotImplementedError
 
+    @declared
     def gather(  # type: ignore[override]
         self,
         dst: int = 0,
@@ -163,8 +163,9 @@ class ShardedTensor(ShardedTensorBase):
             ShardingError: on every rank, an `out` of another shape or dtype, `out` on another rank than
                 `dst`, or no such rank.
         """
-        return move.gather(self, dst=dst, out=out, enforce_dtype=enforce_dtype, dtype=dtype)
+        raise NotImplementedError
 
+    @declared
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values cut by another spec over the same group, as a new tensor; differentiable.
 
@@ -175,16 +176,19 @@ class ShardedTensor(ShardedTensorBase):
             ShardingError: the spec cannot cut this shape, or names ranks outside the group.
             RankMismatchError: on every rank, where ranks ask for different specs.
         """
-        return move.reshard(self, resharding_spec)
+        raise NotImplementedError
 
+    @declared
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """As `torch.Tensor.to`: a device, a dtype, or another tensor's. Local."""
-        return move.to(self, *args, **kwargs)
+        raise NotImplementedError
 
+    @declared
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
         """Every shard on the CPU of its rank. Local."""
-        return move.to(self, torch.device("cpu"), memory_format=memory_format)
+        raise NotImplementedError
 
+    @declared
     def cuda(
         self,
         device: torch.device | int | str | None = None,
@@ -192,10 +196,7 @@ class ShardedTensor(ShardedTensorBase):
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> ShardedTensor:
         """Every shard on a CUDA device of its rank, by default the current one. Local."""
-        if device is None:
-            device = torch.cuda.current_device()
-        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        return move.to(self, device, non_blocking=non_blocking, memory_format=memory_format)
+        raise NotImplementedError
 
     def with_tensors(
         self,
@@ -270,8 +271,6 @@ class ShardedTensor(ShardedTensorBase):
         if func in PLAIN:
             with _compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
-        from shardwise.sharded_tensor.refuse import refuse
-
         return refuse(func, args, kwargs or {})
 
     @classmethod
@@ -315,8 +314,9 @@ class ShardedTensor(ShardedTensorBase):
                 copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
 
+    @declared
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return context.reduced(self)
+        raise NotImplementedError
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
@@ -326,40 +326,34 @@ class ShardedTensor(ShardedTensorBase):
 
     # torch.distributed.checkpoint's protocol for tensors that know their parts
 
+    @declared
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        from shardwise.sharded_tensor.dcp import write_items
+        raise NotImplementedError
 
-        return write_items(name, self)
-
+    @declared
     def __create_chunk_list__(self) -> list[Any]:
-        from shardwise.sharded_tensor.dcp import chunks
+        raise NotImplementedError
 
-        return chunks(self)
-
+    @declared
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        from shardwise.sharded_tensor.dcp import shard_at
-
-        return shard_at(self, index)
+        raise NotImplementedError
 
     # The field's names for what this package has as functions
 
-    @classmethod
-    def _init_from_local_shards(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
-        from shardwise.sharded_tensor.construct import init_from_local_shards
+    @staticmethod
+    @declared
+    def _init_from_local_shards(*args: Any, **kwargs: Any) -> ShardedTensor:
+        raise NotImplementedError
 
-        return init_from_local_shards(*args, **kwargs)
+    @staticmethod
+    @declared
+    def _init_from_local_tensor(*args: Any, **kwargs: Any) -> ShardedTensor:
+        raise NotImplementedError
 
-    @classmethod
-    def _init_from_local_tensor(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
-        from shardwise.sharded_tensor.construct import init_from_local_tensor
-
-        return init_from_local_tensor(*args, **kwargs)
-
-    @classmethod
-    def _init_from_local_shards_and_global_metadata(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
-        from shardwise.sharded_tensor.construct import init_from_local_shards_and_global_metadata
-
-        return init_from_local_shards_and_global_metadata(*args, **kwargs)
+    @staticmethod
+    @declared
+    def _init_from_local_shards_and_global_metadata(*args: Any, **kwargs: Any) -> ShardedTensor:
+        raise NotImplementedError
 
 
 def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -367,3 +361,13 @@ def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sha
     sharded: ShardedTensor = args[0]
     tensors = [function(tensor) for tensor in sharded.tensors]
     return sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))
+
+
+def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
+    """Of this rank's shards; without any, the kind of device the others are on."""
+    if tensors:
+        return tensors[0].device
+    for shard in metadata.shards_metadata:
+        if shard.placement is not None:
+            return torch.device(shard.placement.device().type)
+    return torch.device("cpu")

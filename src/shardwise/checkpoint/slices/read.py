@@ -18,11 +18,10 @@ from shardwise.comm.together import together
 from shardwise.errors import CheckpointError
 from shardwise.files import open_tensors, tensor_files
 from shardwise.layout import Box
-from shardwise.sharded_tensor.context import group_or_default
-from shardwise.sharded_tensor.metadata import TensorProperties
+from shardwise.sharded_tensor.group import group_or_default
+from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.move import describe
 from shardwise.sharded_tensor.remote import with_ranks
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import all_reduced, replicated
 from shardwise.sharded_tensor.check import all_right
-from shardwise.sharded_tensor.context import is_outside
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.group import is_outside
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they ask for

@@ -11,8 +11,10 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import move
-from shardwise.sharded_tensor.foreign import from_torch, is_foreign
+from shardwise.sharded_tensor.base import is_foreign
+from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
+from shardwise.sharded_tensor.ops.operands import like
 from shardwise.sharded_tensor.registry import PLAIN, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -250,7 +252,7 @@ def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 @handles(_T.to)
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
     if isinstance(args[0], ShardedTensor):
-        return move.to(*args, **kwargs)
+        return args[0].to(*args[1:], **kwargs)
     plain = [arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args]  # plain.to(sharded)
     return cast(Tensor, func(*plain, **kwargs))
 
@@ -266,7 +268,7 @@ def _cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTe
 
 
 def _converts(dtype: torch.dtype) -> Any:
-    return lambda func, args, kwargs: move.to(args[0], dtype)
+    return lambda func, args, kwargs: args[0].to(dtype)
 
 
 for _name, _dtype in {
@@ -289,8 +291,6 @@ def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(_T.copy_)
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
     """Values of a tensor cut alike (local), cut otherwise (collective), or whole and replicated (local)."""
-    from shardwise.sharded_tensor.ops.operands import like
-
     into, source = args[:2]
     if not isinstance(into, ShardedTensor):
         return cast(Tensor, func(into, source.full_tensor()))

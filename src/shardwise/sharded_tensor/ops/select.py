@@ -24,12 +24,13 @@ from torch import Tensor
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover
 from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.boxes import Pick, pick_box
 from shardwise.sharded_tensor.ops.operands import like
 from shardwise.sharded_tensor.ops.shape import assembled, derived, probe, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
-from shardwise.sharded_tensor.registry import first_sharded, handles
+from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor

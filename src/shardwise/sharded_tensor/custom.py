@@ -1,0 +1,72 @@
+"""Operations that users add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.sharded_tensor.base import first_sharded
+from shardwise.sharded_tensor.refuse import refuse
+from shardwise.sharded_tensor.registry import HANDLERS, Handler
+
+_CUSTOM: set[Any] = set()  # functions that users do
+_BY_SPEC: dict[Any, dict[str, Callable[..., Any]]] = {}  # what they do, by class of spec
+
+
+def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let the decorated function do `func` (a torch function, method or property getter) on sharded tensors.
+
+    It is called as `impl(types, args, kwargs, process_group)` on every rank that calls `func` with a
+    sharded tensor among its arguments: the types that took part, the arguments as given, and the
+    process group of the first sharded one. It replaces what this library does for `func`, if anything.
+
+        @custom_sharded_op_impl(torch.special.erfcx)
+        def erfcx(types, args, kwargs, process_group):
+            return args[0].map(torch.special.erfcx)
+    """
+
+    def register(impl: Callable[..., Any]) -> Callable[..., Any]:
+        def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            sharded = first_sharded(args, kwargs)
+            return impl((type(sharded),), args, kwargs, sharded.process_group)
+
+        HANDLERS[func] = handler
+        _CUSTOM.add(func)
+        return impl
+
+    return register
+
+
+def custom_sharding_spec_op(
+    sharding_spec_class: type, func: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let the decorated function do `func` on tensors cut by specs of a class, or of its subclasses.
+
+    It is called as by `custom_sharded_op_impl`, where the first sharded argument is cut so; other cuts
+    remain what they were. What `custom_sharded_op_impl` registers for `func` goes before.
+    """
+
+    def register(impl: Callable[..., Any]) -> Callable[..., Any]:
+        if func not in _BY_SPEC:
+            _BY_SPEC[func] = {}
+            if func not in _CUSTOM:
+                HANDLERS[func] = _by_spec(func, HANDLERS.get(func))
+        # By name, as torch does: of a class of torch's there is one here of the same name.
+        _BY_SPEC[func][sharding_spec_class.__qualname__] = impl
+        return impl
+
+    return register
+
+
+def _by_spec(func: Any, otherwise: Handler | None) -> Handler:
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sharded = first_sharded(args, kwargs)
+        spec = sharded.sharding_spec()
+        for kind in type(getattr(spec, "spec", spec)).__mro__:
+            impl = impls.get(kind.__qualname__)
+            if impl is not None:
+                return impl((type(sharded),), args, kwargs, sharded.process_group)
+        return refuse(func, args, kwargs) if otherwise is None else otherwise(func, args, kwargs)
+
+    impls = _BY_SPEC[func]
+    return handler
