@@ -1,0 +1,246 @@
+"""What users may set on a sharded module between steps; every rank must set the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm import (
+    AllGather,
+    AutoAllGather,
+    AutoReduceScatter,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    ReduceScatter,
+)
+from shardwise.comm.symmetric import SymmetricAllGather
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp import trace_plan
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.module_state import ModuleState, state_of
+from shardwise.fsdp.state import FSDPState
+from shardwise.mesh import FSDPMeshInfo
+
+
+class ModuleSettings(nn.Module):
+    """The setters of an `FSDPModule`."""
+
+    def _state(self) -> FSDPState:
+        state: FSDPState = self.__dict__["_shardwise_state"]
+        return state
+
+    def _groups(self) -> list[ParamGroup]:
+        return self._state().groups
+
+    def _states(self, recurse: bool) -> Iterator[ModuleState]:
+        modules = self.modules() if recurse else iter([self])
+        yield from dict.fromkeys(s for module in modules if (s := state_of(module)) is not None)
+
+    def _set(self, recurse: bool, **settings: Any) -> None:
+        for state in self._states(recurse):
+            for group in state.groups:
+                for name, value in settings.items():
+                    setattr(group.settings, name, value)
+        self._forget_plans(recurse)
+
+    def _forget_plans(self, recurse: bool) -> None:
+        for state in self._states(recurse):
+            state.settings_changed()
+            trace_plan.refresh(state)
+
+    def _refuse_custom(self, group: ParamGroup, method: str) -> None:
+        for comm, shipped in (
+            (group.settings.all_gather, (DefaultAllGather, SymmetricAllGather)),
+            (group.settings.reduce_scatter, (DefaultReduceScatter,)),
+        ):
+            if not isinstance(comm, shipped):
+                raise ShardingError(
+                    f"{here()}: {method} cannot be used with the custom communication {type(comm).__name__},"
+                    " which allocates its own buffers"
+                )
+
+    # When gradients are synchronised
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last before the optimizer step.
+
+        Only the last one waits for reductions. Set it on the root.
+        """
+        self._state().set_schedule(is_last_backward=is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. False accumulates them unsharded, without communication."""
+        self._set(recurse, reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward all-reduces over the replicate axis (HSDP). False accumulates shards."""
+        self._set(recurse, all_reduce_grads=requires_all_reduce)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient join the reduction, as zeros.
+
+        Needed where ranks use different parameters, whose reductions would not match.
+        """
+        self._set(recurse, reduce_unused=reduce_scatter_unused_params)
+
+    # When parameters are freed and gathered
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the parameters, from now on."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ShardingError(
+                f"{here()}: set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; sizes are"
+                " given to fully_shard"
+            )
+        for state in self._states(recurse):
+            state.reshard_is_automatic = False
+            for group in state.groups:
+                group.set_reshard_after_forward(reshard_after_forward)
+            state.settings_changed()
+            trace_plan.refresh(state)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the parameters. False saves gathers between accumulation steps."""
+        self._set(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module's parameters; False if it does not need them."""
+        self._set(False, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
+        """Modules whose gathers this module's forward starts, after its own gather."""
+        self._state().prefetch_in_forward = [state.myself for state in states_of(modules)]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
+        """Modules whose gathers this module's backward starts, instead of the one before it in forward."""
+        self._state().prefetch_in_backward = [state.myself for state in states_of(modules)]
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """An event that the next forward's gathers wait for, instead of all work on the current stream.
+
+        It is used once: set a new one after each optimizer step, on the root.
+        """
+        self._state().set_schedule(post_optim_event=event)
+
+    # How it communicates
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters through `comm`."""
+        self._set(False, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients through `comm`."""
+        self._set(False, reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call `hook` on each reduced gradient shard (1-D, in the reduction's dtype), to change it in place.
+
+        Args:
+            hook: runs after the reduce-scatter, and after HSDP's all-reduce if there is one.
+            stream: where it runs; only without HSDP.
+        """
+        if stream is not None and any(group.replicates for group in self._groups()):
+            raise ShardingError(
+                f"{here()}: with HSDP the all-reduce hook runs on the all-reduce's own stream"
+            )
+        self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by `factor` instead of the number of data-parallel ranks."""
+        self._set(False, divide_factor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether to reduce by SUM only, dividing apart from the collective."""
+        self._set(False, force_sum=enable)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reduce-scatter inputs may be in flight on an accelerator (1 by default)."""
+        if max_input_buffers < 1:
+            raise ShardingError(f"{here()}: max_input_buffers must be at least 1, got {max_input_buffers}")
+        self._set(recurse, max_input_buffers=max_input_buffers)
+        for state in self._states(recurse):
+            if state.schedule is not None:
+                state.schedule.max_reduce_inputs = max(state.schedule.max_reduce_inputs, max_input_buffers)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reductions use a process group of their own, to overlap with gathers.
+
+        Collective over each shard group: creates one group per set of shard ranks.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for state in self._states(recurse):
+            for group, reducer in zip(state.groups, state.reducers, strict=True):
+                if isinstance(group.info, FSDPMeshInfo):
+                    _separate_group(group.info, made, enable=enable)
+                    reducer.forget_plans()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether communication buffers come from the process group's allocator, where it has one."""
+        for group in self._groups():
+            self._refuse_custom(group, "set_allocate_memory_from_process_group_for_comm")
+            if not isinstance(group.info, FSDPMeshInfo):
+                continue
+            info = group.info
+            reduce_group = info.reduce_scatter_process_group or info.shard_process_group
+            group.settings.all_gather = (
+                ProcessGroupAllocAllGather(info.shard_process_group) if enable else AutoAllGather()
+            )
+            group.settings.reduce_scatter = (
+                ProcessGroupAllocReduceScatter(reduce_group) if enable else AutoReduceScatter()
+            )
+        self._forget_plans(False)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Gather through symmetric memory, which NCCL moves without occupying compute units.
+
+        Collective at the first gather (buffers are registered with all ranks).
+
+        Raises:
+            ShardingError: the process group's backend has no symmetric memory.
+        """
+        for group in self._groups():
+            self._refuse_custom(group, "set_symm_mem_for_comm")
+            if group.shard_group is not None:
+                group.settings.all_gather = SymmetricAllGather(group.shard_group, backend, group.device)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether gathers in forward and backward allocate on the current stream (explicit prefetching)."""
+        self._set(True, unshard_async_op=async_op)
+
+
+def states_of(modules: Sequence[ModuleSettings]) -> list[FSDPState]:
+    for module in modules:
+        if not isinstance(module, ModuleSettings):
+            raise ShardingError(
+                f"{here()}: expected modules that fully_shard was applied to, got {type(module)}"
+            )
+    return [module._state() for module in modules]
+
+
+def _separate_group(
+    info: FSDPMeshInfo, made: dict[tuple[int, ...], dist.ProcessGroup], *, enable: bool
+) -> None:
+    if not enable:
+        info.reduce_scatter_process_group = None
+        return
+    ranks = tuple(dist.get_process_group_ranks(info.shard_process_group))
+    if ranks not in made:
+        existing = info.reduce_scatter_process_group
+        made[ranks] = existing or dist.new_group(
+            list(ranks), use_local_synchronization=True, group_desc="shardwise_reduce_scatter"
+        )
+    info.reduce_scatter_process_group = made[ranks]
