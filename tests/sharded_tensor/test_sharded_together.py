@@ -184,6 +184,13 @@ def test_what_fails_on_one_rank_raises_on_all_with_the_next_collective(what: str
 
 
 @on_ranks(2, timeout=20)
+@pytest.mark.parametrize("what", ["full_tensor", "to_dtensor"])
+def test_what_failed_stands_on_a_line_of_its_own(what: str) -> None:
+    with pytest.raises(RankMismatchError, match=r"(?m)Rank 1: rank 1: \w+: RuntimeError: ZeroDivisionError$"):
+        FAILING[what]()
+
+
+@on_ranks(2, timeout=20)
 def test_shards_that_could_not_be_made_are_not_shown() -> None:
     divided = _divided()
     if dist.get_rank() == 0:

@@ -84,6 +84,11 @@ def words(failures: Failures) -> str:
     return "; ".join(failures)
 
 
+def above(text: str, failures: Failures) -> str:
+    """`text`, below a line for each of them; on ranks that may go on, `text` alone."""
+    return "\n".join([*failures, text])
+
+
 def raise_here(failures: Failures) -> None:
     """Raise what went wrong on this rank, if anything did."""
     if failures:

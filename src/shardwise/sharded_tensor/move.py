@@ -127,7 +127,7 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
 
 def said_of(sharded: ShardedTensor) -> str:
     """Its description, and what failed on this rank in making it: nothing, on ranks that may go on."""
-    return failure.words(failure.known(sharded)) + describe(sharded.metadata())
+    return failure.above(describe(sharded.metadata()), failure.known(sharded))
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
@@ -143,8 +143,8 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     group, rank = sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
     plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), rank)
-    failed = failure.words(failure.known(sharded))
-    agreement = Agreement(f"{failed}{plan.text}", group=group, what="the tensor to make whole")
+    said = failure.above(plan.text, failure.known(sharded))
+    agreement = Agreement(said, group=group, what="the tensor to make whole")
     return autograd.to_whole(
         sharded.tensors,
         plan.messages,
