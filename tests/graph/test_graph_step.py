@@ -214,17 +214,21 @@ def test_losses_inside_models_flat_optimizers_and_plain_parameters_are_trained_a
 def test_any_number_of_steps_lives_in_a_process_and_none_longer_than_needed() -> None:
     torch.compiler.reset()
     kept, found = [], []
-    for width in range(3, 12):  # torch compiles a function 8 times at most
-        model = fully_shard(nn.Linear(6, width))
-        optimizer, backend = sgd(model), "eager" if width > 3 else "aot_eager"
-        step = compile_step(model, lambda model, x: model(x).sum(), optimizer, backend=backend)
-        step(batch(0)[0])
-        kept.append(step)
-        found += [weakref.ref(model), weakref.ref(optimizer)]
-    del model, optimizer, step
-    kept.clear()
-    gc.collect()
-    assert [one() for one in found] == [None] * 18
+    gc.disable()  # they go when nothing refers to them
+    try:
+        for width in range(3, 12):  # torch compiles a function 8 times at most
+            model = sharded(Net()) if width < 5 else fully_shard(nn.Linear(6, width))
+            optimizer, backend = sgd(model), "eager" if width > 3 else "aot_eager"
+            loss = breaking if width == 4 else cross_entropy
+            step = compile_step(model, loss, optimizer, backend=backend, fullgraph=width != 4)
+            step(*batch(0))
+            kept.append(step)
+            found += [weakref.ref(model), weakref.ref(optimizer)]
+        del model, optimizer, step
+        kept.clear()
+        assert [one() for one in found] == [None] * 18
+    finally:
+        gc.enable()
 
 
 @on_ranks(2)

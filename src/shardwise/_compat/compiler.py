@@ -271,6 +271,13 @@ def graph_breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
+def graphs_traced() -> int:
+    """How many graphs a tracer has given to backends in this process; there is no public counter."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def aoti_compile(program: torch.export.ExportedProgram, path: str) -> None:
     """Compile an exported program to machine code in one file; AOTInductor has no public name yet."""
     from torch import _inductor

@@ -15,6 +15,7 @@ their backwards. `describe()` says which of it came to be, and why.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -154,8 +155,11 @@ class CompiledStep:
             self._params = _params(self._model, self._states)
         segments = self._prepared(self._states)
         self._zero()
+        traced = _compat.graphs_traced()
         with torch.enable_grad():
             loss = self._backward(segments, batch, named)
+        if _compat.graphs_traced() != traced:
+            gc.collect()  # tracers leave cycles, which hold the model and the batch
         if self._max_norm is not None:
             self.grad_norm = clip_grad_norm_(self._sharded(), self._max_norm)
         self._optimizer.step()
