@@ -3,11 +3,12 @@
 #                  LAYOUT=contiguous STRATEGY=zero2 FLAT=1
 # make verify      RANKS=4
 # make recommender RANKS=4
-# make test        WORKERS=2
+# make test        WORKERS=2 TORCH=2.15.0
 # make fuzz        CASES=500 SEED=0 PART=fsdp|sharded_tensor|compiled|all MODE=numbers|disagree
 
 PYTHON ?= python3
-VENV   := .venv
+TORCH  ?=
+VENV   := .venv$(if $(TORCH),-$(TORCH))
 BIN    := $(VENV)/bin
 
 RANKS  ?= 4
@@ -31,7 +32,9 @@ TRAIN_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) 
 	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) \
 	$(if $(STRATEGY),--strategy $(STRATEGY)) $(if $(filter-out 0,$(FLAT)),--flat) $(if $(filter 0,$(RESUME)),--no-resume)
 
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Another torch than the pinned one has an environment of its own, and brings what it needs itself.
+PINS = $(if $(TORCH),$(VENV)/)constraints.txt
+PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 
 export OMP_NUM_THREADS ?= 1
 
@@ -45,8 +48,14 @@ help: ## this list
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+ifdef TORCH
+$(PINS): constraints.txt | $(BIN)/python
+	grep -vE '^(torch|setuptools)==' $< > $@
+	echo torch==$(TORCH) >> $@
+endif
+
 # A stamp per set of dependencies: pip runs again only when what it would read has changed.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml $(PINS) | $(BIN)/python
 	$(PIP) -e .
 	touch $@
 
@@ -60,7 +69,7 @@ train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to r
 recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/recommender.py $(ARGS)
 
-test: lint ## lint, types and every test
+test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process
@@ -78,5 +87,5 @@ bench: $(VENV)/.installed ## every benchmark against torch, about 20 minutes
 	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove what make and the tools created
-	rm -rf $(VENV) runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-*.*.* runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

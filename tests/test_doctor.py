@@ -29,12 +29,13 @@ from shardwise.verify.processes import RankError
         ("2.12.1a0+git123", Status.OK),
         ("2.10.2", Status.BROKEN),
         ("1.13.1", Status.BROKEN),
-        ("2.14.0", Status.WARNING),
+        ("2.15.1+cu130", Status.OK),
+        ("2.16.0", Status.WARNING),
         ("3.0", Status.WARNING),
         ("unknown", Status.BROKEN),
     ],
 )
-def test_torch_2_11_to_2_13_is_supported(version, status):
+def test_torch_2_11_to_2_15_is_supported(version, status):
     result = check_torch(version)
     assert result.status is status
     assert version in result.found

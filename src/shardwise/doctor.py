@@ -19,7 +19,7 @@ from rich.table import Table
 
 from shardwise.verify.processes import RankError, run_ranks
 
-SUPPORTED = ((2, 11), (2, 13))  # first and last minor version of torch
+SUPPORTED = ((2, 11), (2, 15))  # first and last minor version of torch
 DESCRIPTORS_NEEDED = 256
 DESCRIPTORS_WANTED = 4096
 LOOPBACK_RANKS = 2
