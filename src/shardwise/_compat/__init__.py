@@ -344,6 +344,10 @@ def explain_backward_errors(explain: Callable[[Exception], Exception | None]) ->
     cast(Any, graph)._engine_run_backward = cast(Any, torch.autograd)._engine_run_backward = run_and_explain
 
 
+# Asked once a pass, so that profiles get named ranges and other passes pay nothing for them.
+profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
 def in_backward() -> bool:
     """Is autograd running a backward pass in this thread? (Activation checkpointing recomputes there.)"""
     return torch._C._current_graph_task_id() != -1

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -61,6 +62,18 @@ class AutoReduceScatter(DefaultReduceScatter):
         if large and over_gloo(group) and can_reduce(input_tensor.dtype, op):
             return self._exchange(output_tensor, input_tensor, group, op, async_op)
         return _compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
+
+
+def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Who moves a buffer of so many bytes, and why, in words."""
+    if group is None or group.size() == 1:
+        return "nobody: a rank alone"
+    if not isinstance(comm, (AutoAllGather, AutoReduceScatter)):
+        return type(comm).__name__
+    if device.type != "cpu" or not over_gloo(group):
+        return f"c10d ({dist.get_backend(group)})"
+    small = f"smaller than {comm.min_bytes:,} bytes"
+    return f"c10d (gloo; {small})" if nbytes < comm.min_bytes else f"direct exchange (gloo; not {small})"
 
 
 _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()

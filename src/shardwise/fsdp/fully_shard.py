@@ -7,6 +7,7 @@ that an earlier call sharded, and `ignored_params`. They form one group, or one 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from shardwise.mesh import (
     mesh_info,
 )
 
+_LOG = logging.getLogger("shardwise")
 NO_MIXED_PRECISION = MixedPrecisionPolicy()
 NO_OFFLOAD = OffloadPolicy()
 
@@ -225,6 +227,7 @@ def _shard_together(
     )
     for group in groups:
         _reshard_for_state_dict(group, managed)
+        _LOG.info("%s: %s", here(), group.summary([type(one).__name__ for one in modules]))
     for one in modules:
         object.__setattr__(one, "__class__", sharded_class(type(one)))  # past nn.Module's own, which is slow
         _compat.mark_fully_sharded(one)

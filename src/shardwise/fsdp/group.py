@@ -30,6 +30,7 @@ from shardwise.comm import (
     CommStreams,
     ReduceScatter,
 )
+from shardwise.comm.auto import transport
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.watch import order_of
@@ -189,6 +190,23 @@ class ParamGroup(ABC):
             and self.offload.pin_memory
             and self.device.type != "cpu"
         )
+
+    def summary(self, classes: Sequence[str]) -> str:
+        """What was grouped and how, for the log."""
+        held = sum(shard.nbytes for shard in self.shards)
+        gathered = sum(one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments)
+        after = "stay gathered" if self.post_forward is None else "are freed"
+        return (
+            f"fully_shard({', '.join(dict.fromkeys(classes))}) groups {len(self.params)} parameters:"
+            f" {held:,} bytes here, {gathered:,} gathered from {self.ranks} ranks, {self.strategy};"
+            f" parameters {after} after forward"
+        )
+
+    def transport(self) -> str:
+        """Who gathers, and why, in words."""
+        sizes = [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
+        largest = max(sizes, default=0)
+        return transport(self.settings.all_gather, largest, self.shard_group, self.device)
 
     def check_ready(self) -> None:
         """Pack, and raise for parameters that cannot be trained where they are."""

@@ -19,9 +19,10 @@ from torch import nn
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp import cut_short, trace_plan, traced
+from shardwise.fsdp import cut_short, shard_report, trace_plan, traced
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
+from shardwise.fsdp.shard_report import ShardReport
 from shardwise.fsdp.state import FSDPState
 
 _COMPILED = "_shardwise_compiled"
@@ -123,6 +124,10 @@ class FSDPModule(ModuleSettings):
                     classes = ", ".join(type(ref()).__name__ for ref in state.modules)
                     found[state.name or (classes if state.is_root else f"{classes} ({index})")] = size
         return found
+
+    def shard_report(self) -> ShardReport:
+        """The groups here and inside: their parameters, bytes and placements. Local; print it for a table."""
+        return shard_report.report(self._states(True))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # `to`, `to_empty`, `half` and their like replace or move parameters: the sharded ones.

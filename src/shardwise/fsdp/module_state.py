@@ -5,6 +5,7 @@ What happens to it in a pass through the model is the business of `state.py`.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import cast
 
+_LOG = logging.getLogger("shardwise")
 _KEY = "_shardwise_state"
 _alive: weakref.WeakSet[ModuleState] = weakref.WeakSet()
 
@@ -148,6 +150,7 @@ class ModuleState:
                 group.name = state.name
                 group.check_ready()
                 schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
+                _LOG.info("%s: group '%s' is gathered by %s", here(), group.name, group.transport())
         schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
         return schedule
 

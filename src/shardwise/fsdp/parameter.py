@@ -70,6 +70,7 @@ class ShardedParam(ABC):
     """
 
     sharded: nn.Parameter
+    placement: EvenShard | RaggedShard | Owned
 
     def __init__(
         self,
@@ -196,6 +197,7 @@ class EvenParam(ShardedParam):
             lies at another offset than their memory, and torch does not copy those that lie at the same.
     """
 
+    placement: EvenShard
     grads_are_traced = False
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:

@@ -29,6 +29,7 @@ class RowsParam(ShardedParam):
 
     sharded: ShardedParameter
     piece: Piece
+    placement: RaggedShard | Owned
     place: Place
     no_rows: ShardedRows | None  # the gradient, the same in every step, where this rank holds no rows
 

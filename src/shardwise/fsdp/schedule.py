@@ -49,6 +49,7 @@ class Schedule:
             allocated them.
         orders: of the ranks that communicate, each once; what they do is compared.
         pass_events: for each of them, what begins a pass; made when it is needed.
+        profiled: whether passes show in profiles.
         reduced: for each stream, when its latest reduction will have finished.
     """
 
@@ -71,6 +72,7 @@ class Schedule:
     reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
     pass_events: list[Event] = field(default_factory=list)
+    profiled: bool = False
 
     def release_kept(self, *, unless: State | None = None) -> None:
         """Release the state whose release was put off, unless it is the one that runs next."""

@@ -24,7 +24,7 @@ from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import cut_short
+from shardwise.fsdp import cut_short, ranges
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.marks import OutputHook, mark_end_of_backward
 from shardwise.fsdp.module_state import ModuleState, live_states
@@ -94,6 +94,9 @@ class FSDPState(ModuleState):
         schedule.order_before = len(schedule.order)
         self.lift_guards()
         schedule.begin_forward()
+        if schedule.profiled is not _compat.profiler_runs():
+            schedule.profiled = not schedule.profiled
+            (ranges.begin if schedule.profiled else ranges.end)((self, *self.below))
         look_for_compiler()
         self.check_one_groups_params()
         if self.device.type == "cpu":

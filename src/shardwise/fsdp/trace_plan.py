@@ -11,6 +11,7 @@ hand views of them to the sharded parameters.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.traced import Collectives, Cut, Segment
 from shardwise.layout import Gathered
 
+_LOG = logging.getLogger("shardwise")
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
 
@@ -55,6 +57,8 @@ def _prepare(state: ModuleState) -> None:
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         if group.traced is None:
             group.traced = _refusal(group, reducer) or _segments(state, group, reducer)
+            if isinstance(group.traced, str):
+                _LOG.info("%s: '%s' runs outside of graphs: it has %s", here(), state.name, group.traced)
 
 
 def refresh(state: ModuleState) -> None:

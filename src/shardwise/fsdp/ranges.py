@@ -1,0 +1,88 @@
+"""Named ranges in profiles: each module's gather, wait, forward and reduce, while a profiler runs.
+
+A pass asks once whether one runs. If so, wrappers stand in front of its states', groups' and reducers'
+methods until a pass finds none running; without a profiler nothing is paid.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.autograd.profiler import record_function
+
+from shardwise.fsdp.module_state import ModuleState
+
+
+def begin(states: Sequence[ModuleState]) -> None:
+    """Let what these states do show in profiles from now on; the first one's forward has begun."""
+    for state in states:
+        name = state.name or "the root module"
+        for group, reducer in zip(state.groups, state.reducers, strict=True):
+            _put(group, "unshard", _ranged(f"shardwise: gather {name}"))
+            _put(group, "wait_for_unshard", _ranged(f"shardwise: wait for {name}"))
+            _put(reducer, "reduce", _ranged(f"shardwise: reduce {name}"))
+        running: list[record_function] = []
+        title = f"shardwise: forward {name}"
+        _put(state, "enter_forward", _opening(title, running))
+        _put(state, "exit_forward", _closing(running))
+        _put(state, "abandon_forward", _closing(running))
+        if state is states[0]:
+            _open(title, running)
+
+
+def end(states: Sequence[ModuleState]) -> None:
+    """Take the wrappers away."""
+    for state in states:
+        for name in ("enter_forward", "exit_forward", "abandon_forward"):
+            vars(state).pop(name, None)
+        for group, reducer in zip(state.groups, state.reducers, strict=True):
+            for owner, name in ((group, "unshard"), (group, "wait_for_unshard"), (reducer, "reduce")):
+                vars(owner).pop(name, None)
+
+
+Wrapper = Callable[[Callable[..., Any], Any, Any], Any]  # calls a method that is bound already
+
+
+def _put(owner: Any, name: str, wrapper: Wrapper) -> None:
+    myself = weakref.ref(owner)  # an attribute that led back would keep the owner alive
+    method = getattr(type(owner), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = myself()
+        assert alive is not None
+        return wrapper(method.__get__(alive), args, kwargs)
+
+    vars(owner)[name] = call
+
+
+def _ranged(title: str) -> Wrapper:
+    def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with record_function(title):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _opening(title: str, running: list[record_function]) -> Wrapper:
+    def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        _open(title, running)
+        return result
+
+    return call
+
+
+def _open(title: str, running: list[record_function]) -> None:
+    running.append(record_function(title))
+    running[-1].__enter__()
+
+
+def _closing(running: list[record_function]) -> Wrapper:
+    def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if running:
+            running.pop().__exit__(None, None, None)
+        return method(*args, **kwargs)
+
+    return call

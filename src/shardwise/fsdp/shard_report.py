@@ -1,0 +1,100 @@
+"""What `FSDPModule.shard_report` says of every group: what it holds and how it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.module_state import ModuleState
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group of parameters that are gathered and reduced together.
+
+    Attributes:
+        module: its module's name, of several the names; the class where no forward has run yet.
+        parameters: by name, the global shape and how it is cut.
+        shard_bytes: what this rank keeps, padding included.
+        gathered_bytes: the whole parameters in the dtype of computation, padding included.
+        padding_bytes: of `gathered_bytes`, what is no parameter.
+        ranks: over how many parameters are gathered.
+        strategy: what is cut and what is replicated over each axis of the mesh.
+        reshards: whether forward frees the gathered parameters.
+        transport: who gathers, and why.
+    """
+
+    module: str
+    parameters: dict[str, str]
+    shard_bytes: int
+    gathered_bytes: int
+    padding_bytes: int
+    ranks: int
+    strategy: str
+    reshards: bool
+    transport: str
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """The groups of a model, in the order of its modules; printed, a table."""
+
+    groups: tuple[GroupReport, ...]
+
+    @property
+    def shard_bytes(self) -> int:
+        """What this rank keeps of all parameters."""
+        return sum(group.shard_bytes for group in self.groups)
+
+    def __str__(self) -> str:
+        table = Table(title=f"{len(self.groups)} groups, {decimal(self.shard_bytes)} on this rank")
+        for name in ("module", "parameters", "on this rank", "gathered", "padding", "ranks"):
+            table.add_column(name, justify="left" if name == "module" else "right")
+        for name in ("strategy", "after forward", "gathered by"):
+            table.add_column(name, overflow="fold")
+        for one in self.groups:
+            table.add_row(
+                one.module,
+                str(len(one.parameters)),
+                decimal(one.shard_bytes),
+                decimal(one.gathered_bytes),
+                f"{one.padding_bytes / max(1, one.gathered_bytes):.1%}",
+                str(one.ranks),
+                one.strategy,
+                "freed" if one.reshards else "kept",
+                one.transport,
+            )
+        console = Console(width=160)
+        with console.capture() as printed:
+            console.print(table)
+        return printed.get()
+
+
+def report(states: Iterable[ModuleState]) -> ShardReport:
+    """The groups of these modules. Local."""
+    return ShardReport(tuple(_group(state, group) for state in states for group in state.groups))
+
+
+def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
+    classes = ", ".join(type(ref()).__name__ for ref in state.modules)
+    segments = group.layout.segments
+    gathered = sum(one.unsharded_numel * one.gather_dtype.itemsize for one in segments)
+    used = sum(param.numel * param.gather_dtype(group.policy.param_dtype).itemsize for param in group.params)
+    return GroupReport(
+        module=state.name or classes,
+        parameters={
+            param.name: f"{list(param.shape)} {param.dtype}, {param.placement}" for param in group.params
+        },
+        shard_bytes=sum(shard.nbytes for shard in group.shards),
+        gathered_bytes=gathered,
+        padding_bytes=max(0, gathered - used),
+        ranks=group.ranks,
+        strategy=str(group.strategy),
+        reshards=group.post_forward is not None,
+        transport=group.transport(),
+    )
