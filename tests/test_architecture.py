@@ -46,6 +46,7 @@ FORBIDDEN = [
     "torch.distributed.tensor.experimental",
 ]
 OBJECTS = re.compile(r"_object(_list)?$")
+GATHERS_OBJECTS = re.compile(r"(^|\.)(all_gather|gather|broadcast|scatter)_object(_list)?$")
 UNPICKLING = {  # also by way of what they call
     "pickle.load",
     "pickle.loads",
@@ -229,6 +230,19 @@ def ranks_and_files_say_text_and_numbers_only(file: Source) -> list[str]:
     return [f"{file.module}:{line}: {why}" for line, why in sorted(bad.items())]
 
 
+def ranks_compare_in_one_place(file: Source) -> list[str]:
+    """What ranks tell each other and find to differ is decided by `comm.agree` (over time, `order`)."""
+    if file.module in ("shardwise.comm.agree", "shardwise.comm.order", "shardwise.comm.watch"):
+        return []
+    bad = [(line, f"imports {name}") for line, name in imports(file) if name.endswith(".gather_text")]
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "RankMismatchError":
+            bad.append((node.lineno, "raises RankMismatchError by itself"))
+        elif isinstance(node, (ast.Attribute, ast.Name)) and GATHERS_OBJECTS.search(ast.unparse(node)):
+            bad.append((node.lineno, f"uses {ast.unparse(node)}"))
+    return [f"{file.module}:{line}: {why}" for line, why in sorted(bad)]
+
+
 def files_and_functions_are_short(file: Source) -> list[str]:
     bad = []
     lines = len(file.text.splitlines())
@@ -250,6 +264,7 @@ RULES: list[Rule] = [
     torch_modules_this_library_replaces_are_not_used,
     private_torch_names_stay_in_compat,
     ranks_and_files_say_text_and_numbers_only,
+    ranks_compare_in_one_place,
     files_and_functions_are_short,
 ]
 
@@ -346,6 +361,19 @@ LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
             torch.load("x", weights_only=True)
             """,
             [3, 4, 5, 6, 7, 8, 9],
+        ),
+        (
+            ranks_compare_in_one_place,
+            "shardwise.checkpoint.write",
+            """
+            import torch.distributed as dist
+            from shardwise.comm.agree import agree, gather_text
+            from shardwise.errors import RankMismatchError
+            def f(found, group):
+                dist.all_gather_object(found, group)
+                raise RankMismatchError("ranks differ")
+            """,
+            [3, 6, 7],
         ),
         (files_and_functions_are_short, "shardwise.cli", LONG_FUNCTION, [1]),
         (files_and_functions_are_short, "shardwise.cli", "\n" * (MAX_FILE_LINES + 1), [MAX_FILE_LINES + 1]),

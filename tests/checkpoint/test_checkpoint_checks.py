@@ -60,7 +60,7 @@ def test_a_missing_file_is_an_error_on_every_rank_that_names_it(tmp_path: Path) 
 def test_another_shape_is_an_error_on_every_rank(tmp_path: Path) -> None:
     save(tmp_path, {"model": {"w": sharded(4, 3)}}, step=1)
     with pytest.raises(
-        CheckpointError, match=r"rank 0, 1, 2: model\.w: expected float32 \(5, 3\), found float32 \(4, 3\)"
+        CheckpointError, match=r"ranks 0, 1, 2: model\.w: expected float32 \(5, 3\), found float32 \(4, 3\)"
     ):
         load(tmp_path, {"model": {"w": sharded(5, 3)}})
 
@@ -77,7 +77,7 @@ def test_another_dtype_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> 
 def test_a_name_missing_from_the_checkpoint_is_an_error_on_every_rank(tmp_path: Path) -> None:
     save(tmp_path, {"w": sharded(4)}, step=1)
     with pytest.raises(
-        CheckpointError, match=r"rank 0, 1: bias: expected by the state, not in the checkpoint"
+        CheckpointError, match=r"ranks 0, 1: bias: expected by the state, not in the checkpoint"
     ):
         load(tmp_path, {"w": sharded(4), "bias": sharded(4)})
 

@@ -59,7 +59,9 @@ def test_what_every_rank_has_its_own_of_returns_to_it(ranks: RankPool, tmp_path:
     for world_size in (3, 1):
         for text in ranks(why_not, tmp_path, world_size=world_size):
             everyone = ", ".join(map(str, range(world_size)))
-            assert f"rank {everyone}: own: saved once for each of 2 ranks" in text
+            assert (
+                f"rank{'s' if world_size > 1 else ''} {everyone}: own: saved once for each of 2 ranks" in text
+            )
         assert ranks(load_without, tmp_path, world_size=world_size) == [3] * world_size
 
 

@@ -211,7 +211,7 @@ def test_reading_finds_files_and_says_what_it_does_not_find(tmp_path: Path) -> N
     def load(path: Any, name: str = "layers.0.weight", spec: ShardingSpec = rows, **options: Any) -> str:
         return refused(lambda: load_slices(path, name, spec, **options))
 
-    assert "rank 0, 1: 'layers.0.weigth' is not in" in load(folder, "layers.0.weigth")
+    assert "ranks 0, 1: 'layers.0.weigth' is not in" in load(folder, "layers.0.weigth")
     assert "near names: layers.0.weight" in load(folder, "layers.0.weigth")
     assert "it has 2 others, such as ['layers.0.weight', 'layers.0.bias']" in load(folder, "zzz")
     assert "expected *.safetensors files or their index, found none" in load(folder / "sub")

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ranks import on_ranks
-from shardwise.comm.differences import differences
 from shardwise.comm.order import Order, event_for
 from shardwise.comm.watch import explained, order_of
 from shardwise.errors import RankMismatchError
@@ -85,16 +84,3 @@ def test_at_the_timeout_the_error_says_where_ranks_are() -> None:
     assert "waited 1 s, its timeout; it was about to gather 'a'" in message
     assert "rank 1 has not come" in message
     assert "test_order.py" in message
-
-
-def test_differences_are_merged_by_equal_text() -> None:
-    texts = {0: "same\nx", 1: "same\ny", 2: "same\nx", 3: "same"}
-    assert differences(texts).splitlines() == [
-        "Only on ranks 0, 2:",
-        "  x",
-        "Only on rank 1:",
-        "  y",
-        "Only on rank 3:",
-        "  nothing",
-    ]
-    assert differences({0: "a\nb", 1: "b\na"}) == "Between rank 0 and rank 1 only the order differs."

@@ -329,7 +329,7 @@ def test_rows_that_do_not_fit_are_refused_everywhere() -> None:
     other = ShardedTensor.wrap(
         [sharded_tensor.Shard(torch.zeros(6, 2), cut.shards_metadata[0])], cut, process_group=dist.group.WORLD
     )
-    with pytest.raises(RankMismatchError, match="rank 1 copies a sharded tensor that is cut otherwise"):
+    with pytest.raises(RankMismatchError, match="disagree about the sharded tensor to copy into rows"):
         to_rows(other, sharded_rows(whole_of((6, 2)), uneven))
     alone = dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ShardingError, match="elements of shape"):

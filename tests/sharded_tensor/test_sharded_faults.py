@@ -243,7 +243,7 @@ def gathered(on_odd: dict[str, Any], **elsewhere: Any) -> Callable[[bool], objec
 
 
 GATHER: dict[str, Fault] = {
-    "other dst": (gathered({"dst": 2}), ["dst ['", "one dst"]),
+    "other dst": (gathered({"dst": 2}), ["dst [", "one dst"]),
     "no such dst": (gathered({"dst": 3}), ["rank {odd}", "rank 3 of a group of 3"]),
     "no dst": (gathered({"dst": None}), ["rank {odd}", "dst None"]),
     "no tensor": (gathered({"out": "x"}), ["rank {odd}", "out"]),

@@ -41,7 +41,7 @@ def test_remote_shards_are_the_other_ranks_shards(tmp_path: Path) -> None:
     rank = dist.get_rank()
     whole = torch.arange(12.0).view(6, 2)
     spec = ChunkShardingSpec(0, ["rank:2", "rank:0", "rank:2"])  # nothing on rank 1
-    with pytest.raises(ShardingError, match=r"rank 0: references to shards.*call.*init_rpc first"):
+    with pytest.raises(ShardingError, match=r"ranks 0, 1, 2: references to shards.*call.*init_rpc first"):
         zeros(spec, 6, 2, init_rrefs=True)
     named = ChunkShardingSpec(0, ["worker1/cpu", "rank:0/cpu"])
     with pytest.raises(ShardingError, match=r"placement worker1/cpu names a worker.*init_rpc first"):

@@ -33,7 +33,7 @@ from shardwise.checkpoint.commit import MANIFEST, digest, find, rank_and_size, r
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
-from shardwise.comm.together import raise_all, together
+from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files import inside, regular
 

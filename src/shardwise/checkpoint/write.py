@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _compat
 from shardwise.checkpoint.commit import FORMAT, digest, open_staging, prune, publish, rank_and_size, sync
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
-from shardwise.comm.together import raise_all, together
+from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.layout import Box, cover
 

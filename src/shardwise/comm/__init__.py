@@ -10,7 +10,6 @@ from shardwise.comm.api import (
 )
 from shardwise.comm.auto import AutoAllGather, AutoReduceScatter
 from shardwise.comm.divide import DivideFactors, divide_factors
-from shardwise.comm.fingerprint import check_fingerprint
 from shardwise.comm.foreach import (
     AllGatherResult,
     ReduceResult,
@@ -37,7 +36,6 @@ __all__ = [
     "ProcessGroupAllocReduceScatter",
     "ReduceResult",
     "ReduceScatter",
-    "check_fingerprint",
     "divide_factors",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",

@@ -1,36 +1,80 @@
-"""Say in words what ranks disagree about."""
+"""Say in words what ranks disagree about. Ranks that say the same stand together.
+
+differences    {rank: text}       which lines only some ranks have
+by_ranks       {rank: problems}   each problem once, led by the ranks that have it
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 _SHOWN_LINES = 20
 _SHOWN_CHARACTERS = 400  # of a line
+_BEFORE = 100  # of which so many lie before what differs
 
 
 def differences(texts: Mapping[int, str]) -> str:
-    """Which lines only some ranks have. Ranks of equal text stand together; the largest side comes first.
+    """Which lines only some ranks have; those of the largest side come first.
 
     Args:
         texts: by rank, of which at least two differ.
     """
-    sides: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        sides.setdefault(texts[rank], []).append(rank)
+    sides = _merged(texts)
     ordered = sorted(sides.items(), key=lambda side: -len(side[1]))
     common = set.intersection(*[set(text.splitlines()) for text, _ in ordered])
+    own = [[line for line in text.splitlines() if line not in common] for text, _ in ordered]
+    if not any(own):
+        return "\n".join(["Only the order differs; where it does first, there is", *_first_apart(ordered)])
     found = []
-    for text, ranks in ordered:
-        own = [line for line in text.splitlines() if line not in common]
+    for (_, ranks), lines in zip(ordered, own, strict=True):
+        other = next(each for each in own if each is not lines)
         found.append(f"Only on {named(ranks)}:")
-        found += [f"  {line[:_SHOWN_CHARACTERS]}" for line in own[:_SHOWN_LINES] or ["nothing"]]
-        if len(own) > _SHOWN_LINES:
-            found.append(f"  ... and {len(own) - _SHOWN_LINES} more lines")
-    if all(line == "  nothing" for line in found[1::2]) and len(found) == 2 * len(ordered):
-        return f"Between {' and '.join(named(ranks) for _, ranks in ordered)} only the order differs."
+        shown = [_excerpt(line, against or "") for line, against in zip_longest(lines, other[: len(lines)])]
+        found += _listed(shown or ["nothing"])
     return "\n".join(found)
 
 
-def named(ranks: list[int]) -> str:
+def by_ranks(problems: Mapping[int, str]) -> str:
+    """Each line of the ranks' problems once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in sorted(problems.items()):
+        for line in dict.fromkeys(problem.splitlines()) or ["an error without text"]:
+            ranks.setdefault(line.strip(), []).append(rank)
+    return "\n".join(_listed([f"{named(found)}: {line}" for line, found in ranks.items()]))
+
+
+def named(ranks: Sequence[int]) -> str:
     """`rank 1`, or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _merged(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    sides: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        sides.setdefault(texts[rank], []).append(rank)
+    return sides
+
+
+def _first_apart(sides: Sequence[tuple[str, list[int]]]) -> list[str]:
+    rows = zip_longest(*[text.splitlines() for text, _ in sides], fillvalue="nothing")
+    row = next(row for row in rows if len(set(row)) > 1)
+    return [
+        f"  {line[:_SHOWN_CHARACTERS]} on {named(ranks)}" for line, (_, ranks) in zip(row, sides, strict=True)
+    ]
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    more = [f"  ... and {len(lines) - _SHOWN_LINES} more lines"] if len(lines) > _SHOWN_LINES else []
+    return [f"  {line}" for line in lines[:_SHOWN_LINES]] + more
+
+
+def _excerpt(line: str, other: str) -> str:
+    """`line`, or what stands around its first difference from `other` if it is long."""
+    if len(line) <= _SHOWN_CHARACTERS:
+        return line
+    same = min(len(line), len(other))
+    at = next((at for at in range(same) if line[at] != other[at]), same)
+    begin = max(0, at - _BEFORE)
+    end = begin + _SHOWN_CHARACTERS
+    return ("..." if begin else "") + line[begin:end] + ("..." if end < len(line) else "")

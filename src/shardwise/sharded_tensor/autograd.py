@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.boxes import Agreement, exchange, part
+from shardwise.comm.agree import Agreement
+from shardwise.comm.exchange import exchange, part
 from shardwise.layout import Box, Message
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.group import is_outside

@@ -7,14 +7,13 @@ and the same verdict is found in them everywhere.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.boxes import Agreement, agree, gather_text
+from shardwise.comm.agree import Agreement, agree, together
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.foreign import shards_of
 from shardwise.sharded_tensor.group import is_outside
@@ -38,19 +37,21 @@ def gather_shards(
     Raises:
         ShardingError: on every rank, naming the rank, shard and both values, where they make none.
     """
-    try:
-        described = _described(shards_of(shards), global_size)
-    except Exception as error:  # of things that are no shards; the other ranks must hear of it
-        described = json.dumps({"problems": [f"found shards {shards!r} of {global_size!r}: {error}"]})
-    told = [json.loads(text) for text in gather_text(described, group=group)]
+
+    def described() -> dict[str, Any]:
+        try:
+            found, size = shards_of(shards), size_of(global_size)
+        except Exception as error:  # of things that are no shards or no size
+            raise ShardingError(f"found shards {shards!r} of {global_size!r}: {error}") from error
+        return _described(found, size)
+
+    told = together("making a sharded tensor of local shards", described, group=group, kind=ShardingError)
     ranks = dist.get_process_group_ranks(group)
-    problems = [
-        f"rank {rank}: {text}" for rank, tale in zip(ranks, told, strict=True) for text in tale["problems"]
-    ]
+    problems: list[str] = []
     for name in ("size", "dtype", "layout", "requires_grad", "memory_format", "pin_memory", "device_type"):
         problems += _differing(name, {r: t[name] for r, t in zip(ranks, told, strict=True) if name in t})
     if problems:
-        raise ShardingError("the local shards make no sharded tensor: " + "; ".join(problems))
+        raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
     metadata = ShardedTensorMetadata(
         [ShardMetadata(*place) for tale in told for place in tale["shards"]],
         size_of(global_size),
@@ -84,24 +85,6 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
                 f" metadata says {expected.memory_format}"
             )
     return problems
-
-
-def all_right(problem: str, *, group: dist.ProcessGroup) -> None:
-    """Raise ShardingError on every rank of `group` if any has a `problem`, in words. Collective."""
-    found = [text for text in gather_text(problem, group=group) if text]
-    if found:
-        raise ShardingError("; ".join(found))
-
-
-def all_do(action: Callable[[], Any], *, group: dist.ProcessGroup) -> Any:
-    """`action()`, which may raise on some ranks, done on all; raises on every rank if on any. Collective."""
-    made, problem = None, ""
-    try:
-        made = action()
-    except Exception as error:
-        problem = f"rank {dist.get_rank()}: {error}"
-    all_right(problem, group=group)
-    return made
 
 
 def proposed(
@@ -138,10 +121,12 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
     return made
 
 
-def _described(shards: Sequence[Shard], global_size: Sequence[int]) -> str:
-    tale: dict[str, Any] = {"size": list(size_of(global_size)), "shards": [], "problems": []}
+def _described(shards: Sequence[Shard], size: torch.Size) -> dict[str, Any]:
+    """This rank's shards in words. Raises ShardingError with all that is wrong with them, a line each."""
+    tale: dict[str, Any] = {"size": list(size), "shards": []}
+    problems: list[str] = []
     for index, shard in enumerate(shards):
-        tale["problems"] += _problems(index, shard)
+        problems += _problems(index, shard)
         tale["shards"].append(
             (shard.metadata.shard_offsets, shard.metadata.shard_sizes, str(shard.metadata.placement))
         )
@@ -157,10 +142,12 @@ def _described(shards: Sequence[Shard], global_size: Sequence[int]) -> str:
             properties["memory_format"] = str(memory_format_of(tensor))
         for name, value in properties.items():
             if tale.setdefault(name, value) != value:
-                tale["problems"].append(
+                problems.append(
                     f"shard {index} ({_where(shard)}) has {name} {value}, but shard 0 has {tale[name]}"
                 )
-    return json.dumps(tale)
+    if problems:
+        raise ShardingError("\n".join(problems))
+    return tale
 
 
 def _problems(index: int, shard: Shard) -> list[str]:

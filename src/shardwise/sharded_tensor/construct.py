@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.boxes import part
+from shardwise.comm.agree import together
+from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.autograd import exchange_values
 from shardwise.sharded_tensor.base import is_foreign
-from shardwise.sharded_tensor.check import agreed, all_do, check_local, gather_shards
+from shardwise.sharded_tensor.check import agreed, check_local, gather_shards
 from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
 from shardwise.sharded_tensor.group import group_or_default, is_outside, ranks_of
 from shardwise.sharded_tensor.metadata import (
@@ -281,7 +282,8 @@ def init_from_local_tensor(
             )
         return [Shard(tensor, place) for tensor, place in zip(given, places, strict=True)]
 
-    local: list[Shard] = all_do(shards, group=group)
+    local: list[Shard] = []
+    together("cutting local tensors", lambda: local.extend(shards()), group=group, kind=ShardingError)
     found = gather_shards(local, global_size, group=group)
     sharding_spec = spec_of(sharding_spec)
     metadata = agreed(

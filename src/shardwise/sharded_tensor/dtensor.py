@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from shardwise import _compat
-from shardwise.comm.boxes import agree, exchange
+from shardwise.comm.agree import agree
+from shardwise.comm.exchange import exchange
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.boxes import gather_text
+from shardwise.comm.agree import together
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.base import ShardedTensorBase, sharded_in
 from shardwise.sharded_tensor.group import OUTSIDE, is_outside
@@ -102,8 +102,8 @@ def flag() -> int:
 
 def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
     """Raise on every rank of `group`, which all know that one of them failed. Collective."""
-    told = [text for text in gather_text(words(_current), group=group) if text]
-    raise ShardingError("; ".join(told)) from next(iter(_current.values()), None)
+    together("an operation on sharded tensors", lambda: raise_here(_current), group=group, kind=ShardingError)
+    raise AssertionError("no rank of the group has failed")
 
 
 def _marked(made: Any, failures: Failures) -> Any:

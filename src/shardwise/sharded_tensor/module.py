@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.boxes import part
+from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.boxes import Agreement, gather_text
+from shardwise.comm.agree import Agreement, together
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd, failure
@@ -167,26 +167,27 @@ def _gather(
 ) -> Tensor | None:
     metadata, group = sharded.metadata(), sharded.process_group
     rank = group.rank()
-    chosen: object = dtype
-    try:
-        wrong = failure.words(failure.known(sharded)) or _wrong_gather(
-            metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype
-        )
-        if rank == dst:
-            convert = enforce_dtype and out is not None
-            chosen = cast(Tensor, out).dtype if convert else dtype or metadata.tensor_properties.dtype
-    except Exception as error:  # of things that are no rank, tensor or dtype; the others must hear of it
-        wrong = f"{here()}: gather() got dst {dst!r}, an out of {type(out)}, dtype {dtype!r}: {error}"
-    told = gather_text(f"{dst} {chosen}\n{wrong}", group=group)
-    problems = [text.partition("\n")[2] for text in told if text.partition("\n")[2]]
-    if problems:
-        raise ShardingError("; ".join(problems))
-    wanted_by = [text.partition(" ")[0] for text in told]
+
+    def told() -> tuple[int, str]:
+        failure.raise_here(failure.known(sharded))
+        try:
+            _check_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
+        except ShardingError:
+            raise
+        except Exception as error:  # of things that are no rank, tensor or dtype
+            raise ShardingError(
+                f"got dst {dst!r}, an out of {type(out)}, dtype {dtype!r}: {error}"
+            ) from error
+        chosen = out.dtype if enforce_dtype and out is not None else dtype or metadata.tensor_properties.dtype
+        return int(dst), str(chosen)
+
+    asked = together("gather()", told, group=group, kind=ShardingError)
+    wanted_by = [rank for rank, _ in asked]
     if len(set(wanted_by)) > 1:
         raise ShardingError(
             f"{here()}: gather() has dst {wanted_by} on the ranks; pass one dst on all of them"
         )
-    moved_as = _dtype(told[dst].partition("\n")[0].partition(" ")[2])
+    moved_as = _dtype(asked[dst][1])
     held = boxes_of(metadata, group)
     whole = Box.whole(metadata.size)
     wanted: list[list[Box]] = [[whole] if r == dst else [] for r in range(len(held))]
@@ -207,7 +208,7 @@ def _gather(
     return None
 
 
-def _wrong_gather(
+def _check_gather(
     metadata: ShardedTensorMetadata,
     dst: int,
     out: Tensor | None,
@@ -215,25 +216,21 @@ def _wrong_gather(
     group: dist.ProcessGroup,
     convert: bool,
     dtype: torch.dtype | None,
-) -> str:
-    """What is wrong with this rank's arguments; empty where nothing is."""
-    who = here()
+) -> None:
+    """Raise ShardingError for what is wrong with this rank's arguments."""
     if not 0 <= dst < group.size():
-        return f"{who}: gather() to rank {dst} of a group of {group.size()}; pass a rank of the group"
+        raise ShardingError(f"to rank {dst} of a group of {group.size()}; pass a rank of the group")
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        return f"{who}: gather() needs a torch.dtype, found dtype {dtype!r}"
+        raise ShardingError(f"needs a torch.dtype, found dtype {dtype!r}")
     if out is None:
-        return ""
+        return
     if group.rank() != dst:
-        return (
-            f"{who}: gather() has an out on group rank {group.rank()}, but dst is {dst}; pass out=None there"
-        )
+        raise ShardingError(f"has an out on group rank {group.rank()}, but dst is {dst}; pass out=None there")
     if out.shape != metadata.size:
-        return f"{who}: gather() needs an out of shape {tuple(metadata.size)}, found {tuple(out.shape)}"
+        raise ShardingError(f"needs an out of shape {tuple(metadata.size)}, found {tuple(out.shape)}")
     expected = dtype or metadata.tensor_properties.dtype
     if out.dtype != expected and not convert:
-        return f"{who}: gather() needs an out of {expected}, found {out.dtype}; pass dtype= on every rank"
-    return ""
+        raise ShardingError(f"needs an out of {expected}, found {out.dtype}; pass dtype= on every rank")
 
 
 def _dtype(name: str) -> torch.dtype:

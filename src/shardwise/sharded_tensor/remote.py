@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.comm.boxes import gather_text
+from shardwise.comm.agree import together
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.check import all_right
 from shardwise.sharded_tensor.metadata import RemoteDevice, Shard, ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -52,23 +51,21 @@ def register_shards(sharded: ShardedTensor) -> None:
         ShardingError: on every rank, where RPC is not initialised on some, or a worker's id is not its rank.
     """
     group = sharded.process_group
-    all_right(_not_ready(), group=group)
-    number = next(_numbers)
-    _registered[number] = sharded
-    told = [int(text) for text in gather_text(str(number), group=group)]
+    what = "referring to shards by torch RPC"
+    told = together(what, lambda: _register(sharded), group=group, kind=ShardingError)
     found: dict[int, list[RRef[Shard]]] = {}
-    problem = ""
-    try:
+
+    def ask() -> None:
         holders = {shard.rank for shard in sharded.metadata().shards_metadata}
         asked = {
             rank: rpc.rpc_async(rank, _references, args=(other,))
             for rank, other in zip(dist.get_process_group_ranks(group), told, strict=True)
             if rank != dist.get_rank() and rank in holders
         }
-        found = {rank: answer.wait() for rank, answer in asked.items()}
-    except Exception as error:
-        problem = f"{here()}: RPC failed: {error}"
-    all_right(problem, group=group)  # also: no rank may drop its tensor before all have their references
+        found.update((rank, answer.wait()) for rank, answer in asked.items())
+
+    # Also: no rank may drop its tensor before all have their references.
+    together(what, ask, group=group, kind=ShardingError)
     sharded._remote = found
 
 
@@ -102,12 +99,16 @@ def _by_rank(place: RemoteDevice | None) -> RemoteDevice | None:
     return RemoteDevice(f"rank:{worker.id}/{place.device()}")
 
 
-def _not_ready() -> str:
-    """Why this rank cannot refer to shards over RPC; empty where it can."""
+def _register(sharded: ShardedTensor) -> int:
+    """The number by which other ranks refer to a tensor of this one."""
     try:
         own = rpc.get_worker_info().id
-    except (AttributeError, RuntimeError):  # not built into torch, not initialised
-        return f"{here()}: references to shards need torch RPC; call torch.distributed.rpc.init_rpc first"
+    except (AttributeError, RuntimeError) as error:  # not built into torch, not initialised
+        raise ShardingError(
+            "references to shards need torch RPC; call torch.distributed.rpc.init_rpc first"
+        ) from error
     if own != dist.get_rank():
-        return f"{here()}: torch RPC has this process as worker {own}; give init_rpc the process's rank"
-    return ""
+        raise ShardingError(f"torch RPC has this process as worker {own}; give init_rpc the process's rank")
+    number = next(_numbers)
+    _registered[number] = sharded
+    return number

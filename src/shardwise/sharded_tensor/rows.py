@@ -7,15 +7,14 @@ the first holds the shard.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.boxes import exchange, gather_text
-from shardwise.comm.fingerprint import fingerprint
-from shardwise.errors import RankMismatchError, ShardingError, here
+from shardwise.comm.agree import agree, together
+from shardwise.comm.exchange import exchange
+from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_tensor.group import group_or_default
@@ -47,7 +46,7 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
         group, boxes = piece.group, list(piece.boxes)
     else:
         group = group_or_default(process_group)
-        boxes = _boxes_told(rows, "", group=group)
+        boxes = _boxes_told(rows, group=group)
     kept: list[tuple[int, Box]] = []
     seen: set[Box] = set()
     for rank, box in zip(dist.get_process_group_ranks(group), boxes, strict=True):
@@ -83,7 +82,8 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
         RankMismatchError: on every rank, where ranks pass differently cut tensors.
     """
     metadata, group = sharded.metadata(), sharded.process_group
-    wanted = _boxes_told(rows, said_of(sharded), group=group, shape=metadata.size)
+    wanted = _boxes_told(rows, group=group, shape=metadata.size)
+    agree(said_of(sharded), group=group, what="the sharded tensor to copy into rows")
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     held = metadata.boxes_by(ranks)
     local, anchor = rows.local.detach(), sharded.anchor
@@ -100,22 +100,18 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
 
 
 def _boxes_told(
-    rows: ShardedRows, words: str, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
+    rows: ShardedRows, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
 ) -> list[Box]:
-    """Every rank's box. Raises on every rank where `words` differ or rows are not of one tensor."""
+    """Every rank's box. Raises on every rank where rows are not of one tensor."""
     tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
-    mine = [tensor, rows.box.offsets, rows.box.sizes, fingerprint(words)]
-    told = [json.loads(text) for text in gather_text(json.dumps(mine), group=group)]
+    told = together(
+        "comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group, kind=ShardingError
+    )
     expected = told[0][0] if shape is None else f"{tuple(shape)}"
-    for rank, (found, _, _, own_words) in zip(dist.get_process_group_ranks(group), told, strict=True):
+    for rank, (found, _, _) in zip(dist.get_process_group_ranks(group), told, strict=True):
         if found != expected:
             raise ShardingError(
                 f"{here()}: expected rows of a tensor of shape {expected} on every rank, found {found} on"
                 f" rank {rank}; pass the rows of the same tensor"
             )
-        if own_words != told[0][3]:
-            raise RankMismatchError(
-                f"{here()}: rank {rank} copies a sharded tensor that is cut otherwise than that of the first"
-                " rank; make the same call with the same tensor on every rank"
-            )
-    return [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes, _ in told]
+    return [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in told]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.export import ExportedProgram
 
-from shardwise.comm.together import together
+from shardwise.comm.agree import together
 from shardwise.errors import ShardingError, here
 from shardwise.files import inside
 from shardwise.tensor_parallel import device

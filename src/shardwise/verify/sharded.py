@@ -9,7 +9,6 @@ each replica compares; tensors that are not sharded are compared on every rank.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm.boxes import gather_text
+from shardwise.comm.agree import together
 
 from .case import CaseError, apply_shard, load_case
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
@@ -144,8 +143,7 @@ def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[
             held.append(ABSENT)
         else:
             held.append(PRESENT if kind == "parameter" or parameter.grad is not None else EMPTY)
-    assert dist.group.WORLD is not None
-    return [json.loads(text) for text in gather_text(json.dumps(held), group=dist.group.WORLD)]
+    return together(f"comparing the {kind}s", lambda: held)
 
 
 def _presence_problem(held: list[int], reference: int) -> str:
@@ -179,9 +177,9 @@ def _name_problems(
 
 def _gather_differences(differences: list[Difference]) -> list[Difference]:
     """What all ranks found, merged, on rank 0; empty elsewhere."""
-    assert dist.group.WORLD is not None
-    text = json.dumps([dataclasses.asdict(difference) for difference in differences])
-    told = gather_text(text, group=dist.group.WORLD)
+    told = together(
+        "merging what ranks found", lambda: [dataclasses.asdict(difference) for difference in differences]
+    )
     if dist.get_rank() != 0:
         return []
-    return merge_ranks([Difference(**fields) for fields in json.loads(each)] for each in told)
+    return merge_ranks([Difference(**fields) for fields in each] for each in told)

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.slices.format import DTYPES
-from shardwise.comm.fingerprint import fingerprint
-from shardwise.comm.together import together
+from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
 from shardwise.files import open_tensors, tensor_files
 from shardwise.layout import Box

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.commit import rank_and_size, sync
 from shardwise.checkpoint.slices.format import DTYPES, NAMES
 from shardwise.checkpoint.state import as_bytes
-from shardwise.comm.fingerprint import fingerprint
-from shardwise.comm.together import together
+from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
 from shardwise.layout import Box
 from shardwise.sharded_parameter import ShardedRows

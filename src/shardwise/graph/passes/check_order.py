@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.fx import Graph, GraphModule
 
-from shardwise.comm.fingerprint import check_fingerprint
+from shardwise.comm.agree import agree
 from shardwise.graph.collectives import Collective, collectives
 
 
@@ -63,7 +63,13 @@ def check_order(
 
 def check_text(text: str, *, groups: Sequence[ProcessGroup], device: torch.device) -> None:
     """`check_order` of graphs whose `order_text` is known."""
-    check_fingerprint("collectives of a compiled graph, in order:\n" + text, groups=groups, device=device)
+    agree(
+        text,
+        group=groups,
+        what="the collectives of a compiled graph, in order",
+        device=device,
+        advice="Build the same model, with the same fully_shard calls in the same order, on every rank.",
+    )
 
 
 def _describe(one: Collective, groups: Sequence[str] | None) -> str:

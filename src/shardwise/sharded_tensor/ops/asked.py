@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import ShardingError, here
+from shardwise.comm.agree import together
+from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.autograd import all_reduced, replicated
-from shardwise.sharded_tensor.check import all_right
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -70,7 +70,7 @@ def compared(ask: Callable[[], Asked], group: dist.ProcessGroup) -> tuple[Asked,
     told = all_reduced(on_group, group).cpu()
     if not told[:, _RIGHT].all():
         try:
-            all_right("" if error is None else f"{here()}: {error}", group=group)
+            together("looking up ids", lambda: _raise(error), group=group, kind=ShardingError)
         except ShardingError as everywhere:
             raise (error or everywhere) from everywhere.__cause__
     assert asked is not None
@@ -111,6 +111,11 @@ def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> 
     return ShardedTensor.wrap(
         [Shard(mine, shards[group.rank()])], metadata, process_group=group, anchor=mine.reshape(-1)[:0]
     )
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _hash(asked: Asked) -> int:

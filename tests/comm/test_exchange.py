@@ -1,4 +1,4 @@
-"""Boxes move to whoever wants them, in any dtype and stride, of no byte too many; and ranks agree first."""
+"""Boxes move to whoever wants them, in any dtype and stride, of no byte too many."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ranks import on_ranks
 from shardwise import _compat
-from shardwise.comm import boxes as module
-from shardwise.comm.boxes import agree, exchange, gather_text, part
+from shardwise.comm import exchange as module
 from shardwise.comm.count import CommCounter
-from shardwise.errors import RankMismatchError, ShardingError
+from shardwise.comm.exchange import exchange, part
+from shardwise.errors import ShardingError
 from shardwise.layout import Box
 from shardwise.layout.messages import Message, transfer
 
@@ -206,7 +206,7 @@ def test_other_backends_get_all_messages_in_one_batch() -> None:
     shape = (9, 7)
     rows, columns = (even(shape, dim=dim, ranks=ranks) for dim in (0, 1))
     with (
-        mock.patch.object(module, "_backend", return_value="another"),
+        mock.patch.object(module, "backend_of", return_value="another"),
         mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as batch,
     ):
         for dtype in DTYPES:
@@ -340,71 +340,3 @@ def test_a_part_of_a_box_is_a_view_of_its_tensor() -> None:
     for outside in (Box((9, 20), (1, 1)), Box((10, 20), (4, 7)), Box((13, 25), (2, 1))):
         with pytest.raises(ShardingError, match="take their intersection"):
             part(box, tensor, outside)
-
-
-# ---------------------------------------------------------------- texts and agreement
-
-
-@on_ranks(1, 3)
-def test_texts_of_any_length_and_language_arrive_by_rank() -> None:
-    rank, ranks, group = world()
-    texts = ["", "Zeichen: äöü → 日本語 🜁 \x00 end", "x" * 5000]
-    with CommCounter() as counter:
-        assert gather_text(texts[rank], group=group) == texts[:ranks]
-    assert [(call.kind, call.bytes) for call in counter.calls] == (
-        [] if ranks == 1 else [("all_gather", 8 * 3), ("all_gather", 5000 * 3)]
-    )
-    assert gather_text("", group=group, device=torch.device("cpu")) == [""] * ranks
-    if ranks == 1:
-        return
-    pair = dist.new_group([2, 0])
-    if rank != 1:
-        assert gather_text(f"from {rank}", group=pair) == [
-            f"from {r}" for r in dist.get_process_group_ranks(pair)
-        ]
-
-
-@on_ranks(1, 3)
-def test_ranks_that_agree_compare_8_bytes_each_and_go_on() -> None:
-    _, ranks, group = world()
-    with CommCounter() as counter:
-        agree("rows to columns", group=group, what="the boxes")
-    assert counter.bytes("send") == counter.bytes("recv") == 8 * (ranks - 1)
-    assert {call.kind for call in counter.calls} <= {"send", "recv"}
-
-
-@on_ranks(3)
-def test_one_rank_that_differs_stops_all_with_both_texts_around_the_first_difference() -> None:
-    rank, _, group = world()
-
-    def clash(description: str, group: Any) -> str:
-        with pytest.raises(RankMismatchError) as error:
-            agree(description, group=group, what="the boxes of w")
-        message = str(error.value)
-        assert message.startswith(f"rank {rank}: ranks disagree about the boxes of w")
-        return message
-
-    for odd in range(3):
-        message = clash("by column" if rank == odd else "by row", group)
-        other = next(r for r in range(3) if (r == odd) != (rank == odd))
-        assert f"\nRank {rank}: {'by column' if rank == odd else 'by row'}\n" in message
-        assert f"\nRank {other}: {'by column' if other == odd else 'by row'}\n" in message
-        assert message.count("\nRank ") == 2
-    long = "a" * 50_000 + str(rank) + "b" * 50_000
-    message = clash(long, group)
-    assert len(message) < 3000
-    assert all(f"aaa{r}bbb" in message for r in (rank, 1 if rank == 0 else 0))
-    assert message.count("...") == 4
-    message = clash("a" * 2000 * (rank == 1), group)  # one is the other's beginning
-    assert "\nRank 1: aaa" in message
-    pair = dist.new_group([1, 2])
-    if rank == 0:
-        return
-    assert all(f"\nRank {r}: {r}\n" in clash(str(rank), pair) for r in (1, 2))
-
-
-@on_ranks(1)
-def test_a_groups_texts_travel_on_a_device_that_it_serves() -> None:
-    fake = dist.new_group([0], backend="fake")
-    for group in (dist.group.WORLD, fake, dist.new_group([0], backend="cpu:gloo")):
-        assert module._device(group) == torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Move boxes of logical tensors between ranks at exactly the least bytes, and agree on them first.
+"""Move boxes of logical tensors between ranks at exactly the least bytes.
 
 A list of `Message`s says which box goes from whom to whom. All that one rank has for another travels as
 one point-to-point message of its bytes, one box after the other in the order of the list, each row by row:
@@ -10,8 +10,6 @@ Both sides choose for themselves, since the bytes are the same. No rank gets a b
 and none passes through a third rank, as in an all-gather or an all-to-all of padded parts it would.
 Bytes travel as uint8, which every backend moves. Over gloo ranks meet message by message in the order of
 `comm.gloo`; other backends get all messages in one batch.
-
-What ranks must mean alike is compared by `agree`, without pickle: peers' bytes are only ever text.
 """
 
 from __future__ import annotations
@@ -24,24 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.fingerprint import fingerprint
-from shardwise.comm.gloo import issued
-from shardwise.errors import RankMismatchError, ShardingError, here
+from shardwise.comm.agree import Agreement, backend_of
+from shardwise.errors import ShardingError, here
 from shardwise.layout.box import Box
 from shardwise.layout.messages import Message
 
 # Far from the tags of comm.gloo and of users' sends and receives; gloo's tags are 31 bits wide.
 _TAG = 0x7B000000
 _GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
-
-_WORD_TAG = _TAG + 1
-# Of exchanges under an agreement: 8 bits of its number in the group and 20 of what is agreed on, so that
-# neither another meaning nor what is left of an agreement that failed is met.
-_AGREED_TAGS = 0x60000000
-_DIRECT_RANKS = 32  # up to so many ranks tell each other directly over gloo
-
-_SHOWN = 1000  # characters of each side of a mismatch
-_BEFORE = 200  # of which so many lie before the first difference
 
 _Held = Sequence[tuple[Box, Tensor]]
 
@@ -105,7 +93,7 @@ def exchange(
             agreement.settle()
         return
     device = (source or target)[0][1].device
-    if _backend(group, device) == "gloo":
+    if backend_of(group, device) == "gloo":
         _exchange_over_gloo(local, sends, receives, group, agreement)
     else:
         if agreement is not None:
@@ -128,123 +116,6 @@ def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
             f"{here()}: expected a part of {box}, got {of}, which leaves it; take their intersection"
         )
     return tensor[tuple(map(slice, begins, ends))]
-
-
-def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
-    """Every rank's `text`, by rank in `group`.
-
-    Collective over `group`: two all-gathers, of lengths and of bytes padded to the longest; the second is
-    left out where all texts are empty, both in a group of one rank.
-
-    Args:
-        text: any text, of any length on each rank.
-        group: the ranks to gather from.
-        device: where `group`'s backend wants its tensors; None asks the group, and takes the current
-            device if that is an accelerator.
-    """
-    ranks = group.size()
-    if ranks == 1:
-        return [text]
-    device = device or _device(group)
-    encoded = text.encode("utf-8", "surrogatepass")
-    lengths = _all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device), group).tolist()
-    longest = max(lengths)
-    if longest == 0:
-        return [""] * ranks
-    padded = torch.frombuffer(bytearray(encoded.ljust(longest, b"\0")), dtype=torch.uint8)
-    rows = _all_gather(padded.to(device), group).cpu().view(ranks, longest)
-    return [
-        row[:length].numpy().tobytes().decode("utf-8", "surrogatepass")
-        for row, length in zip(rows, lengths, strict=True)
-    ]
-
-
-class Agreement:
-    """Ranks tell each other what they are about to do, in 8 bytes each.
-
-    Collective over `group`, to make one and to `settle` it. Between the two a rank may post what it is about
-    to do, if messages that mean something else do not meet it: so agreeing costs no round of its own. Over
-    gloo up to 32 ranks send each other their words directly; elsewhere it is one all-gather.
-
-    Attributes:
-        tag: for point-to-point messages of ranks that mean the same, over gloo; other meanings have another.
-    """
-
-    def __init__(
-        self, description: str, *, group: dist.ProcessGroup, device: torch.device | None = None, what: str
-    ) -> None:
-        """Send this rank's word.
-
-        Args:
-            description: in words, equal on ranks that will communicate alike.
-            group: the ranks to compare.
-            device: as for `gather_text`.
-            what: is described, for the error: "the boxes of w".
-        """
-        self._description, self._group, self._own = description, group, fingerprint(description)
-        self._what = what
-        self.tag = _AGREED_TAGS + (next(issued(group)) % 256 << 20) + self._own % (1 << 20)
-        self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
-        self._sends: list[dist.Work] = []
-        if group.size() == 1 or _compat.is_fake(torch.empty(0)):
-            return
-        self._device = device or _device(group)
-        self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
-        rank, ranks = group.rank(), group.size()
-        if ranks <= _DIRECT_RANKS and self._word.is_cpu and _backend(group, self._device) == "gloo":
-            wire = self._word.view(torch.uint8)
-            self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank + 1, ranks)]
-            for peer in (*range(rank + 1, ranks), *range(rank)):
-                word = torch.empty_like(self._word)
-                self._words[peer] = (group.recv([word.view(torch.uint8)], peer, _WORD_TAG), word)
-            self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank - 1, -1, -1)]
-        else:
-            words = _all_gather(self._word, group)
-            self._words = {peer: (None, words[peer]) for peer in range(ranks) if peer != rank}
-
-    def settle(self) -> None:
-        """Wait for everyone's word.
-
-        Raises:
-            RankMismatchError: on every rank of the group, if any two descriptions differ.
-        """
-        said = {peer: self._said(peer) for peer in self._words}
-        for work in self._sends:
-            work.wait(_GROUP_TIMEOUT)
-        self._sends.clear()
-        other = next((peer for peer in sorted(said) if said[peer] != self._own), None)
-        if other is None:
-            return
-        texts = gather_text(self._description, group=self._group, device=self._device)
-        mine, names = self._group.rank(), dist.get_process_group_ranks(self._group)
-        at = _first_difference(texts[mine], texts[other])
-        raise RankMismatchError(
-            f"{here()}: ranks disagree about {self._what}, so their messages would not match.\n"
-            f"Rank {names[mine]}: {_excerpt(texts[mine], at)}\n"
-            f"Rank {names[other]}: {_excerpt(texts[other], at)}\n"
-            "Make the same call with the same arguments on every rank."
-        )
-
-    def _said(self, peer: int) -> int:
-        work, word = self._words[peer]
-        if work is not None:
-            work.wait(_GROUP_TIMEOUT)
-            self._words[peer] = (None, word)
-        return int(word.item())
-
-
-def agree(
-    description: str, *, group: dist.ProcessGroup, device: torch.device | None = None, what: str
-) -> None:
-    """Make sure that all ranks of `group` describe alike what they are about to do. Collective over `group`.
-
-    One message of 8 bytes to each rank if they agree, the texts beside if they do not; nothing in a group of
-    one rank. On fake tensors, which have no values to compare, it does nothing. See `Agreement`.
-
-    Raises:
-        RankMismatchError: on every rank of `group`, if any two descriptions differ.
-    """
-    Agreement(description, group=group, device=device, what=what).settle()
 
 
 # Moving bytes
@@ -332,38 +203,6 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         to.copy_(taken)
 
 
-def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = mine.new_empty(group.size() * mine.numel())
-    _compat.all_gather_single(gathered, mine, group, async_op=False)
-    return gathered
-
-
-# Which backend moves what
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backends of `group` by type of device."""
-    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    backends = _backends(group)
-    if device.type not in backends:
-        raise ShardingError(
-            f"{here()}: expected tensors on a device that the process group serves ({', '.join(backends)}),"
-            f" got {device}; move them there, or make the group with a backend for {device.type}"
-        )
-    return backends[device.type]
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors `group` moves: the CPU where it can."""
-    kinds = list(_backends(group))
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
-
-
 # Errors
 
 
@@ -393,17 +232,3 @@ def _check(source: _Held, target: _Held) -> None:
                     f" {first.dtype} on {first.device}, got {side} {index} of {tensor.dtype} on"
                     f" {tensor.device}; convert it before or after the exchange"
                 )
-
-
-def _first_difference(mine: str, theirs: str) -> int:
-    same = min(len(mine), len(theirs))
-    return next((at for at in range(same) if mine[at] != theirs[at]), same)
-
-
-def _excerpt(text: str, at: int) -> str:
-    """`text`, or what stands around `at` if it is long."""
-    if len(text) <= _SHOWN:
-        return text
-    begin = max(0, at - _BEFORE)
-    end = begin + _SHOWN
-    return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")

@@ -1,0 +1,277 @@
+"""The one way in which ranks compare what they are about to do, and raise alike.
+
+    agree       all describe the same thing: 8 bytes to each rank, the texts only where they differ
+    Agreement   the same, begun before and settled after what else there is to do meanwhile
+    together    all do what one alone may fail at; what goes wrong on any raises on all
+    gather_text every rank's text
+
+A rank that raised alone would leave the others waiting in their next collective. So every rank tells, every
+rank finds the same in what all told, and all raise the same error. What ranks tell each other is text and
+integers of fixed size: nothing that a peer sends is ever unpickled.
+
+Agreement on the order of collectives, which costs nothing while it repeats, is in `comm.order`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.comm.differences import by_ranks, differences
+from shardwise.comm.gloo import issued
+from shardwise.comm.watch import announced
+from shardwise.errors import CheckpointError, RankMismatchError, ShardingError, ShardwiseError, here
+
+_GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
+_WORD_TAG = 0x7B000001
+# Of messages under an agreement: 8 bits of its number in the group and 20 of what is agreed on, so that
+# neither another meaning nor what is left of an agreement that failed is met.
+_AGREED_TAGS = 0x60000000
+_DIRECT_RANKS = 32  # up to so many ranks tell each other directly over gloo
+_NEXT = "\0"  # between what is described and what ranks have heard of it in other groups
+
+_T = TypeVar("_T")
+
+
+def fingerprint(text: str) -> int:
+    """63 bits of a hash of `text`, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def agree(
+    description: str,
+    *,
+    group: dist.ProcessGroup | Sequence[dist.ProcessGroup],
+    what: str,
+    device: torch.device | None = None,
+    advice: str = "Make the same call with the same arguments on every rank.",
+) -> None:
+    """Make sure that all ranks of `group` describe alike what they are about to do. Collective over `group`.
+
+    Nothing is sent in a group of one rank, nor on fake tensors, which have no values to compare.
+
+    Args:
+        description: in words, equal on ranks that will communicate alike.
+        group: the ranks to compare. Of several groups, one after the other, such as the axes of a mesh, a
+            rank hears of what differs in any: what one group found is told in the next.
+        what: is described, for the error: "the boxes of w".
+        device: as for `gather_text`.
+        advice: what to do about a difference.
+
+    Raises:
+        RankMismatchError: on every rank of the groups, if any two descriptions differ.
+    """
+    heard: dict[str, None] = {}
+    for one in [group] if isinstance(group, dist.ProcessGroup) else group:
+        agreement = Agreement(_NEXT.join((description, *heard)), group=one, what=what, device=device)
+        said = {rank: text.split(_NEXT) for rank, text in agreement.differing().items()}
+        described = {rank: words[0] for rank, words in said.items()}
+        if len(set(described.values())) > 1:
+            heard[differences(described)] = None
+        heard |= {found: None for words in said.values() for found in words[1:]}
+    if heard:
+        raise _mismatch(what, "\n".join(heard), advice)
+
+
+class Agreement:
+    """Ranks tell each other what they are about to do, in 8 bytes each.
+
+    Collective over `group`, to make one and to `settle` it. Between the two a rank may post what it is about
+    to do, if messages that mean something else do not meet it: so agreeing costs no round of its own. Over
+    gloo up to 32 ranks send each other their words directly; elsewhere it is one all-gather.
+
+    Attributes:
+        tag: for point-to-point messages of ranks that mean the same, over gloo; other meanings have another.
+    """
+
+    def __init__(
+        self, description: str, *, group: dist.ProcessGroup, what: str, device: torch.device | None = None
+    ) -> None:
+        """Send this rank's word. Arguments as of `agree`."""
+        self._description, self._group, self._own = description, group, fingerprint(description)
+        self._what = what
+        self.tag = _AGREED_TAGS + (next(issued(group)) % 256 << 20) + self._own % (1 << 20)
+        self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
+        self._sends: list[dist.Work] = []
+        if group.size() == 1 or _compat.is_fake(torch.empty(0)):
+            return
+        self._device = device or _device(group)
+        self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
+        rank, ranks = group.rank(), group.size()
+        if ranks <= _DIRECT_RANKS and self._word.is_cpu and backend_of(group, self._device) == "gloo":
+            wire = self._word.view(torch.uint8)
+            self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank + 1, ranks)]
+            for peer in (*range(rank + 1, ranks), *range(rank)):
+                word = torch.empty_like(self._word)
+                self._words[peer] = (group.recv([word.view(torch.uint8)], peer, _WORD_TAG), word)
+            self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank - 1, -1, -1)]
+        else:
+            words = _all_gather(self._word, group)
+            self._words = {peer: (None, words[peer]) for peer in range(ranks) if peer != rank}
+
+    def settle(self) -> None:
+        """Wait for everyone's word.
+
+        Raises:
+            RankMismatchError: on every rank of the group, if any two descriptions differ.
+        """
+        texts = self.differing()
+        if texts:
+            raise _mismatch(self._what, differences(texts))
+
+    def differing(self) -> dict[int, str]:
+        """Every rank's description, if any two differ; else nothing. Equally on every rank of the group."""
+        said = {peer: self._said(peer) for peer in self._words}
+        for work in self._sends:
+            work.wait(_GROUP_TIMEOUT)
+        self._sends.clear()
+        if all(word == self._own for word in said.values()):
+            return {}
+        texts = gather_text(self._description, group=self._group, device=self._device)
+        return dict(zip(dist.get_process_group_ranks(self._group), texts, strict=True))
+
+    def _said(self, peer: int) -> int:
+        work, word = self._words[peer]
+        if work is not None:
+            work.wait(_GROUP_TIMEOUT)
+            self._words[peer] = (None, word)
+        return int(word.item())
+
+
+def _mismatch(
+    what: str, found: str, advice: str = "Make the same call with the same arguments on every rank."
+) -> RankMismatchError:
+    return RankMismatchError(
+        f"{here()}: ranks disagree about {what}, so their messages would not match.\n{found}\n{advice}"
+    )
+
+
+# What one rank alone may fail at
+
+
+def together(
+    what: str,
+    action: Callable[[], _T],
+    *,
+    group: dist.ProcessGroup | None = None,
+    kind: type[ShardwiseError] = CheckpointError,
+) -> list[_T]:
+    """Run `action` on every rank; every rank's result, by rank in the group.
+
+    Collective over `group`, by default all ranks; without a process group this process is alone.
+
+    Args:
+        what: is being done, for the error: "loading x".
+        action: returns what JSON can hold (tuples come back as lists).
+        group: the ranks that take part.
+        kind: of the error.
+
+    Raises:
+        ShardwiseError: of `kind`, on every rank, with the problems of all, if `action` raised on any.
+    """
+    result: Any = None
+    own: Exception | None = None
+    try:
+        result = action()
+        text = json.dumps([result, None])
+    except Exception as error:
+        own = error
+        text = json.dumps([None, _said_by(error)])
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    with announced(group, f"tell how {what.partition(' ')[0]} went"):
+        told = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
+    ranks = dist.get_process_group_ranks(group) if group else [0]
+    raise_all(what, {rank: found for rank, (_, found) in zip(ranks, told, strict=True)}, kind=kind, cause=own)
+    return [result for result, _ in told]
+
+
+def raise_all(
+    what: str,
+    problems: Mapping[int, str | None],
+    *,
+    kind: type[ShardwiseError] = CheckpointError,
+    cause: Exception | None = None,
+) -> None:
+    """Raise if any rank has a problem; for problems that every rank knows. Local."""
+    found = {rank: problem for rank, problem in problems.items() if problem is not None}
+    if found:
+        raise kind(f"{what} failed\n{by_ranks(found)}") from cause
+
+
+def _said_by(error: Exception) -> str:
+    """Without the rank, so that ranks which fail alike say the same."""
+    text = str(error).removeprefix(f"{here()}: ")
+    return text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
+
+
+# Texts
+
+
+def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
+    """Every rank's `text`, by rank in `group`.
+
+    Collective over `group`: two all-gathers, of lengths and of bytes padded to the longest; the second is
+    left out where all texts are empty, both in a group of one rank.
+
+    Args:
+        text: any text, of any length on each rank.
+        group: the ranks to gather from.
+        device: where `group`'s backend wants its tensors; None asks the group, and takes the current
+            device if that is an accelerator.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return [text]
+    device = device or _device(group)
+    encoded = text.encode("utf-8", "surrogatepass")
+    lengths = _all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device), group).tolist()
+    longest = max(lengths)
+    if longest == 0:
+        return [""] * ranks
+    padded = torch.frombuffer(bytearray(encoded.ljust(longest, b"\0")), dtype=torch.uint8)
+    rows = _all_gather(padded.to(device), group).cpu().view(ranks, longest)
+    return [
+        row[:length].numpy().tobytes().decode("utf-8", "surrogatepass")
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = mine.new_empty(group.size() * mine.numel())
+    _compat.all_gather_single(gathered, mine, group, async_op=False)
+    return gathered
+
+
+# Which backend moves what
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that moves tensors on `device`. Raises ShardingError where the group has none."""
+    backends = _backends(group)
+    if device.type not in backends:
+        raise ShardingError(
+            f"{here()}: expected tensors on a device that the process group serves ({', '.join(backends)}),"
+            f" got {device}; move them there, or make the group with a backend for {device.type}"
+        )
+    return backends[device.type]
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backends of `group` by type of device."""
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors `group` moves: the CPU where it can."""
+    kinds = list(_backends(group))
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
