@@ -109,7 +109,7 @@ def on_rank(exported: zoo.Exported, which: str, rank: int, ranks: int, folder: s
 
 
 def _shown(counts: Counter[str]) -> str:
-    short = {"all_reduce": "AR", "all_gather_into_tensor": "AG", "reduce_scatter_tensor": "RS"}
+    short = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS"}
     found = [f"{counts[name]} {text}" for name, text in short.items() if counts[name]]
     return "right: " + (", ".join(found) or "none")
 

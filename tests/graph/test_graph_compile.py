@@ -15,8 +15,9 @@ from torch._dynamo.utils import counters
 import shardwise
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, _compat, fully_shard
+from shardwise.comm.kinds import GATHER, SCATTER
 from shardwise.graph import record
-from shardwise.graph.collectives import GATHER, SCATTER, collectives
+from shardwise.graph.collectives import collectives
 from shardwise.graph.passes import Passes, most_unsharded, saved_gathers
 
 WIDTH, STEPS = 6, 2

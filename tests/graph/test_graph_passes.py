@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 
 from ranks import on_ranks
+from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import RankMismatchError, ShardingError
-from shardwise.graph.collectives import GATHER, REDUCE, SCATTER, collectives
+from shardwise.graph.collectives import collectives
 from shardwise.graph.passes import (
     Passes,
     bound_unsharded,

@@ -27,8 +27,9 @@ from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, ShardedParameter, clip_grad_norm_, compile_step, fully_shard
 from shardwise.checkpoint import load, save
 from shardwise.comm import DefaultAllGather
+from shardwise.comm.kinds import GATHER
 from shardwise.errors import ShardingError
-from shardwise.graph.collectives import GATHER, collectives
+from shardwise.graph.collectives import collectives
 from shardwise.graph.step import CompiledStep
 from shardwise.optim import flat
 

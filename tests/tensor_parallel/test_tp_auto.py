@@ -150,7 +150,7 @@ def test_llama_gets_column_and_row_pairs_with_two_all_reduces_a_layer(ranks: int
         assert layer_styles(plan, layer) == LLAMA_STYLES
     assert plan.strategies["head.weight"] == "column"
     assert plan.strategies["embed.weight"] in ("row", "column")
-    assert plan.collectives["all_reduce"] + plan.collectives["all_gather_into_tensor"] == 2 * 2 + 2
+    assert plan.collectives["all_reduce"] + plan.collectives["all_gather"] == 2 * 2 + 2
     assert plan.gap == 0
     norms = 5 * 2048 * 2
     assert plan.bytes_held == ((plan.space.whole() - norms) // ranks + norms,) * ranks

@@ -183,7 +183,7 @@ def test_logits_that_are_gathered_before_serve_the_loss_too():
     programs = [cut(program, 2, rank) for rank in range(2)]
     for (found,) in lockstep.run(programs, x, targets):
         torch.testing.assert_close(found, model(x, targets))
-    assert counts(programs[0]) == {"all_gather_into_tensor": 1}
+    assert counts(programs[0]) == {"all_gather": 1}
 
 
 @on_ranks(4)

@@ -99,7 +99,7 @@ def test_an_operation_without_a_rule_is_named_with_its_line_and_the_bytes_it_gat
         made = parts(program, PLAN)
     for (result,) in lockstep.run(made, x):
         torch.testing.assert_close(result, model(x), rtol=1e-5, atol=1e-5)
-    assert counts(made[0]) == {"all_gather_into_tensor": 1, "all_reduce": 1}
+    assert counts(made[0]) == {"all_gather": 1, "all_reduce": 1}
     with pytest.raises(ShardingError, match=rf"{told}.* would gather {3 * 10 * 4} bytes; register a rule"):
         parts(program, PLAN, strict=True)
 

@@ -195,7 +195,7 @@ def test_output_layouts_are_done_where_the_module_returns() -> None:
     assert counts(usual[0]) == {"all_reduce": 1}
     assert [(row.kind, row.module) for row in explain(usual[0]).collectives] == [("all_reduce", "down")]
     gathered = check(model, {"up": peer.ColwiseParallel(output_layouts=Replicate())}, x, strict=True)
-    assert counts(gathered[0]) == {"all_gather_into_tensor": 1}
+    assert counts(gathered[0]) == {"all_gather": 1}
     (row,) = explain(gathered[0]).collectives
     assert (row.module, row.bytes) == ("up", 2 * 4 * 16 * 4)
     assert [node.meta["val"].shape[-1] for node in gathered[0].graph.nodes if "gelu" in node.name] == [16]
@@ -228,11 +228,11 @@ def test_a_modules_input_and_output_are_moved_where_they_are_wanted() -> None:
     whole = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
     one = check(model, {"1.norm": peer.PrepareModuleInput(**rows)}, x, strict=True)
     assert shapes(one[0], "layer_norm")[1:] == [(2, 3, 8)]
-    assert counts(one[0]) == {"all_gather_into_tensor": 1}
+    assert counts(one[0]) == {"all_gather": 1}
     both = peer.PrepareModuleInputOutput(**rows, **whole)
     two = check(model, {"1.norm": both, "1.up": ColwiseParallel, "1.down": RowwiseParallel}, x, strict=True)
     assert shapes(two[0], "layer_norm")[1:] == [(2, 3, 8)]
-    assert counts(two[0]) == {"all_gather_into_tensor": 1, "all_reduce": 1}
+    assert counts(two[0]) == {"all_gather": 1, "all_reduce": 1}
     (gather, _) = explain(two[0]).collectives
     assert gather.module == "1.norm"
     by_name = peer.PrepareModuleInput(
@@ -246,7 +246,7 @@ def test_a_modules_input_and_output_are_moved_where_they_are_wanted() -> None:
         "1.norm": peer.PrepareModuleInput(**rows),
     }
     four = check(model, scattered, x, strict=True)
-    assert counts(four[0]) == {"all_reduce": 1, "all_gather_into_tensor": 1}
+    assert counts(four[0]) == {"all_reduce": 1, "all_gather": 1}
 
 
 class Sum(nn.Module):
@@ -297,11 +297,11 @@ def test_output_layouts_that_no_program_can_have_are_refused() -> None:
 @pytest.mark.parametrize(
     ("plan", "dim", "collectives"),
     [
-        ({"embed": RowwiseParallel}, 0, {"all_reduce": 1, "all_gather_into_tensor": 1}),
-        ({"head": ColwiseParallel}, 0, {"all_reduce": 1, "all_gather_into_tensor": 1}),
-        ({"embed": "rowwise", "head": "colwise"}, 0, {"all_reduce": 1, "all_gather_into_tensor": 1}),
-        ({"embed": ColwiseParallel}, 1, {"all_gather_into_tensor": 1, "all_reduce": 1}),
-        ({"head": RowwiseParallel}, 1, {"all_gather_into_tensor": 1, "all_reduce": 1}),
+        ({"embed": RowwiseParallel}, 0, {"all_reduce": 1, "all_gather": 1}),
+        ({"head": ColwiseParallel}, 0, {"all_reduce": 1, "all_gather": 1}),
+        ({"embed": "rowwise", "head": "colwise"}, 0, {"all_reduce": 1, "all_gather": 1}),
+        ({"embed": ColwiseParallel}, 1, {"all_gather": 1, "all_reduce": 1}),
+        ({"head": RowwiseParallel}, 1, {"all_gather": 1, "all_reduce": 1}),
     ],
 )
 def test_tied_weights_are_one_shard_cut_by_either_name_also_where_the_graph_has_one(

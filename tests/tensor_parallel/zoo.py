@@ -301,7 +301,7 @@ def problems(case: Case, result: Result, ranks: int) -> list[str]:
         found.append(f"error {result.error:.1e}")
     if not result.gradient[0] <= case.tolerance:
         found.append(f"gradient of {result.gradient[1]} wrong by {result.gradient[0]:.1e}")
-    reduces, gathers = result.counts.get("all_reduce", 0), result.counts.get("all_gather_into_tensor", 0)
+    reduces, gathers = result.counts.get("all_reduce", 0), result.counts.get("all_gather", 0)
     if case.reduces is not None and reduces != case.reduces:
         found.append(f"{reduces} all-reduces, not {case.reduces}")
     if case.gathers is not None and gathers != case.gathers:

@@ -21,20 +21,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from shardwise import _compat
+from shardwise.comm.kinds import FUNCTIONAL, GATHER, REDUCE, SCATTER, WAIT, form_of
 from shardwise.errors import ShardingError
 
-GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
-
-# By operator name, with what follows it cut off: `_`, `_out`, `_coalesced`.
-_KINDS = {
-    "all_gather_into_tensor": GATHER,
-    "reduce_scatter_tensor": SCATTER,
-    "all_reduce": REDUCE,
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-}
-_NAMESPACE = "_c10d_functional::"
-_WAIT = _NAMESPACE + "wait_tensor"
+_KINDS = (GATHER, SCATTER, REDUCE, "all_to_all", "broadcast")
+_WAIT = f"{FUNCTIONAL}::{WAIT}"
 
 
 @dataclass(frozen=True)
@@ -96,13 +87,9 @@ def collectives(graph: Graph) -> list[Collective]:
 
 def kind_of(node: Node) -> str | None:
     """The kind of collective that `node` issues, or None if it issues none."""
-    name = operator_name(node)
-    if not name.startswith(_NAMESPACE) or name == _WAIT:
-        return None
-    name = name.removeprefix(_NAMESPACE)
-    for suffix in ("_", "_out", "_coalesced"):
-        name = name.removesuffix(suffix)
-    return _KINDS.get(name)
+    namespace, _, name = operator_name(node).partition("::")
+    form = form_of(namespace, name) if namespace == FUNCTIONAL else None
+    return form.kind if form is not None and form.kind in _KINDS else None
 
 
 def is_wait(node: Node) -> bool:

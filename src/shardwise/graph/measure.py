@@ -15,17 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import ShardingError
-from shardwise.graph.collectives import (
-    GATHER,
-    REDUCE,
-    SCATTER,
-    collectives,
-    is_wait,
-    kind_of,
-    nbytes,
-    operator_name,
-)
+from shardwise.graph.collectives import collectives, is_wait, kind_of, nbytes, operator_name
 from shardwise.graph.memory import aliased, read_by, written
 from shardwise.graph.passes.moves import is_of_inputs
 from shardwise.graph.reports import CollectiveReport, Counts, GraphReport, Kind, Saved

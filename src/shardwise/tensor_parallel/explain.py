@@ -1,7 +1,7 @@
 """What a rank's program holds and sends: its parameters, and its collectives, each by the module it serves.
 
     print(explain(program))         a table of both
-    counts(program)                 {"all_reduce": 4, "all_gather_into_tensor": 1}
+    counts(program)                 {"all_reduce": 4, "all_gather": 1}
 
 Read from the program alone, so also from one that was loaded.
 """
@@ -21,10 +21,9 @@ from rich.table import Table
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from shardwise.comm.kinds import FUNCTIONAL, form_of
 from shardwise.tensor_parallel.placement import Split
 from shardwise.tensor_parallel.state import placement_from_json, record_of
-
-_NAMESPACE = "_c10d_functional"
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,11 @@ def counts(program: ExportedProgram) -> dict[str, int]:
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """ "all_reduce", "all_gather_into_tensor", ... for a node that is a functional collective; else None."""
-    if node.op != "call_function" or getattr(node.target, "namespace", None) != _NAMESPACE:
+    """ "all_reduce", "all_gather", ... for a node that is a functional collective; else None."""
+    if node.op != "call_function" or getattr(node.target, "namespace", None) != FUNCTIONAL:
         return None
-    name = str(node.target).split(".")[1]
-    return None if name == "wait_tensor" else name
+    form = form_of(FUNCTIONAL, str(node.target).split(".")[1])
+    return None if form is None else form.kind
 
 
 def _collectives(graph: fx.Graph) -> Iterator[CollectiveRow]:

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.node import map_arg
 
+from shardwise.comm.kinds import GATHER, sent_bytes
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import arguments, state, transform
 from shardwise.tensor_parallel.canonical import canonical, functional
@@ -286,8 +287,7 @@ def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
 def _sent(node: fx.Node, kind: str, ranks: int) -> int:
     """Bytes that each rank sends, by the least that the collective can do with."""
     source: Any = node.args[0]
-    whole = _nbytes(node) if kind == "all_gather_into_tensor" else _nbytes(source)
-    return whole * (ranks - 1) // ranks * (2 if kind == "all_reduce" else 1)
+    return sent_bytes(kind, _nbytes(node) if kind == GATHER else _nbytes(source), ranks=ranks)
 
 
 _PRODUCTS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "addbmm")

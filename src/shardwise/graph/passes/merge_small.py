@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from shardwise.graph.collectives import (
-    GATHER,
-    REDUCE,
-    SCATTER,
-    Collective,
-    collectives,
-    is_coalesced,
-    values,
-)
+from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
+from shardwise.graph.collectives import Collective, collectives, is_coalesced, values
 from shardwise.graph.passes.moves import (
     first_write,
     hoist,

@@ -14,7 +14,8 @@ from typing import Any
 from torch.fx import Node
 
 from shardwise import _compat
-from shardwise.graph.collectives import REDUCE, Collective, kind_of, operator_name
+from shardwise.comm.kinds import REDUCE
+from shardwise.graph.collectives import Collective, kind_of, operator_name
 
 _LAYOUT = {
     *("view", "_unsafe_view", "reshape", "as_strided", "alias", "detach", "expand", "squeeze", "unsqueeze"),

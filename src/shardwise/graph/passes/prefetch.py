@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from shardwise.graph.collectives import GATHER, collectives
+from shardwise.comm.kinds import GATHER
+from shardwise.graph.collectives import collectives
 from shardwise.graph.passes.moves import hoist, is_of_inputs, pack
 
 

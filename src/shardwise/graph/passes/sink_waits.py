@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from shardwise.graph.collectives import REDUCE, SCATTER, Collective, collectives
+from shardwise.comm.kinds import REDUCE, SCATTER
+from shardwise.graph.collectives import Collective, collectives
 from shardwise.graph.passes.moves import hoist, pack, sink, tail, uses
 
 
