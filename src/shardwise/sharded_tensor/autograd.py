@@ -9,14 +9,14 @@ gradient. Hence
     moved: boxes from ranks to other ranks     the same boxes back
     to_whole: every box to every rank          this rank's boxes of the gradient
 
-A rank that holds no shard takes part in all of them with an empty tensor (`ShardedTensor.anchor`): its
-autograd graph has the same collectives. Autograd runs them in the reverse order of their making, which is
-the same on every rank.
+All are `linked`: computed without autograd, with the way back stated beside. A rank that holds no shard
+takes part in all of them with an empty tensor (`ShardedTensor.anchor`): its autograd graph has the same
+collectives. Autograd runs them in the reverse order of their making, which is the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,18 +31,47 @@ from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.group import is_outside
 
 
+class _Linked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, make: Callable[..., Any], back: Callable[..., Any], *inputs: Tensor) -> Any:
+        ctx.back = back
+        return make(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.back(*grads)
+
+
+# linked(make, back, *inputs): make(*inputs), of whose gradients back(*grads) gives those of the inputs.
+linked: Callable[..., Any] = _compat.apply_of(_Linked)
+
+
 def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`tensor`, equal on every rank, for use with local shards. Its gradient is summed over `group`."""
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_outside(group) or group.size() == 1:
         return tensor
-    return cast(Tensor, _replicated(tensor, group))
+    return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (all_reduced(grad, group),), tensor))
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of every rank's `tensor` (one shape and dtype), on every rank. Collective over `group`."""
     if group.size() == 1:
         return tensor
-    return cast(Tensor, _summed(tensor, group))
+    return cast(Tensor, linked(lambda t: all_reduced(t, group), lambda grad: (grad,), tensor))
+
+
+def valued(partial: Tensor, value: Tensor) -> Tensor:
+    """`value`, which all ranks know already; its gradient goes to this rank's `partial` of it."""
+    return cast(Tensor, linked(lambda _: value.clone(), lambda grad: (grad,), partial))
+
+
+def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
+    """`tensor`, whose backward also runs those of others, with gradients of zero."""
+    needed = [end.reshape(-1)[:0] for end in ends if end.requires_grad]
+    if not needed:
+        return tensor
+    nothing = [end.new_empty(0) for end in needed]
+    return cast(Tensor, linked(lambda t, *_: t.view_as(t), lambda grad: (grad, *nothing), tensor, *needed))
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -65,6 +94,18 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     if told and reduced[count].item() != right:
         failure.raise_everywhere(group)
     return reduced.resize_(tensor.shape).to(tensor.dtype)
+
+
+def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
+    """The greatest or least of every rank's elements, NaN where one is NaN; no gradient. Collective."""
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
+    if not tensor.is_floating_point():
+        return all_reduced(tensor, group, op)
+    worst, sign = (-torch.inf, 1) if largest else (torch.inf, -1)
+    no_number = tensor.isnan()  # a backend's maximum may lose it: it travels beside
+    both = torch.stack([tensor.masked_fill(no_number, worst), no_number.to(tensor.dtype) * sign])
+    value, no_number = all_reduced(both, group, op).unbind()
+    return value.masked_fill(no_number != 0, torch.nan)
 
 
 def moved(
@@ -92,7 +133,34 @@ def moved(
     Returns:
         The target tensors, and an empty one that keeps a rank without any in the autograd graph.
     """
-    outputs = _moved(messages, list(source), list(target), group, like, agreement, anchor, *tensors)
+    nothing = anchor.detach().new_empty(0)
+
+    def forward(_: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+        made = [
+            torch.empty(box.sizes, dtype=anchor.dtype, device=anchor.device, memory_format=like)
+            for box in target
+        ]
+        exchange_values(
+            messages,
+            source=list(zip(source, held, strict=True)),
+            target=list(zip(target, made, strict=True)),
+            group=group,
+            agreement=agreement,
+        )
+        return nothing.new_empty(0), *made
+
+    def backward(_: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        back = [Message(m.receiver, m.sender, m.box, m.target, m.source) for m in messages]
+        received = [nothing.new_empty(box.sizes) for box in source]  # all of it comes back
+        exchange_values(
+            back,
+            source=list(zip(target, grads, strict=True)),
+            target=list(zip(source, received, strict=True)),
+            group=group,
+        )
+        return nothing, *received
+
+    outputs = linked(forward, backward, anchor, *tensors)
     return list(outputs[1:]), outputs[0]
 
 
@@ -107,7 +175,25 @@ def to_whole(
     agreement: Agreement,
 ) -> Tensor:
     """The whole tensor on every rank, by `messages` from the ranks' `source` boxes. Collective."""
-    return cast(Tensor, _to_whole(messages, list(source), whole, group, agreement, anchor, *tensors))
+    nothing = anchor.detach().new_empty(0)
+
+    def forward(_: Tensor, *held: Tensor) -> Tensor:
+        made = nothing.new_empty(whole.sizes)
+        exchange_values(
+            messages,
+            source=list(zip(source, held, strict=True)),
+            target=[(whole, made)],
+            group=group,
+            agreement=agreement,
+        )
+        return made
+
+    def backward(grad: Tensor) -> tuple[Tensor, ...]:
+        # Copies: views would keep all of the whole gradient alive, and share it with other users of it.
+        parts = (part(whole, grad, box).clone(memory_format=torch.contiguous_format) for box in source)
+        return nothing, *parts
+
+    return cast(Tensor, linked(forward, backward, anchor, *tensors))
 
 
 def exchange_values(
@@ -124,105 +210,3 @@ def exchange_values(
             agreement.settle()
         return
     exchange(messages, source=source, target=target, group=group, agreement=agreement)
-
-
-class _Replicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduced(grad, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduced(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        messages: Sequence[Message],
-        source: list[Box],
-        target: list[Box],
-        group: dist.ProcessGroup,
-        like: torch.memory_format,
-        agreement: Agreement | None,
-        anchor: Tensor,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.plan = messages, source, target, group
-        ctx.anchor = anchor.new_empty(0)
-        made = [
-            torch.empty(box.sizes, dtype=anchor.dtype, device=anchor.device, memory_format=like)
-            for box in target
-        ]
-        exchange_values(
-            messages,
-            source=list(zip(source, tensors, strict=True)),
-            target=list(zip(target, made, strict=True)),
-            group=group,
-            agreement=agreement,
-        )
-        return anchor.new_empty(0), *made
-
-    @staticmethod
-    def backward(ctx: Any, anchor: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        messages, source, target, group = ctx.plan
-        back = [
-            Message(sender=m.receiver, receiver=m.sender, box=m.box, source=m.target, target=m.source)
-            for m in messages
-        ]
-        held = [
-            (box, grad if grad is not None else ctx.anchor.new_zeros(box.sizes))
-            for box, grad in zip(target, grads, strict=True)
-        ]
-        received = [(box, ctx.anchor.new_empty(box.sizes)) for box in source]  # all of it comes back
-        exchange_values(back, source=held, target=received, group=group)
-        return None, None, None, None, None, None, ctx.anchor, *(grad for _, grad in received)
-
-
-class _ToWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        messages: Sequence[Message],
-        source: list[Box],
-        whole: Box,
-        group: dist.ProcessGroup,
-        agreement: Agreement,
-        anchor: Tensor,
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.source, ctx.anchor = source, anchor.new_empty(0)
-        made = torch.empty(whole.sizes, dtype=anchor.dtype, device=anchor.device)
-        exchange_values(
-            messages,
-            source=list(zip(source, tensors, strict=True)),
-            target=[(whole, made)],
-            group=group,
-            agreement=agreement,
-        )
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        whole = Box.whole(grad.shape)
-        # Copies: views would keep all of the whole gradient alive, and share it with other users of it.
-        parts = (part(whole, grad, box).clone(memory_format=torch.contiguous_format) for box in ctx.source)
-        return None, None, None, None, None, ctx.anchor, *parts
-
-
-_replicated = _compat.apply_of(_Replicated)
-_summed = _compat.apply_of(_Summed)
-_moved = _compat.apply_of(_Moved)
-_to_whole = _compat.apply_of(_ToWhole)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,31 +25,13 @@ from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.autograd import all_reduced, replicated
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.ops.table import Lookup
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they ask for
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What one rank asks for, or all together.
-
-    Attributes:
-        ids: [ids] rows of the table.
-        bag: [ids] the row of the result that each belongs to, ascending.
-        bags: number of rows of the result.
-        shape: of the ids as they were given.
-        factors: [ids] of the rows.
-    """
-
-    ids: Tensor
-    bag: Tensor
-    bags: int
-    shape: tuple[int, ...] = ()
-    factors: Tensor | None = None
-
-
-def compared(ask: Callable[[], Asked], group: dist.ProcessGroup) -> tuple[Asked, list[tuple[int, int]]]:
+def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
     """What this rank asks for; for each rank its numbers of ids and bags where ranks ask for different ids.
 
     Collective over `group`. An error of `ask` on any rank raises on all.
@@ -80,18 +62,19 @@ def compared(ask: Callable[[], Asked], group: dist.ProcessGroup) -> tuple[Asked,
 
 
 def of_all(
-    asked: Asked, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
-) -> tuple[Asked, ShardedTensor]:
+    asked: Lookup, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
+) -> tuple[Lookup, ShardedTensor]:
     """What all ranks ask for, one after the other, and a tensor cut as the results. Collective."""
     starts = [0, *itertools.accumulate(bags for _, bags in counts)]
     each = [ids for ids, _ in counts]
     pairs = torch.stack([asked.ids.to(torch.int64), asked.bag + starts[group.rank()]], 1)
     ids, bag = _by_rank(pairs, each, group).full_tensor().unbind(1)
-    factors = asked.factors
-    if factors is not None:
-        factors = replicated(_by_rank(factors, each, group).full_tensor(), group)
+    weights = asked.weights
+    if weights is not None:
+        weights = replicated(_by_rank(weights, each, group).full_tensor(), group)
     nothing = asked.ids.new_zeros(()).expand(asked.bags)
-    return Asked(ids, bag, starts[-1], factors=factors), _by_rank(nothing, [n for _, n in counts], group)
+    everyones = replace(asked, ids=ids, bag=bag, bags=starts[-1], weights=weights)
+    return everyones, _by_rank(nothing, [n for _, n in counts], group)
 
 
 def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
@@ -118,7 +101,7 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _hash(asked: Asked) -> int:
+def _hash(asked: Lookup) -> int:
     """63 bits of the ids, their shape and their bags."""
     digest = hashlib.blake2b(repr((asked.shape, asked.bags)).encode(), digest_size=8)
     for tensor in (asked.ids, asked.bag):

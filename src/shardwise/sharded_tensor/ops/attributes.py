@@ -14,89 +14,85 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
+from shardwise.sharded_tensor.ops.arguments import rule
 from shardwise.sharded_tensor.ops.operands import like
 from shardwise.sharded_tensor.registry import PLAIN, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
 
-_ATTRIBUTES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "itemsize",
-    "is_sparse",
-    "is_quantized",
-    "is_cuda",
-]
-_ATTRIBUTES += [
-    "is_cpu",
-    "is_meta",
-    "is_nested",
-    "is_mkldnn",
-    "is_sparse_csr",
-    "is_xpu",
-    "is_mps",
-]
-_METHODS = [
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-]
-_METHODS += ["is_signed", "__len__", "__hash__", "get_device", "is_same_size"]
-
 # Answered by the wrapper, which has the whole tensor's shape, dtype and kind of device.
-PLAIN.update(getattr(_T, name).__get__ for name in _ATTRIBUTES)
-PLAIN.update(getattr(_T, name) for name in _METHODS)
+_ATTRIBUTES = """
+    shape dtype device layout ndim itemsize is_sparse is_quantized is_cuda is_cpu is_meta is_nested is_mkldnn
+    is_sparse_csr is_xpu is_mps
+"""
+_METHODS = """
+    size dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__ __hash__
+    get_device is_same_size
+"""
+PLAIN.update(getattr(_T, name).__get__ for name in _ATTRIBUTES.split())
+PLAIN.update(getattr(_T, name) for name in _METHODS.split())
 PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size])
 
+_CONVERSIONS = {
+    _T.float: torch.float32,
+    _T.double: torch.float64,
+    _T.half: torch.float16,
+    _T.bfloat16: torch.bfloat16,
+    _T.int: torch.int32,
+    _T.long: torch.int64,
+    _T.bool: torch.bool,
+}
 
-@handles(_T.requires_grad.__get__)
-def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    sharded: ShardedTensor = args[0]
-    return sharded.anchor.requires_grad or any(tensor.requires_grad for tensor in sharded.tensors)
+
+def _leaves(sharded: ShardedTensor) -> list[Tensor]:
+    """What autograd knows of it."""
+    return [*sharded.tensors, sharded.anchor]
 
 
-@handles(_T.requires_grad_, _T.requires_grad.__set__)
-def _requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    sharded: ShardedTensor = args[0]
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    for tensor in [*sharded.tensors, sharded.anchor]:
+# ---------------------------------------------------------------- autograd
+
+
+@rule(_T.requires_grad.__get__, takes="input")
+def _requires_grad(func: Any, sharded: ShardedTensor) -> bool:
+    return any(tensor.requires_grad for tensor in _leaves(sharded))
+
+
+@rule(_T.requires_grad_, _T.requires_grad.__set__, takes="input requires_grad")
+def _requires_grad_(func: Any, sharded: ShardedTensor, wanted: bool | None) -> ShardedTensor:
+    wanted = True if wanted is None else wanted
+    for tensor in _leaves(sharded):
         if tensor.requires_grad != wanted:
             tensor.requires_grad_(wanted)
     sharded._metadata = sharded.metadata().with_properties(requires_grad=wanted)
     return sharded
 
 
-@handles(_T.is_leaf.__get__)
-def _is_leaf(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    sharded: ShardedTensor = args[0]
-    return sharded.anchor.is_leaf and all(tensor.is_leaf for tensor in sharded.tensors)
+@rule(_T.is_leaf.__get__, takes="input")
+def _is_leaf(func: Any, sharded: ShardedTensor) -> bool:
+    return all(tensor.is_leaf for tensor in _leaves(sharded))
 
 
-@handles(_T.grad_fn.__get__)
-def _grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sharded: ShardedTensor = args[0]
-    return next((t.grad_fn for t in [*sharded.tensors, sharded.anchor] if t.grad_fn is not None), None)
+@rule(_T.grad_fn.__get__, takes="input")
+def _grad_fn(func: Any, sharded: ShardedTensor) -> Any:
+    return next((tensor.grad_fn for tensor in _leaves(sharded) if tensor.grad_fn is not None), None)
 
 
-@handles(_T.grad.__get__)
-def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | None:
+@rule(_T.retain_grad, takes="input")
+def _retain_grad(func: Any, sharded: ShardedTensor) -> None:
+    for tensor in _leaves(sharded):
+        if tensor.requires_grad:
+            tensor.retain_grad()
+
+
+@rule(_T.grad.__get__, takes="input")
+def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
     """The local shards' gradients as a sharded tensor; None where this rank's have none."""
-    sharded: ShardedTensor = args[0]
-    grads = [tensor.grad for tensor in sharded.tensors]
     if not sharded.tensors:
         return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
-    if all(grad is None for grad in grads):
+    if all(tensor.grad is None for tensor in sharded.tensors):
         return None
-    found = [g if g is not None else torch.zeros_like(t) for g, t in zip(grads, sharded.tensors, strict=True)]
+    found = [torch.zeros_like(t) if t.grad is None else t.grad for t in sharded.tensors]
     return sharded.with_tensors(found, anchor=sharded.anchor.detach())
 
 
@@ -105,7 +101,7 @@ def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sharded: ShardedTensor = args[0]
     grad = args[1] if len(args) > 1 else None
     if grad is None:
-        for tensor in [*sharded.tensors, sharded.anchor]:
+        for tensor in _leaves(sharded):
             tensor.grad = None
         return
     if not isinstance(grad, ShardedTensor) or not grad.metadata().cut_as(sharded.metadata()):
@@ -123,17 +119,27 @@ def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sharded.anchor.grad = grad.anchor.detach()
 
 
-@handles(_T.data.__get__, _T.detach, torch.detach)
-def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    sharded: ShardedTensor = args[0]
+@rule(_T.data.__get__, _T.detach, torch.detach, takes="input")
+def _detach(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     return sharded.with_tensors([t.detach() for t in sharded.tensors], anchor=sharded.anchor.detach())
 
 
-@handles(_T.data.__set__)
-def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@rule(_T.detach_, takes="input")
+def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
+    # Not in place on each: results may be views, on some ranks only, which torch does not detach so.
+    sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
+    sharded._anchor = sharded.anchor.detach()
+    sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
+    return sharded
+
+
+# ---------------------------------------------------------------- other memory
+
+
+@rule(_T.data.__set__, takes="input value")
+def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
     """Other shards in place of these, of a tensor of the same shape; the local leaves stay the same objects
     where they are cut alike."""
-    sharded, value = args
     if not isinstance(value, ShardedTensor) or value.metadata().size != sharded.metadata().size:
         raise ShardingError(
             f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
@@ -158,50 +164,36 @@ def _keeps_identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     old, new = args
     if not (isinstance(old, ShardedTensor) and isinstance(new, ShardedTensor)):
         return False
-    pairs = zip([*old.tensors, old.anchor], [*new.tensors, new.anchor], strict=False)
-    return len(old.tensors) == len(new.tensors) and all(func(*pair) for pair in pairs)
+    return len(old.tensors) == len(new.tensors) and all(map(func, _leaves(old), _leaves(new)))
 
 
-@handles(_T.detach_)
-def _detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    sharded: ShardedTensor = args[0]
-    # Not in place on each: results may be views, on some ranks only, which torch does not detach so.
-    sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
-    sharded._anchor = sharded.anchor.detach()
-    sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
-    return sharded
-
-
-@handles(_T.__format__)
-def _format(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return object.__format__(*args)
-
-
-@handles(_T.clone, torch.clone)
-def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    sharded: ShardedTensor = args[0]
-    wanted = kwargs.get("memory_format", torch.preserve_format)
-    metadata = sharded.metadata()
-    if wanted is not torch.preserve_format:
-        metadata = metadata.with_properties(memory_format=wanted)
+@rule(_T.clone, torch.clone, takes="input memory_format")
+def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None) -> ShardedTensor:
+    wanted = memory_format or torch.preserve_format
     tensors = [tensor.clone(memory_format=wanted) for tensor in sharded.tensors]
-    anchor = None if tensors else sharded.anchor.clone()
-    made = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
-    made._spec = sharded._spec
-    return made
+    return _alike(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
 
 
-@handles(_T.contiguous)
-def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    sharded: ShardedTensor = args[0]
-    wanted = kwargs.get("memory_format", args[1] if len(args) > 1 else torch.contiguous_format)
+@rule(_T.contiguous, takes="input memory_format")
+def _contiguous(
+    func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None
+) -> ShardedTensor:
+    wanted = memory_format or torch.contiguous_format
     if wanted is sharded.metadata().tensor_properties.memory_format and all(
         tensor.is_contiguous(memory_format=wanted) for tensor in sharded.tensors
     ):
         return sharded
     tensors = [tensor.contiguous(memory_format=wanted) for tensor in sharded.tensors]
-    metadata = sharded.metadata().with_properties(memory_format=wanted)
-    made = sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
+    return _alike(sharded, tensors, sharded.anchor, wanted)
+
+
+def _alike(
+    sharded: ShardedTensor, tensors: list[Tensor], anchor: Tensor | None, memory_format: torch.memory_format
+) -> ShardedTensor:
+    metadata = sharded.metadata()
+    if memory_format is not torch.preserve_format:
+        metadata = metadata.with_properties(memory_format=memory_format)
+    made = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
     made._spec = sharded._spec
     return made
 
@@ -213,9 +205,8 @@ def _is_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @handles(_T.is_pinned)
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    sharded: ShardedTensor = args[0]
-    pinned = sharded.metadata().tensor_properties.pin_memory
-    return pinned and all(tensor.is_pinned() for tensor in sharded.tensors)
+    pinned = args[0].metadata().tensor_properties.pin_memory
+    return pinned and all(tensor.is_pinned() for tensor in args[0].tensors)
 
 
 @handles(_T.pin_memory)
@@ -227,26 +218,14 @@ def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sha
     return sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
 
 
-@handles(_T.share_memory_)
-def _share_memory_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    for tensor in args[0].tensors:
+@rule(_T.share_memory_, takes="input")
+def _share_memory_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
+    for tensor in sharded.tensors:
         tensor.share_memory_()
-    return cast(ShardedTensor, args[0])
+    return sharded
 
 
-@handles(_T.module_load)
-def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
-    """What takes the place of a parameter where modules load by swapping tensors."""
-    into, value = args[:2]
-    assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
-    return cast(Tensor, value if assign else into.copy_(value)).detach()
-
-
-@handles(_T.retain_grad)
-def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for tensor in [*args[0].tensors, args[0].anchor]:
-        if tensor.requires_grad:
-            tensor.retain_grad()
+# ---------------------------------------------------------------- other devices, dtypes and values
 
 
 @handles(_T.to)
@@ -257,35 +236,32 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTens
     return cast(Tensor, func(*plain, **kwargs))
 
 
-@handles(_T.cpu)
-def _cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return cast(ShardedTensor, args[0]).cpu(*args[1:], **kwargs)
+@handles(_T.cpu, _T.cuda)
+def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    return cast(ShardedTensor, getattr(args[0], func.__name__)(*args[1:], **kwargs))
 
 
-@handles(_T.cuda)
-def _cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return cast(ShardedTensor, args[0]).cuda(*args[1:], **kwargs)
-
-
-def _converts(dtype: torch.dtype) -> Any:
-    return lambda func, args, kwargs: args[0].to(dtype)
-
-
-for _name, _dtype in {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int": torch.int32,
-    "long": torch.int64,
-    "bool": torch.bool,
-}.items():
-    handles(getattr(_T, _name))(_converts(_dtype))
+@rule(*_CONVERSIONS, takes="input")
+def _convert(func: Any, sharded: ShardedTensor) -> ShardedTensor:
+    return sharded.to(_CONVERSIONS[func])
 
 
 @handles(_T.type_as)
 def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].to(args[1].dtype)
+
+
+@handles(_T.__format__)
+def _format(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return object.__format__(*args)
+
+
+@handles(_T.module_load)
+def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
+    """What takes the place of a parameter where modules load by swapping tensors."""
+    into, value = args[:2]
+    assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
+    return cast(Tensor, value if assign else into.copy_(value)).detach()
 
 
 @handles(_T.copy_)
@@ -299,8 +275,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
         source = from_torch(source)
     if isinstance(source, ShardedTensor) and source.shape == into.shape and not source.metadata().cut_as(cut):
         source = move.move_to(source, lambda: cut, spec=into._spec, what="copy_")
-    pieces = like(into, source)
-    for tensor, piece in zip(into.tensors or [into.anchor], pieces, strict=True):
+    for tensor, piece in zip(into.tensors or [into.anchor], like(into, source), strict=True):
         tensor.copy_(piece)
     if into.requires_grad != into.metadata().tensor_properties.requires_grad:
         into._metadata = into.metadata().with_properties(requires_grad=into.requires_grad)

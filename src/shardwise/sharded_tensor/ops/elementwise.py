@@ -11,13 +11,15 @@ In place, values go into the local tensors of the sharded left operand, which is
 from __future__ import annotations
 
 import inspect
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Handler, handles
@@ -55,29 +57,45 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     results = _each(func, args, kwargs, leader, metadata)
     if any(result is NotImplemented for result in results):
         return NotImplemented
+    return result_of(results, leader, metadata)
+
+
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """`func`, which writes every element of its first argument, a sharded tensor: itself. Local."""
+    target: Any = args[0] if args else kwargs.get("input")
+    check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
+    return written(target, _each(func, args, kwargs, target, target.metadata())[0])
+
+
+def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None:
+    """Raise, on every rank, where `func` cannot write a result of that size into `target`."""
+    if not isinstance(target, ShardedTensor):
+        raise ShardingError(
+            f"{here()}: {func.__name__} would write a sharded tensor into a plain {type(target).__name__};"
+            " use the function that is not in place, or full_tensor() of the sharded one"
+        )
+    found, expected = size(), target.metadata().size
+    if found != expected:
+        raise RuntimeError(
+            f"{func.__name__}: output with shape {list(expected)} doesn't match the broadcast shape"
+            f" {list(found)}"
+        )
+
+
+def result_of(
+    results: Sequence[Tensor], leader: ShardedTensor, metadata: ShardedTensorMetadata
+) -> ShardedTensor:
+    """The results of each local shard, or of what stands for them, as a tensor cut by `metadata`."""
     whole = None if metadata is leader.metadata() else metadata
     if leader.tensors:
         return leader.with_tensors(results, metadata=whole)
     return leader.with_tensors([], metadata=whole, anchor=results[0].reshape(-1)[:0])
 
 
-def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """`func`, which writes every element of its first argument, a sharded tensor: itself. Local."""
-    target = args[0] if args else kwargs.get("input")
-    if not isinstance(target, ShardedTensor):
-        raise ShardingError(
-            f"{here()}: {func.__name__} would write a sharded tensor into a plain {type(target).__name__};"
-            " use the function that is not in place, or full_tensor() of the sharded one"
-        )
-    _, metadata = broadcast([*args, *kwargs.values()])
-    size = target.metadata().size
-    if metadata.size != size:
-        raise RuntimeError(
-            f"output with shape {list(size)} doesn't match the broadcast shape {list(metadata.size)}"
-        )
-    results = _each(func, args, kwargs, target, target.metadata())
+def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
+    """`target`, of which the first local shard, or what stands for it, has become `result`."""
     if not target.tensors:
-        target._anchor = results[0].reshape(-1)[:0] if results[0].ndim == 0 else results[0]
+        target._anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
     if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
         target._metadata = target.metadata().with_properties(requires_grad=True)
     return target
@@ -168,26 +186,3 @@ def _prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         weight = weight.reshape(())
     return elementwise(lambda x, w: torch.where(x > 0, x, w * x), (inputs, weight), {})
-
-
-@handles(
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-)
-def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A function of every element, then the mean or sum of all. Collective, unless nothing is reduced."""
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    arguments = given.arguments
-    reduction, wanted = arguments["reduction"], ("none", "mean", "sum")
-    if any(arguments.get(name) is not None for name in ("size_average", "reduce")) or reduction not in wanted:
-        refuse(func, args, kwargs)
-    arguments["reduction"] = "none"
-    if reduction == "none":
-        return cast(Tensor, elementwise(func, (), arguments))
-    losses = func(**arguments)  # which may fail on one rank: it must not keep the others waiting here
-    return cast(Tensor, losses.mean() if reduction == "mean" else losses.sum())

@@ -17,18 +17,19 @@ A table of which one rank holds all counts among the other boxes. Gradients go b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
-from shardwise.sharded_tensor.ops.asked import Asked, compared, of_all
-from shardwise.sharded_tensor.ops.operands import like
+from shardwise.sharded_tensor.ops.arguments import probe
+from shardwise.sharded_tensor.ops.asked import compared, of_all
+from shardwise.sharded_tensor.ops.operands import check_group, like
 from shardwise.sharded_tensor.ops.table import (
     Lookup,
     by_frequency,
@@ -63,31 +64,17 @@ def _embed(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    def ask() -> Asked:
+    def ask() -> Lookup:
         # On the meta device torch checks the arguments, in its own words, and allocates nothing.
-        F.embedding(_meta(input), _meta(weight), padding_idx)
+        F.embedding(probe(input), probe(weight), padding_idx)
         _check(input, weight, "embedding")
-        ids = _whole(input)
-        _check_ids(ids, weight)
-        flat = ids.reshape(-1)
-        return Asked(flat, torch.arange(len(flat), device=flat.device), len(flat), tuple(ids.shape))
+        ids = _whole_ids(input, weight)
+        bag = torch.arange(ids.numel(), device=ids.device)
+        return Lookup(ids.reshape(-1), bag, len(bag), "row", padding, tuple(ids.shape), sparse=sparse)
 
-    asked, own, holders = _asked(ask, input, weight)
-    if padding_idx is not None:
-        padding_idx %= max(1, weight.shape[0])
-    options: dict[str, Any] = {"padding_idx": padding_idx, "sparse": sparse}
-    weight = _prepared(
-        weight, asked.ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
-    )
-    if not isinstance(weight, ShardedTensor):
-        return _in_plain_table(F.embedding, cast(ShardedTensor, input), weight, options)
-    if holders is None and _by_columns(weight):
-        return _on_columns(weight, asked.shape, lambda table: F.embedding(input, table, **options))
-    look = Lookup(asked.ids, asked.bag, asked.bags, "row", padding_idx, sparse=sparse)
-    if holders is None:
-        return to_all(weight, look).reshape(*asked.shape, weight.shape[1])
-    made = to_holders(weight, look, holders)
-    return made if own is None else made.tensors[0].reshape(*own.shape, weight.shape[1])
+    padding = _padding(padding_idx, weight)
+    options = {"padding_idx": padding, "sparse": sparse}
+    return _looked_up(F.embedding, ask, input, weight, options, (max_norm, norm_type), scale_grad_by_freq)
 
 
 def _embed_bags(
@@ -105,7 +92,6 @@ def _embed_bags(
 ) -> Tensor:
     given: Any = {
         "offsets": offsets,
-        "scale_grad_by_freq": scale_grad_by_freq,
         "mode": mode,
         "sparse": sparse,
         "per_sample_weights": per_sample_weights,
@@ -113,59 +99,84 @@ def _embed_bags(
         "padding_idx": padding_idx,
     }
 
-    def ask() -> Asked:
-        shown: dict[str, Any] = {
-            key: _meta(value) if isinstance(value, Tensor) else value for key, value in given.items()
+    def ask() -> Lookup:
+        shown: Any = {
+            key: probe(value) if isinstance(value, Tensor) else value for key, value in given.items()
         }
-        bags = F.embedding_bag(_meta(input), _meta(weight), **shown).shape[0]
+        bags = F.embedding_bag(
+            probe(input), probe(weight), scale_grad_by_freq=scale_grad_by_freq, **shown
+        ).shape[0]
         _check(input, weight, "embedding_bag", offsets)
-        ids = _whole(input)
-        _check_ids(ids, weight)
+        ids = _whole_ids(input, weight)
         bag = _bag_of_each(ids, offsets, bags, include_last_offset)
-        factors = per_sample_weights
-        if factors is not None:
-            factors = None if isinstance(factors, ShardedTensor) else factors.reshape(-1)[: len(bag)]
-        return Asked(ids.reshape(-1)[: len(bag)], bag, bags, tuple(ids.shape), factors)
+        weights = per_sample_weights
+        if weights is not None:
+            weights = None if isinstance(weights, ShardedTensor) else weights.reshape(-1)[: len(bag)]
+        flat = ids.reshape(-1)[: len(bag)]
+        padding = _padding(padding_idx, weight)
+        return Lookup(flat, bag, bags, mode, padding, tuple(ids.shape), weights=weights, sparse=sparse)
 
-    asked, own, holders = _asked(ask, input, weight)
-    if padding_idx is not None:
-        given["padding_idx"] = padding_idx = padding_idx % max(1, weight.shape[0])
-    weight = _prepared(
-        weight, asked.ids, max_norm, norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
-    )
-    given["scale_grad_by_freq"] = False
+    options = {**given, "padding_idx": _padding(padding_idx, weight)}
+    return _looked_up(F.embedding_bag, ask, input, weight, options, (max_norm, norm_type), scale_grad_by_freq)
+
+
+def _looked_up(
+    func: Any,
+    ask: Callable[[], Lookup],
+    input: Tensor,
+    weight: Tensor,
+    options: dict[str, Any],
+    norm: tuple[float | None, float],
+    by_freq: bool,
+) -> Tensor:
+    """`func(input, weight, **options)` of what `ask` checks and says. Collective."""
+    look, own, holders = _asked(ask, input, weight)
+    if by_freq and options["sparse"]:
+        raise ShardingError(
+            f"{here()}: scale_grad_by_freq needs dense gradients, found sparse=True; pass sparse=False"
+        )
+    if norm[0] is not None:
+        renormalize(weight, look.ids, max_norm=norm[0], norm_type=norm[1])
+    weight = by_frequency(weight, look.ids) if by_freq else weight
     if not isinstance(weight, ShardedTensor):
-        return _in_plain_table(F.embedding_bag, cast(ShardedTensor, input), weight, given)
-    factors = asked.factors if own is not None else per_sample_weights
-    if own is not None and isinstance(per_sample_weights, ShardedTensor):
+        return _in_plain_table(func, cast(ShardedTensor, input), weight, options)
+    weights = options.get("per_sample_weights")
+    if own is not None and isinstance(weights, ShardedTensor):
         raise ShardingError(
             f"{here()}: embedding_bag of each rank's own ids takes its own per_sample_weights, found sharded"
             " ones; pass ids sharded alike"
         )
-    if factors is not None and own is None:
-        given["per_sample_weights"] = factors = replicated(_whole(factors), weight.process_group)
-    if holders is None and _by_columns(weight):
-        extra = [] if factors is None else [factors]
-        return _on_columns(weight, (asked.bags,), lambda table: F.embedding_bag(input, table, **given), extra)
-    if factors is not None:
-        factors = factors.reshape(-1)[: len(asked.bag)]
-    look = Lookup(asked.ids, asked.bag, asked.bags, mode, padding_idx, weights=factors, sparse=sparse)
+    if own is None and weights is not None:
+        weights = replicated(_whole(weights), weight.process_group)
+        options = {**options, "per_sample_weights": weights}
+        look = replace(look, weights=weights.reshape(-1)[: len(look.bag)])
     if holders is None:
-        return to_all(weight, look)
+        lead = _lead(look)
+        if _by_columns(weight):
+            extra = [] if weights is None else [weights]
+            return _on_columns(weight, lead, lambda table: func(input, table, **options), extra)
+        return to_all(weight, look).reshape(*lead, weight.shape[1])
     made = to_holders(weight, look, holders)
-    return made if own is None else made.tensors[0]
+    return made if own is None else made.tensors[0].reshape(*_lead(own), weight.shape[1])
+
+
+def _lead(look: Lookup) -> tuple[int, ...]:
+    """The result's dims before the columns."""
+    return look.shape if look.mode == "row" else (look.bags,)
+
+
+def _padding(padding_idx: int | None, weight: Tensor) -> int | None:
+    return None if padding_idx is None else padding_idx % max(1, weight.shape[0])
 
 
 def _asked(
-    ask: Callable[[], Asked], input: Tensor, weight: Tensor
-) -> tuple[Asked, Asked | None, ShardedTensor | None]:
+    ask: Callable[[], Lookup], input: Tensor, weight: Tensor
+) -> tuple[Lookup, Lookup | None, ShardedTensor | None]:
     """What is looked up, by all ranks together; what by this one, if each has ids of its own; and a tensor
     cut as the result is to be, None where every rank is to have all of it. Collective.
     """
-    if isinstance(input, ShardedTensor):
-        return ask(), None, input
-    if not isinstance(weight, ShardedTensor):
-        return ask(), None, None
+    if isinstance(input, ShardedTensor) or not isinstance(weight, ShardedTensor):
+        return ask(), None, input if isinstance(input, ShardedTensor) else None
     own, counts = compared(ask, weight.process_group)
     if not counts:
         return own, None, None
@@ -176,31 +187,18 @@ def _asked(
 # ------------------------------------------------------------ arguments
 
 
-def _prepared(
-    weight: Tensor,
-    ids: Tensor,
-    max_norm: float | None,
-    norm_type: float,
-    *,
-    scale_grad_by_freq: bool,
-    sparse: bool,
-) -> Tensor:
-    """The table after `max_norm` and with `scale_grad_by_freq`, both by the `ids` of all ranks."""
-    if scale_grad_by_freq and sparse:
-        raise ShardingError(
-            f"{here()}: scale_grad_by_freq needs dense gradients, found sparse=True; pass sparse=False"
-        )
-    if max_norm is not None:
-        renormalize(weight, ids, max_norm=max_norm, norm_type=norm_type)
-    return by_frequency(weight, ids) if scale_grad_by_freq else weight
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _whole_ids(ids: Tensor, weight: Tensor) -> Tensor:
+    ids, rows = _whole(ids), weight.shape[0]
+    if ids.numel() and not ids.is_meta and bool(((ids < 0) | (ids >= rows)).any()):
+        raise ShardingError(
+            f"{here()}: ids of an embedding lie in [0, {rows}), found {int(ids.min())} to {int(ids.max())};"
+            " give the table more rows or drop those ids"
+        )
+    return ids
 
 
 def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None = None) -> None:
@@ -226,21 +224,7 @@ def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None = None
             " full_tensor()"
         )
     if isinstance(weight, ShardedTensor):
-        ranks, others = (dist.get_process_group_ranks(t.process_group) for t in (weight, ids))
-        if ranks != others:
-            raise ShardingError(
-                f"{here()}: {name} needs table and ids on one process group, found ranks {ranks} and"
-                f" {others}; make both with the same process_group"
-            )
-
-
-def _check_ids(ids: Tensor, weight: Tensor) -> None:
-    rows = weight.shape[0]
-    if ids.numel() and not ids.is_meta and bool(((ids < 0) | (ids >= rows)).any()):
-        raise ShardingError(
-            f"{here()}: ids of an embedding lie in [0, {rows}), found {int(ids.min())} to {int(ids.max())};"
-            " give the table more rows or drop those ids"
-        )
+        check_group(weight, ids)
 
 
 def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_offset: bool) -> Tensor:

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.autograd import all_reduced
+from shardwise.sharded_tensor.autograd import all_extreme, all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
-from shardwise.sharded_tensor.ops.norms import check_norm, norm
+from shardwise.sharded_tensor.ops.elementwise import check_target, result_of, written
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
-from shardwise.sharded_tensor.ops.reduction import MAX, MIN, needs_grad, wide_of
+from shardwise.sharded_tensor.ops.reduce import check_norm, needs_grad, norm_of, wide_of
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Handler, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -54,15 +53,7 @@ def _elementwise(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
     for leader, count in zip(leaders, _counts(leaders), strict=True):
         own = results[first : first + count]
         first += count
-        if leader is None:
-            made.append(own[0])
-            continue
-        sharded, metadata = leader
-        whole = None if metadata is sharded.metadata() else metadata
-        if sharded.tensors:
-            made.append(sharded.with_tensors(own, metadata=whole))
-        else:
-            made.append(sharded.with_tensors([], metadata=whole, anchor=own[0].reshape(-1)[:0]))
+        made.append(own[0] if leader is None else result_of(own, *leader))
     return tuple(made)
 
 
@@ -83,14 +74,9 @@ def _in_place(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     func(*flat_args, **flat_kwargs)
     first = 0
     for target, count in zip(targets, _counts(leaders), strict=True):
-        written = flat_args[0][first]
+        if isinstance(target, ShardedTensor):
+            written(target, flat_args[0][first])
         first += count
-        if not isinstance(target, ShardedTensor):
-            continue
-        if not target.tensors:
-            target._anchor = written.reshape(-1)[:0] if written.ndim == 0 else written
-        if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
-            target._metadata = target.metadata().with_properties(requires_grad=True)
     return targets
 
 
@@ -152,21 +138,12 @@ def _parts(item: Any, leader: _Leader) -> list[Any]:
 
 
 def _check_target(func: Any, target: Any, size: torch.Size) -> None:
-    if not isinstance(target, ShardedTensor):
-        raise ShardingError(
-            f"{here()}: {func.__name__} would write a sharded tensor into a plain {type(target).__name__};"
-            " use the function that is not in place, or full_tensor() of the sharded one"
-        )
+    check_target(func, target, lambda: size)
     if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
         # torch would say so of its shards, but not of what stands for them on a rank without any.
         raise RuntimeError(
             f"{func.__name__} would write a leaf of the autograd graph in place, a ShardedTensor of shape"
             f" {tuple(size)} that requires grad; call it within torch.no_grad()"
-        )
-    if target.metadata().size != size:
-        raise RuntimeError(
-            f"{func.__name__} cannot write a result of shape {tuple(size)} into a ShardedTensor of shape"
-            f" {tuple(target.metadata().size)}"
         )
 
 
@@ -233,7 +210,7 @@ def _norm(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
         if group is None:
             values: Sequence[Tensor] = func(batch, p, dtype=dtype)
         elif any(needs_grad(tensor) for tensor in batch):
-            values = [norm(tensor, p, dtype=dtype) for tensor in batch]
+            values = [norm_of(tensor, p, dtype=dtype) for tensor in batch]
         else:
             together = _norms(batch, p, dtype=dtype).unbind()
             values = [v.to((dtype or t.dtype).to_real()) for v, t in zip(together, batch, strict=True)]
@@ -246,15 +223,11 @@ def _norms(batch: Sequence[ShardedTensor], p: float, *, dtype: torch.dtype | Non
     """The p-norm of each tensor of one group, in fp64 [tensors]. Collective: one all-reduce."""
     group, device = batch[0].process_group, batch[0].anchor.device
     if math.isinf(p):
-        worst, sign = -p, 1 if p > 0 else -1
-        found = torch.full([len(batch)], worst, dtype=torch.float64, device=device)
+        found = torch.full([len(batch)], -p, dtype=torch.float64, device=device)
         for places, lengths in _shard_norms(batch, p, dtype=dtype):
             better = torch.maximum if p > 0 else torch.minimum
             found[places] = better(found[places], lengths)
-        no_number = found.isnan()  # a backend's maximum may lose it: it travels beside
-        found = torch.stack([found.masked_fill(no_number, worst), sign * no_number.to(torch.float64)])
-        found = all_reduced(found, group, MAX if p > 0 else MIN)
-        return found[0].masked_fill(found[1] != 0, math.nan)
+        return all_extreme(found, group, largest=p > 0)
     total = torch.zeros(len(batch), dtype=torch.float64, device=device)
     for places, lengths in _shard_norms(batch, p, dtype=dtype):
         total[places] += lengths if p == 0 else lengths.pow(p)

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,31 +30,36 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.move import placed_on
+from shardwise.sharded_tensor.ops.arguments import rule
 from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import HANDLERS, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
 
+handles(_T.zero_)(in_place)
 
-def uniform_(
-    sharded: ShardedTensor, low: float, high: float, generator: torch.Generator | None
+
+@rule(_T.uniform_, takes="input a b generator")
+def _uniform_(
+    func: Any, sharded: ShardedTensor, low: float | None, high: float | None, generator: Any
 ) -> ShardedTensor:
     """Uniform values in [low, high). Collective over the group, unless there is a generator."""
-    return _drawn(sharded, generator, partial(random.uniform_, low=low, high=high))
+    bounds: Any = {"low": 0.0 if low is None else low, "high": 1.0 if high is None else high}
+    return _drawn(sharded, generator, partial(random.uniform_, **bounds))
 
 
-def normal_(
-    sharded: ShardedTensor, mean: float, std: float, generator: torch.Generator | None
+@rule(_T.normal_, takes="input mean std generator")
+def _normal_(
+    func: Any, sharded: ShardedTensor, mean: float | None, std: float | None, generator: Any
 ) -> ShardedTensor:
     """Normal values. Collective over the group, unless there is a generator."""
-    return _drawn(sharded, generator, partial(random.normal_, mean=mean, std=std))
+    moments: Any = {"mean": 0.0 if mean is None else mean, "std": 1.0 if std is None else std}
+    return _drawn(sharded, generator, partial(random.normal_, **moments))
 
 
-def _drawn(
-    sharded: ShardedTensor, generator: torch.Generator | None, fill: Callable[..., Tensor]
-) -> ShardedTensor:
+def _drawn(sharded: ShardedTensor, generator: torch.Generator | None, fill: Any) -> ShardedTensor:
     fill(sharded.anchor.detach(), box=Box((0,), (0,)), shape=(0,), seed=0)  # raises on every rank, if at all
     if torch.is_grad_enabled() and sharded.requires_grad:
         sharded.zero_()  # ends the graph of the old values, or raises as torch does for leaves
@@ -63,75 +67,41 @@ def _drawn(
         seed = shared_seed(sharded.process_group)
     else:
         seed = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
-    shape = sharded.metadata().size
     with torch.no_grad():
         for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-            fill(tensor, box=box, shape=shape, seed=seed)
+            fill(tensor, box=box, shape=sharded.metadata().size, seed=seed)
     return sharded
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
-    """The sharded tensor and then the arguments in the order of `defaults`."""
-    names = ["tensor", *defaults]
-    aliases = {"self": "tensor", "input": "tensor", "from": "a", "to": "b"}
-    found = dict(zip(names, args, strict=False)) | {aliases.get(name, name): v for name, v in kwargs.items()}
-    if len(args) > len(names) or any(name not in names for name in found):
-        raise TypeError(f"{func.__name__}() takes {names}, found {len(args)} arguments and {list(kwargs)}")
-    if not isinstance(found["tensor"], ShardedTensor):
-        refuse(func, args, kwargs)
-    return [found["tensor"], *(found.get(name, default) for name, default in defaults.items())]
-
-
-@handles(_T.uniform_)
-def _uniform_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return uniform_(*_given(func, args, kwargs, a=0.0, b=1.0, generator=None))
-
-
-@handles(_T.normal_)
-def _normal_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return normal_(*_given(func, args, kwargs, mean=0.0, std=1.0, generator=None))
-
-
-@handles(nn.init.uniform_)
+@handles(nn.init.uniform_, nn.init.normal_)
 @torch.no_grad()
-def _init_uniform_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return uniform_(*_given(func, args, kwargs, a=0.0, b=1.0, generator=None))
+def _init(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return HANDLERS[getattr(_T, func.__name__)](func, args, kwargs)
 
 
-@handles(nn.init.normal_)
+@rule(nn.init.constant_, takes="input val")
 @torch.no_grad()
-def _init_normal_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return normal_(*_given(func, args, kwargs, mean=0.0, std=1.0, generator=None))
+def _constant_(func: Any, sharded: ShardedTensor, value: Any) -> Tensor:
+    return sharded.fill_(value)
 
 
-handles(_T.zero_)(in_place)
-
-
-@handles(nn.init.constant_)
+@rule(nn.init.kaiming_uniform_, takes="input a mode nonlinearity generator")
 @torch.no_grad()
-def _init_constant_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    sharded, value = _given(func, args, kwargs, val=None)
-    return sharded.fill_(value)  # type: ignore[no-any-return]
-
-
-@handles(nn.init.kaiming_uniform_)
-@torch.no_grad()
-def _init_kaiming_uniform_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    sharded, a, mode, nonlinearity, generator = _given(
-        func, args, kwargs, a=0, mode="fan_in", nonlinearity="leaky_relu", generator=None
-    )
-    size = sharded.metadata().size
+def _kaiming_uniform_(
+    func: Any, sharded: ShardedTensor, a: Any, mode: Any, nonlinearity: Any, generator: Any
+) -> ShardedTensor:
+    size, mode = sharded.metadata().size, str(mode or "fan_in").lower()
     if 0 in size:
         warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=4)
-        return sharded  # type: ignore[no-any-return]
+        return sharded
     if len(size) < 2:
         raise ValueError(f"fan in and fan out need at least 2 dims, found a tensor of shape {tuple(size)}")
     dims = {"fan_in": 1, "fan_out": 0}
-    if str(mode).lower() not in dims:
+    if mode not in dims:
         raise ValueError(f"a mode is one of {list(dims)}, found {mode!r}")
-    fan = size[dims[mode.lower()]] * math.prod(size[2:])
-    bound = nn.init.calculate_gain(nonlinearity, a) * math.sqrt(3 / fan)
-    return uniform_(sharded, -bound, bound, generator)
+    fan = size[dims[mode]] * math.prod(size[2:])
+    bound = nn.init.calculate_gain(nonlinearity or "leaky_relu", a or 0) * math.sqrt(3 / fan)
+    return _uniform_(func, sharded, -bound, bound, generator)
 
 
 @handles(torch.eye)
@@ -150,6 +120,7 @@ def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTen
 # Tensors like a sharded one
 
 
+@handles(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like)
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """`func` of every shard: cut alike, in memory of its own, a leaf of the autograd graph."""
     sharded = args[0] if args else kwargs.pop("input")
@@ -165,18 +136,11 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTe
     return made
 
 
-for _name in ("empty_like", "zeros_like", "ones_like", "full_like"):
-    handles(getattr(torch, _name))(_like)
-
-
 @handles(torch.rand_like, torch.randn_like)
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     generator, wanted = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
     made = _like(torch.empty_like, args, kwargs)
-    if func is torch.rand_like:
-        uniform_(made, 0.0, 1.0, generator)
-    else:
-        normal_(made, 0.0, 1.0, generator)
+    (_uniform_ if func is torch.rand_like else _normal_)(func, made, None, None, generator)
     made.requires_grad_(wanted)
     return made
 
@@ -185,15 +149,7 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A plain tensor of the same dtype."""
     plain = [value.anchor if isinstance(value, ShardedTensor) else value for value in args[:1]]
-    return func(*plain, *args[1:], **kwargs)  # type: ignore[no-any-return]
-
-
-_LIKE = {
-    "new_empty": torch.empty_like,
-    "new_zeros": torch.zeros_like,
-    "new_ones": torch.ones_like,
-    "new_full": torch.full_like,
-}
+    return cast(Tensor, func(*plain, *args[1:], **kwargs))
 
 
 @handles(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full)
@@ -205,7 +161,8 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if isinstance(size, int):  # each length an argument
         size, rest = [size, *rest], []
     if torch.Size(size) == sharded.metadata().size:
-        return _like(_LIKE[func.__name__], (sharded, *rest), options)
+        like = getattr(torch, f"{func.__name__.removeprefix('new_')}_like")
+        return _like(like, (sharded, *rest), options)
     raise ShardingError(
         f"{here()}: {func.__name__} of shape {tuple(size)}, other than the {tuple(sharded.shape)} of a"
         " ShardedTensor, has no cut; use shardwise.sharded_tensor.empty, zeros, ones or full with a spec."

@@ -76,7 +76,7 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
     leader = sharded[0]
     for other in sharded[1:]:
         if other.process_group is not leader.process_group:
-            _check_group(leader, other)
+            check_group(leader, other)
         mine, others = leader.metadata().size, other.metadata().size
         if others != mine and (others.numel(), len(others)) > (mine.numel(), len(mine)):
             leader = other
@@ -190,7 +190,8 @@ def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:
     return [shard.box for shard in metadata.held_by(dist.get_rank())]
 
 
-def _check_group(one: ShardedTensor, other: ShardedTensor) -> None:
+def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
+    """Raise ShardingError where two tensors belong to different ranks."""
     mine, others = (dist.get_process_group_ranks(tensor.process_group) for tensor in (one, other))
     if mine != others:
         raise ShardingError(

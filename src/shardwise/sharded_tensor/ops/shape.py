@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import _compat
 from shardwise.layout import Box
+from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.metadata import ShardMetadata
+from shardwise.sharded_tensor.ops.arguments import probe
 from shardwise.sharded_tensor.ops.boxes import expand_box, reshape_boxes
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import handles
@@ -28,27 +29,19 @@ from shardwise.sharded_tensor.spec import ChunkShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 # ---------------------------------------------------------------- for every operation here and in `select`
 
 
-def taken(args: _Args, kwargs: _Kwargs) -> tuple[Any, _Args, _Kwargs]:
+def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     """The first operand, and the other arguments."""
     if args:
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
-    return rest.pop("input"), (), rest
-
-
-def probe(tensor: Tensor) -> Tensor:
-    """A tensor without memory of the same shape and dtype, to ask torch what an operation makes of it."""
-    if isinstance(tensor, ShardedTensor):
-        metadata = tensor.metadata()
-        return torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device="meta")
-    return torch.empty_like(tensor, device="meta")
+    return rest.pop("tensor" if "tensor" in rest else "input"), (), rest
 
 
 def derived(
@@ -67,7 +60,7 @@ def derived(
     rank, local = dist.get_rank(), iter(sharded.tensors)
     shards: list[ShardMetadata] = []
     tensors: list[Tensor] = []
-    left_out: list[Tensor] = []
+    beside = [] if sharded.tensors else [sharded.anchor]
     for number, (shard, box) in enumerate(zip(sharded.metadata().shards_metadata, boxes, strict=True)):
         tensor = next(local) if shard.rank == rank else None
         if box is not None:
@@ -75,10 +68,8 @@ def derived(
         if tensor is not None and box is not None:
             tensors.append(make(tensor, number, box))
         elif tensor is not None:
-            left_out.append(tensor)
-    return assembled(
-        sharded, shards, tensors, size=size, beside=left_out or ([] if tensors else [sharded.anchor])
-    )
+            beside.append(tensor)
+    return assembled(sharded, shards, tensors, size=size, beside=beside)
 
 
 def assembled(
@@ -99,13 +90,10 @@ def assembled(
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
+    if tensors:
+        return like.with_tensors([tied(tensors[0], beside), *tensors[1:]], metadata=metadata)
     ends = [_end(tensor) for tensor in beside]
-    if not tensors:
-        return like.with_tensors([], metadata=metadata, anchor=torch.cat(ends) if len(ends) > 1 else ends[0])
-    needed = [end for end in ends if end.requires_grad]
-    if needed:
-        tensors = [cast(Tensor, _tied(tensors[0], *needed)), *tensors[1:]]
-    return like.with_tensors(tensors, metadata=metadata)
+    return like.with_tensors([], metadata=metadata, anchor=torch.cat(ends) if len(ends) > 1 else ends[0])
 
 
 def _end(tensor: Tensor) -> Tensor:
@@ -113,87 +101,39 @@ def _end(tensor: Tensor) -> Tensor:
     return tensor.narrow(0, 0, 0).reshape(-1) if tensor.ndim else tensor.reshape(1)[:0]
 
 
-class _Tied(torch.autograd.Function):
-    """A tensor whose backward also runs those of some empty ones."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *ends: Tensor) -> Tensor:
-        ctx.ends = [end.new_empty(0) for end in ends]
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *ctx.ends
-
-
-_tied = _compat.apply_of(_Tied)
-
-
 # ---------------------------------------------------------------- dims in another order
 
 
 @handles(
-    torch.transpose,
-    torch.swapaxes,
-    torch.swapdims,
-    torch.t,
-    torch.permute,
-    torch.movedim,
-    torch.moveaxis,
-    _T.transpose,
-    _T.swapaxes,
-    _T.swapdims,
-    _T.t,
-    _T.permute,
-    _T.movedim,
-    _T.moveaxis,
-    _T.T.__get__,
-    _T.mT.__get__,
+    *(torch.transpose, torch.swapaxes, torch.swapdims, torch.t, torch.permute, torch.movedim, torch.moveaxis),
+    *(_T.transpose, _T.swapaxes, _T.swapdims, _T.t, _T.permute, _T.movedim, _T.moveaxis),
+    *(_T.T.__get__, _T.mT.__get__),
 )
-def _permute(func: Any, args: _Args, kwargs: _Kwargs) -> ShardedTensor:
+def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     sharded, rest, kwargs = taken(args, kwargs)
-    size = sharded.metadata().size
-    # Torch itself says where each dim goes: to where its size does, if no two have the same.
-    moved = func(torch.empty([*range(2, 2 + len(size))], device="meta"), *rest, **kwargs)
-    return permuted(sharded, [number - 2 for number in moved.shape])
-
-
-def permuted(sharded: ShardedTensor, order: Sequence[int]) -> ShardedTensor:
-    """The dims in another order, as a view. Local."""
     metadata = sharded.metadata()
+    # Torch itself says where each dim goes: to where its size does, if no two have the same.
+    moved = func(torch.empty([*range(2, 2 + sharded.ndim)], device="meta"), *rest, **kwargs)
+    order = [number - 2 for number in moved.shape]
     places = metadata.map(
         [metadata.size[d] for d in order],
         lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
     ).with_properties(memory_format=torch.contiguous_format)
     tensors = [tensor.permute(tuple(order)) for tensor in sharded.tensors]
-    return sharded.with_tensors(tensors, metadata=places, anchor=None if tensors else _end(sharded.anchor))
+    made: ShardedTensor = sharded.with_tensors(
+        tensors, metadata=places, anchor=None if tensors else _end(sharded.anchor)
+    )
+    return made
 
 
 # ---------------------------------------------------------------- the same elements in other dims
 
 
 @handles(
-    torch.reshape,
-    torch.flatten,
-    torch.unflatten,
-    torch.ravel,
-    torch.squeeze,
-    torch.unsqueeze,
-    _T.reshape,
-    _T.flatten,
-    _T.unflatten,
-    _T.ravel,
-    _T.squeeze,
-    _T.unsqueeze,
+    *(torch.reshape, torch.flatten, torch.unflatten, torch.ravel, torch.squeeze, torch.unsqueeze),
+    *(_T.reshape, _T.flatten, _T.unflatten, _T.ravel, _T.squeeze, _T.unsqueeze, _T.view),
 )
-def _reshape(func: Any, args: _Args, kwargs: _Kwargs) -> ShardedTensor:
-    sharded, rest, kwargs = taken(args, kwargs)
-    size = func(probe(sharded), *rest, **kwargs).shape
-    return reshaped(sharded, size, name=func.__name__)
-
-
-@handles(_T.view)
-def _view(func: Any, args: _Args, kwargs: _Kwargs) -> ShardedTensor:
+def _reshape(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     sharded, rest, kwargs = taken(args, kwargs)
     if any(isinstance(value, torch.dtype) for value in [*rest, *kwargs.values()]):
         refuse_case(
@@ -202,11 +142,12 @@ def _view(func: Any, args: _Args, kwargs: _Kwargs) -> ShardedTensor:
             why="the bytes of a shard in another dtype are no part of the whole tensor's",
             instead="to(dtype) converts values; local_shards() has the tensors",
         )
-    return reshaped(sharded, func(probe(sharded), *rest, **kwargs).shape, name="view", view=True)
+    size = func(probe(sharded), *rest, **kwargs).shape
+    return reshaped(sharded, size, name=func.__name__, view=func is _T.view)
 
 
 @handles(_T.view_as, _T.reshape_as)
-def _as_another(func: Any, args: _Args, kwargs: _Kwargs) -> Tensor:
+def _as_another(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     tensor, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if not isinstance(tensor, ShardedTensor):
         return cast(Tensor, func(tensor, probe(other)))
@@ -245,7 +186,7 @@ def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bo
     return derived(sharded, size=size, boxes=boxes, make=make)
 
 
-def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], broken: Box) -> None:
+def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], broken: Box) -> NoReturn:
     old = sharded.metadata().size
     instead = "use full_tensor(), or a cut by rows whose numbers fit both shapes"
     placements = [shard.placement for shard in sharded.metadata().shards_metadata]
@@ -269,7 +210,7 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
 
 
 @handles(torch.broadcast_to, _T.expand, _T.broadcast_to, _T.expand_as)
-def _expand(func: Any, args: _Args, kwargs: _Kwargs) -> Tensor:
+def _expand(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     tensor, rest, kwargs = taken(args, kwargs)
     rest = tuple(probe(value) if isinstance(value, Tensor) else value for value in rest)
     kwargs = {key: probe(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}

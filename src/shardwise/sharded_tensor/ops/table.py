@@ -23,10 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message
-from shardwise.sharded_tensor.autograd import all_reduced, moved, summed
+from shardwise.sharded_tensor.autograd import all_reduced, linked, moved, summed, valued
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _NOWHERE = 1 << 62  # a float64 too, as which functions like `pad` take it
@@ -34,7 +33,7 @@ _NOWHERE = 1 << 62  # a float64 too, as which functions like `pad` take it
 
 @dataclass(frozen=True)
 class Lookup:
-    """What to look up: the same on every rank.
+    """What to look up: of one rank, or of all together.
 
     Attributes:
         ids: [ids] rows of the table.
@@ -43,7 +42,8 @@ class Lookup:
         mode: "row" (each id is a bag and `padding` gets no gradient), or "sum", "mean", "max" of a bag
             (and `padding` is left out).
         padding: a row of the table.
-        weights: [ids] factors of the rows; already `replicated`.
+        shape: of the ids as they were given.
+        weights: [ids] factors of the rows; of all together they are `replicated`.
     """
 
     ids: Tensor
@@ -51,6 +51,7 @@ class Lookup:
     bags: int
     mode: str
     padding: int | None
+    shape: tuple[int, ...]
     weights: Tensor | None = None
     sparse: bool = False
 
@@ -124,21 +125,6 @@ def _joined(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor
 # ------------------------------------------------------------ the greatest of a bag
 
 
-class _Valued(torch.autograd.Function):
-    """`value`, which all ranks know already; its gradient goes to this rank's `partial` of it."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-_valued = _compat.apply_of(_Valued)
-
-
 @torch.no_grad()
 def _greatest(table: Tensor, box: Box, look: Lookup) -> tuple[Tensor, Tensor]:
     """[bags, columns] the greatest values of the shard's rows in each bag, and at which id the first is.
@@ -182,7 +168,7 @@ def _max_to_all(weight: ShardedTensor, look: Lookup) -> Tensor:
     ]
     partial = _joined(parts, *shape, stand_in(weight))
     value = torch.where(look.counts().unsqueeze(1) > 0, greatest, greatest.new_zeros(()))
-    return cast(Tensor, _valued(partial, value))
+    return valued(partial, value)
 
 
 def _better(value: Tensor, place: Tensor, best: Tensor, first: Tensor) -> Tensor:
@@ -323,24 +309,15 @@ def by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
     """`weight` itself, but each row's gradient is divided by how often `ids` name it. Local."""
     counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
     if not isinstance(weight, ShardedTensor):
-        return cast(Tensor, _divided(weight, counts))
+        return _divided(weight, counts)
     shards = zip(weight.tensors, weight.boxes, strict=True)
     tensors = [_divided(table, counts[box.offsets[0] : box.ends[0]]) for table, box in shards]
     return weight.with_tensors(tensors, anchor=weight.anchor)
 
 
-class _Divided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: Tensor) -> Tensor:
-        ctx.counts = counts
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.counts, None
-
-
-_divided = _compat.apply_of(_Divided)
+def _divided(tensor: Tensor, counts: Tensor) -> Tensor:
+    """`tensor`, whose gradient is divided by `counts`."""
+    return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (grad / counts,), tensor))
 
 
 @torch.no_grad()
