@@ -102,8 +102,8 @@ def assert_forgotten(spec: ChunkShardingSpec) -> None:
 
 
 def test_placements_by_rank_need_no_rpc() -> None:
+    from shardwise.sharded_tensor.group import with_ranks
     from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
-    from shardwise.sharded_tensor.remote import with_ranks
 
     shards = [ShardMetadata([0], [2], "rank:0/cpu"), ShardMetadata([2], [2], RemoteDevice("rank:1"))]
     metadata = ShardedTensorMetadata(shards, torch.Size([4]))

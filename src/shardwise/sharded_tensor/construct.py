@@ -32,18 +32,17 @@ from shardwise.sharded_tensor.autograd import exchange_values
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed, check_local, gather_shards
 from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
-from shardwise.sharded_tensor.group import group_or_default, is_outside, ranks_of
+from shardwise.sharded_tensor.group import cut_by, group_or_default, is_outside, ranks_of, with_ranks
 from shardwise.sharded_tensor.metadata import (
     Shard,
     ShardedTensorMetadata,
-    ShardMetadata,
     TensorProperties,
     check_pinnable,
     size_of,
 )
 from shardwise.sharded_tensor.move import describe
 from shardwise.sharded_tensor.registry import does
-from shardwise.sharded_tensor.remote import register_shards, with_ranks
+from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -181,11 +180,7 @@ def init_from_local_shards(
     """
     group = group_or_default(process_group)
     metadata = gather_shards(local_shards, global_size, group=group)
-    local_shards = shards_of(local_shards)
-    made = ShardedTensor.wrap(local_shards, metadata, process_group=group)
-    if init_rrefs:
-        register_shards(made)
-    return made
+    return _wrapped(shards_of(local_shards), metadata, group, None, init_rrefs)
 
 
 @does(ShardedTensor._init_from_local_shards_and_global_metadata)
@@ -222,11 +217,7 @@ def init_from_local_shards_and_global_metadata(
         group=group,
         what="the tensor to make of local shards",
     )
-    spec = None if sharding_spec is None else spec_of(sharding_spec)
-    made = ShardedTensor.wrap(shards_of(local_shards), metadata, process_group=group, sharding_spec=spec)
-    if init_rrefs:
-        register_shards(made)
-    return made
+    return _wrapped(shards_of(local_shards), metadata, group, sharding_spec, init_rrefs)
 
 
 def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
@@ -273,9 +264,7 @@ def init_from_local_tensor(
 
     def shards() -> list[Shard]:
         properties = [TensorProperties.create_from_tensor(tensor) for tensor in given] or [TensorProperties()]
-        built = with_ranks(spec_of(sharding_spec).build_metadata(size_of(global_size), properties[0]))
-        built.check(dist.get_process_group_ranks(group))
-        places = built.held_by(dist.get_rank())
+        places = cut_by(sharding_spec, size_of(global_size), properties[0], group).held_by(dist.get_rank())
         if len(places) != len(given):
             raise ShardingError(
                 f"the spec places {len(places)} shards here, found {len(given)} local tensors"
@@ -285,17 +274,13 @@ def init_from_local_tensor(
     local: list[Shard] = []
     together("cutting local tensors", lambda: local.extend(shards()), group=group, kind=ShardingError)
     found = gather_shards(local, global_size, group=group)
-    sharding_spec = spec_of(sharding_spec)
     metadata = agreed(
-        lambda: with_ranks(sharding_spec.build_metadata(found.size, found.tensor_properties)),
+        lambda: cut_by(sharding_spec, found.size, found.tensor_properties, group),
         text=describe,
         group=group,
         what="the spec of the local tensors",
     )
-    made = ShardedTensor.wrap(local, metadata, process_group=group, sharding_spec=sharding_spec)
-    if init_rrefs:
-        register_shards(made)
-    return made
+    return _wrapped(local, metadata, group, sharding_spec, init_rrefs)
 
 
 @torch.no_grad()
@@ -327,8 +312,7 @@ def shard_tensor(
             raise ShardingError("shard_tensor() cuts a plain tensor; use from_torch() and reshard()")
         properties = TensorProperties.create_from_tensor(tensor)
         properties.memory_format = torch.contiguous_format
-        metadata = with_ranks(spec_of(sharding_spec).build_metadata(tensor.shape, properties))
-        metadata.check(ranks_of(group))
+        metadata = cut_by(sharding_spec, tensor.shape, properties, group)
         if src_rank is not None and not is_outside(group) and not 0 <= src_rank < group.size():
             raise ShardingError(f"src_rank {src_rank} is not a rank of a group of {group.size()}")
         devices = [str(shard.placement) for shard in metadata.shards_metadata]
@@ -345,25 +329,19 @@ def shard_tensor(
         group=group,
         what="the tensor to shard",
     )
-    properties = metadata.tensor_properties
-    shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
+    shards = _allocated(metadata)
     if src_rank is None or is_outside(group):
         whole = Box.whole(tensor.shape)
         for shard in shards:
             shard.tensor.copy_(part(whole, tensor, shard.box))
     else:
         _scatter(tensor, shards, metadata, src_rank=src_rank, group=group)
-    return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec_of(sharding_spec))
+    return _wrapped(shards, metadata, group, sharding_spec)
 
 
 @does(ShardingSpec.shard)
-def _shard(
-    spec: ShardingSpec,
-    tensor: Tensor,
-    src_rank: int | None = 0,
-    process_group: dist.ProcessGroup | None = None,
-) -> ShardedTensor:
-    return shard_tensor(tensor, spec, src_rank=src_rank, process_group=process_group)
+def _shard(spec: ShardingSpec, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    return shard_tensor(tensor, spec, *args, **kwargs)
 
 
 def _scatter(
@@ -402,11 +380,9 @@ def _made(
     values: str = "",
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
+    **properties: Any,
 ) -> ShardedTensor:
     """`empty`, of what is to be filled with `values`, in words that are equal on every rank."""
     group = group_or_default(process_group)
@@ -414,15 +390,9 @@ def _made(
     def built() -> ShardedTensorMetadata:
         if layout != torch.strided:
             raise ShardingError(f"a sharded tensor has layout torch.strided, found {layout}; use that")
-        properties = TensorProperties(
-            dtype=dtype or torch.get_default_dtype(),
-            requires_grad=requires_grad,
-            memory_format=memory_format,
-            pin_memory=pin_memory,
-        )
-        metadata = with_ranks(spec_of(sharding_spec).build_metadata(size_of(size), properties))
-        metadata.check(ranks_of(group))
-        _check_properties(properties, len(metadata.size))
+        wanted = TensorProperties(dtype=dtype or torch.get_default_dtype(), **properties)
+        metadata = cut_by(sharding_spec, size_of(size), wanted, group)
+        _check_properties(wanted, len(metadata.size))
         return metadata
 
     metadata = agreed(
@@ -431,9 +401,18 @@ def _made(
         group=group,
         what="the tensor to make",
     )
-    properties = metadata.tensor_properties
-    shards = [_allocate(place, properties) for place in metadata.held_by(dist.get_rank())]
-    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec_of(sharding_spec))
+    return _wrapped(_allocated(metadata), metadata, group, sharding_spec, init_rrefs)
+
+
+def _wrapped(
+    shards: Sequence[Shard],
+    metadata: ShardedTensorMetadata,
+    group: dist.ProcessGroup,
+    spec: ShardingSpec | None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    own = None if spec is None else spec_of(spec)
+    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=own)
     if init_rrefs:
         register_shards(made)
     return made
@@ -477,14 +456,18 @@ def _check_properties(properties: TensorProperties, ndim: int) -> None:
         check_pinnable()
 
 
-def _allocate(place: ShardMetadata, properties: TensorProperties) -> Shard:
-    assert place.placement is not None
-    tensor = torch.empty(
-        place.shard_sizes,
-        dtype=properties.dtype,
-        device=place.placement.device(),
-        requires_grad=properties.requires_grad,
-        pin_memory=properties.pin_memory,
-        memory_format=properties.memory_format,
-    )
-    return Shard(tensor, place)
+def _allocated(metadata: ShardedTensorMetadata) -> list[Shard]:
+    """Memory for this rank's shards."""
+    properties, shards = metadata.tensor_properties, []
+    for place in metadata.held_by(dist.get_rank()):
+        assert place.placement is not None
+        tensor = torch.empty(
+            place.shard_sizes,
+            dtype=properties.dtype,
+            device=place.placement.device(),
+            requires_grad=properties.requires_grad,
+            pin_memory=properties.pin_memory,
+            memory_format=properties.memory_format,
+        )
+        shards.append(Shard(tensor, place))
+    return shards

@@ -1,12 +1,25 @@
-"""The process group of a sharded tensor, also on processes that are not in it."""
+"""Which ranks a sharded tensor is on: its process group, also on processes that are not in it, and placements
+by the name of an RPC worker.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.foreign import spec_of
+from shardwise.sharded_tensor.metadata import (
+    RemoteDevice,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
 
 
 class _Outside:
@@ -53,3 +66,46 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
             "a sharded tensor needs a process group; call torch.distributed.init_process_group first"
         )
     return default
+
+
+def cut_by(
+    spec: Any, size: Sequence[int], properties: TensorProperties, group: dist.ProcessGroup
+) -> ShardedTensorMetadata:
+    """The shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
+
+    Raises:
+        ShardingError: it is no spec, or gives none that cover the tensor once, or others' shards.
+    """
+    metadata = with_ranks(spec_of(spec).build_metadata(torch.Size(size), properties))
+    metadata.check(ranks_of(group))
+    return metadata
+
+
+def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
+    """The same shards, placements by a worker's name replaced by those of its rank. Local.
+
+    Raises:
+        ShardingError: there is no such worker, or RPC is not initialised.
+    """
+    places = [shard.placement for shard in metadata.shards_metadata]
+    if all(place is None or place.worker_name() is None for place in places):
+        return metadata
+    shards = [
+        ShardMetadata(shard.shard_offsets, shard.shard_sizes, _by_rank(shard.placement))
+        for shard in metadata.shards_metadata
+    ]
+    return replace(metadata, shards_metadata=shards)
+
+
+def _by_rank(place: RemoteDevice | None) -> RemoteDevice | None:
+    name = None if place is None else place.worker_name()
+    if place is None or name is None:
+        return place
+    try:
+        worker = rpc.get_worker_info(name)
+    except (AttributeError, RuntimeError) as error:
+        raise ShardingError(
+            f'placement {place} names a worker that torch RPC does not know; use "rank:R/device", or call'
+            " torch.distributed.rpc.init_rpc first"
+        ) from error
+    return RemoteDevice(f"rank:{worker.id}/{place.device()}")

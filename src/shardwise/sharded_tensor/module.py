@@ -30,10 +30,9 @@ from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
 from shardwise.sharded_tensor.foreign import spec_of
-from shardwise.sharded_tensor.group import group_or_default, ranks_of
+from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor.move import boxes_of, describe
-from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -328,7 +327,7 @@ def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.Proces
     if parameter.grad is not None:
         raise ShardingError(f"parameter {name} has a gradient, which would be lost; set it to None before")
     properties = TensorProperties.create_from_tensor(parameter)
-    with_ranks(spec_of(spec).build_metadata(parameter.shape, properties)).check(ranks_of(group))
+    cut_by(spec, parameter.shape, properties, group)
 
 
 def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> None:
@@ -377,9 +376,7 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare
     """
 
     def built() -> ShardedTensorMetadata:
-        made = with_ranks(spec.build_metadata(whole.shape, TensorProperties.create_from_tensor(whole)))
-        made.check(ranks_of(group))
-        return made
+        return cut_by(spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
 
     metadata = agreed(built, text=describe, group=group, what="the output to cut") if compare else built()
     differentiable = whole.requires_grad and torch.is_grad_enabled()

@@ -17,10 +17,9 @@ from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd, failure
 from shardwise.sharded_tensor.check import proposed
 from shardwise.sharded_tensor.foreign import spec_of
-from shardwise.sharded_tensor.group import is_outside
+from shardwise.sharded_tensor.group import is_outside, with_ranks
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.registry import does
-from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed import rpc
 
 from shardwise.comm.agree import together
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.metadata import RemoteDevice, Shard, ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import Shard
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -26,22 +25,6 @@ if TYPE_CHECKING:
 
 _registered: weakref.WeakValueDictionary[int, ShardedTensor] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-
-
-def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
-    """The same shards, placements by a worker's name replaced by those of its rank. Local.
-
-    Raises:
-        ShardingError: there is no such worker, or RPC is not initialised.
-    """
-    places = [shard.placement for shard in metadata.shards_metadata]
-    if all(place is None or place.worker_name() is None for place in places):
-        return metadata
-    shards = [
-        ShardMetadata(shard.shard_offsets, shard.shard_sizes, _by_rank(shard.placement))
-        for shard in metadata.shards_metadata
-    ]
-    return replace(metadata, shards_metadata=shards)
 
 
 def register_shards(sharded: ShardedTensor) -> None:
@@ -71,7 +54,6 @@ def register_shards(sharded: ShardedTensor) -> None:
 
 @does(ShardedTensor.remote_shards)
 def _remote_shards(sharded: ShardedTensor) -> dict[int, list[Any]]:
-    """`ShardedTensor.remote_shards`."""
     if sharded._remote is None:
         raise ShardingError(
             f"{here()}: remote_shards() needs {sharded._name()} to be made with init_rrefs=True, after"
@@ -83,20 +65,6 @@ def _remote_shards(sharded: ShardedTensor) -> dict[int, list[Any]]:
 def _references(number: int) -> list[Any]:
     """References to the shards of a tensor registered here; other ranks call it over RPC."""
     return [rpc.RRef(shard) for shard in _registered[number].local_shards()]
-
-
-def _by_rank(place: RemoteDevice | None) -> RemoteDevice | None:
-    name = None if place is None else place.worker_name()
-    if place is None or name is None:
-        return place
-    try:
-        worker = rpc.get_worker_info(name)
-    except (AttributeError, RuntimeError) as error:
-        raise ShardingError(
-            f'placement {place} names a worker that torch RPC does not know; use "rank:R/device", or call'
-            " torch.distributed.rpc.init_rpc first"
-        ) from error
-    return RemoteDevice(f"rank:{worker.id}/{place.device()}")
 
 
 def _register(sharded: ShardedTensor) -> int:

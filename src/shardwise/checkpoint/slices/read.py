@@ -17,10 +17,9 @@ from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
 from shardwise.files import open_tensors, tensor_files
 from shardwise.layout import Box
-from shardwise.sharded_tensor.group import group_or_default
+from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.move import describe
-from shardwise.sharded_tensor.remote import with_ranks
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -91,8 +90,7 @@ def _read(
             shape[-1] //= 2
             stored = file.get_tensor(name)
         properties = TensorProperties(dtype=dtype or stored_dtype)
-        metadata = with_ranks(spec.build_metadata(torch.Size(shape), properties))
-        metadata.check(dist.get_process_group_ranks(group))
+        metadata = cut_by(spec, shape, properties, group)
         shards = []
         for place in metadata.held_by(dist.get_rank()):
             assert place.placement is not None
