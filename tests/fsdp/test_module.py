@@ -6,8 +6,9 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from fsdp.models import Block, Net, sharded_net, step
 from ranks import on_ranks
@@ -325,3 +326,38 @@ def test_a_sharded_gradient_belongs_to_the_same_ranks_as_its_parameter() -> None
         assert param.grad.to_local().shape == param.to_local().shape
         assert param.grad.placements == param.placements
     assert net.weight.to_local().numel() == (2 if dist.get_rank() == 0 else 0)
+
+
+class Reentrant(nn.Module):
+    """Runs a layer in a checkpoint, and a last one wholly so: that one's output has no graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(Checkpointed(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.last, self.first(x), use_reentrant=True)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@on_ranks(2)
+def test_backward_of_each_module_of_a_list_gathers_also_where_the_last_was_recomputed(layout: str) -> None:
+    net, reference = Reentrant(), Reentrant()
+    fully_shard([net.first, net.last], layout=layout)
+    fully_shard(net, layout=layout)
+    for _ in range(2):
+        for model in (net, reference):
+            model(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

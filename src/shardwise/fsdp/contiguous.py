@@ -244,11 +244,9 @@ class ContiguousGroup(ParamGroup):
                 casts = held.dtype != full.dtype or held.device != full.device
                 storage = None if group is None else full.untyped_storage()
                 self.buffers.append(_Buffer(segment, shard, held, full, storage, full.nbytes, mine, casts))
-        self._shown = [
-            (owner.parameters, owner.name, cast(nn.Parameter, param.unsharded), param.sharded)
-            for param in self.params
-            for owner in param.owners
-        ]
+        at = [(owner.parameters, owner.name, param) for param in self.params for owner in param.owners]
+        self._whole = [(held, name, cast(nn.Parameter, param.unsharded)) for held, name, param in at]
+        self._cut = [(held, name, param.sharded) for held, name, param in at]
         if self.gather_group is not None:
             self.curtain = self._curtain(memory)
         self._changes = -1
@@ -357,14 +355,14 @@ class ContiguousGroup(ParamGroup):
         if self._changes != ShardedRows.changes:
             self._check_memory()
             self._changes = ShardedRows.changes
-            for _, _, unsharded, sharded in self._shown:
+            for (_, _, unsharded), (_, _, sharded) in zip(self._whole, self._cut, strict=True):
                 if unsharded.requires_grad is not sharded.trains:
                     unsharded.requires_grad_(sharded.trains)
                     self.gather_event = None
-        for parameters, name, unsharded, _ in self._shown:
+        for parameters, name, unsharded in self._whole:
             parameters[name] = unsharded
-        for buffer in self.buffers:
-            buffer.kept = None
+        if self.form is Form.POST_FORWARD:
+            self._drop_kept()
         if self.curtain is not None:
             self.curtain.open()
         self.form = Form.UNSHARDED
@@ -381,12 +379,16 @@ class ContiguousGroup(ParamGroup):
     def reshard(self) -> None:
         if self.form is Form.SHARDED:
             return
-        for parameters, name, _, sharded in self._shown:
+        for parameters, name, sharded in self._cut:
             parameters[name] = sharded
-        for buffer in self.buffers:
-            buffer.kept = None
+        if self.form is Form.POST_FORWARD:
+            self._drop_kept()
         self._free_unsharded()
         self.form = Form.SHARDED
+
+    def _drop_kept(self) -> None:
+        for buffer in self.buffers:
+            buffer.kept = None
 
     def abandon_gather(self) -> None:
         abandoned = self.gather is not None

@@ -132,11 +132,12 @@ class ContiguousReducer(GradReducer):
                 found = sum([grad is not None for grad in grads])
             else:
                 grads = [unsharded.grad for unsharded in members.unsharded]
-                found = sum([grad is not None for grad in grads])
+                missing = len([None for grad in grads if grad is None])
+                found = len(grads) - missing
                 if found:
                     for unsharded in members.unsharded:
                         unsharded.grad = None
-                    complete = found == len(grads)
+                    complete = not missing
             if found:
                 taken.append(_Taken(index, members, grads, complete))
         self.accumulates = False
@@ -268,7 +269,8 @@ class ContiguousReducer(GradReducer):
 
     def _copy_in(self, taken: _Taken, plan: Reduction) -> Tensor:
         """The gradients where their parameters lie, in the reduction's dtype, in one batched copy."""
-        members, grads = taken.members, taken.grads
+        members = taken.members
+        grads: Any = taken.grads
         staging = members.staging
         if staging is None or staging.plan is not plan:
             staging = self._staging(members, plan)
@@ -282,7 +284,7 @@ class ContiguousReducer(GradReducer):
             staging.buffer.zero_()
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        _compat.foreach_copy(targets, cast(list[Tensor], grads))
+        _compat.foreach_copy(targets, grads)
         taken.grads.clear()
         return staging.buffer
 

@@ -5,7 +5,7 @@ and filled again before the module's backward. Backward learns that it has reach
 on what its forward returned. A tensor that left forward in another way (kept as an attribute, say) leads
 backward inside past these hooks; it would read memory that is freed, or that a gather still writes to.
 
-    version of the memory    0 while gathered; while not, a number that only this group has
+    version of the memory    while gathered, a number that only this group has; while not, a greater one
 
 Saved tensors remember the version that they saw, and autograd compares. So such a backward stops before it
 reads anything, and the number in torch's message says whose parameters it wanted.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _FIRST = 1 << 30  # more in-place changes than any tensor sees
 _numbers = itertools.count(_FIRST)
 _groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_VERSION = re.compile(r"is at version (\d+); expected version")
+_VERSION = re.compile(r"is at version \d+; expected version (\d+)")
 
 
 class Curtain:
@@ -46,15 +46,15 @@ class Curtain:
         number = next(_numbers)
         _groups[number] = group
         behind = tuple(tensors)
-        self.open = partial(_compat.set_versions, behind, (0,) * len(behind))  # no Python runs in these
-        self.close = partial(_compat.set_versions, behind, (number,) * len(behind))
+        self.open = partial(_compat.set_versions, behind, (number,) * len(behind))  # no Python runs in these
+        self.close = partial(_compat.increment_versions, behind)
 
 
 def explain(error: Exception) -> Exception | None:
     """What to raise in place of an error of autograd; None if it has another reason."""
     found = _VERSION.search(str(error))
     group = _groups.get(int(found.group(1))) if found is not None else None
-    if group is None:
+    if group is None or group.is_unsharded:  # then a parameter was changed in place
         return None
     return LifecycleError(
         f"{here()}: backward reached the inside of {group.title} by another way than through what its forward"

@@ -326,7 +326,8 @@ class ParamGroup(ABC):
         """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
         if self.gathered_at == optimizer_watch.Steps.count:
             return
-        self.abandon_gather()
+        if self.gather is not None:
+            self.abandon_gather()
         if self.form is Form.UNSHARDED:
             self.reshard()
 

@@ -41,7 +41,7 @@ class FSDPModule(ModuleSettings):
         return original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state: FSDPState = self.__dict__["_shardwise_state"]
+        state = self._shardwise_state
         if torch.compiler.is_compiling():
             return _run_traced(state, self, super().__call__, args, kwargs)
         if _COMPILED in self.__dict__:
@@ -55,7 +55,7 @@ class FSDPModule(ModuleSettings):
         self.__dict__[_COMPILED] = torch.compile(call, *args, **kwargs)
 
     def _call_traced(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_traced(self.__dict__["_shardwise_state"], self, super().__call__, args, kwargs)
+        return _run_traced(self._shardwise_state, self, super().__call__, args, kwargs)
 
     # Gathering by hand
 

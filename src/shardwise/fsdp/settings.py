@@ -31,9 +31,10 @@ from shardwise.mesh import FSDPMeshInfo
 class ModuleSettings(nn.Module):
     """The setters of an `FSDPModule`."""
 
+    _shardwise_state: FSDPState
+
     def _state(self) -> FSDPState:
-        state: FSDPState = self.__dict__["_shardwise_state"]
-        return state
+        return self._shardwise_state
 
     def _groups(self) -> list[ParamGroup]:
         return self._state().groups

@@ -33,7 +33,8 @@ from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors
 
 _BEFORE_BACKWARD = (TrainingState.IDLE, TrainingState.FORWARD)
-_ENTER_FORWARD, _END_OF_BACKWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.END_OF_BACKWARD]
+_ENTER_FORWARD, _EXIT_FORWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.EXIT_FORWARD]
+_END_OF_BACKWARD = TABLE[Event.END_OF_BACKWARD]
 _ENTER_BACKWARD, _EXIT_BACKWARD = TABLE[Event.ENTER_BACKWARD], TABLE[Event.EXIT_BACKWARD]
 
 
@@ -70,7 +71,7 @@ class FSDPState(ModuleState):
         if action is Action.GATHER:
             if schedule.forward_root is None:
                 args, kwargs = self._begin_pass(schedule, args, kwargs)
-            if schedule.kept is not None and not _compat.in_backward():
+            if schedule.kept is not None and _compat.backward_pass() == -1:
                 schedule.release_kept(unless=self)
         if self.input_dtype is not None:
             args, kwargs = self.cast_inputs(args, kwargs)
@@ -134,8 +135,13 @@ class FSDPState(ModuleState):
             if self.still_to_run:
                 self.still_to_run.discard(id(module))
             if self.running or self.still_to_run:  # an outer call, or the list's other modules, goes on
+                if not self.running and torch.is_grad_enabled():  # which the last of them may not be
+                    self._mark_outputs(schedule, output)
                 return self.cast_output(output)
-        action, self.training_state = advance(self.training_state, Event.EXIT_FORWARD, module=self.name)
+        state = self.training_state
+        if state not in _EXIT_FORWARD:
+            advance(state, Event.EXIT_FORWARD, module=self.name)  # raises
+        action, self.training_state = _EXIT_FORWARD[state]
         if action is not Action.KEEP:
             output = self._leave(schedule, output)
             if schedule.forward_root is self.myself:
@@ -165,7 +171,7 @@ class FSDPState(ModuleState):
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Put off this module's release until the next module runs, and mark its output."""
         grad_enabled = torch.is_grad_enabled()
-        if not _compat.in_backward():
+        if _compat.backward_pass() == -1:
             for group in self.groups:
                 if group.post_forward is not None:
                     if schedule.kept is not None:

@@ -8,16 +8,16 @@ What treats every element alike, or sums over all, then costs one operation in p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from shardwise import _compat
 
 
-def declare(shard: Tensor, used: int) -> None:
+def declare(shard: Any, used: int) -> None:
     """Say that the views of `shard` that tensors are have `used` elements together, and the rest is zero."""
-    cast(Any, shard).used = used
+    shard.used = used
 
 
 def merged(locals_: Sequence[Tensor]) -> list[Tensor]:
