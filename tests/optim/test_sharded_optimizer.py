@@ -283,7 +283,7 @@ def test_what_cannot_be_optimized_by_shards_is_refused() -> None:
         optimizer.load_state_dict(grouped.state_dict())
     wrong: dict[str, Tensor] = {"momentum_buffer": torch.zeros(3)}
     with pytest.raises(
-        ShardingError, match=r"'momentum_buffer' of matrix has shape \(3,\), expected.*\(5, 4\)"
+        ShardingError, match=r"'momentum_buffer' of 'matrix' has shape \(3,\), expected.*\(5, 4\)"
     ):
         optimizer.load_state_dict({**state, "state": {**state["state"], "matrix": wrong}})
     model.matrix.data = model.matrix.detach().reshard(CUTS[1]["matrix"])

@@ -28,16 +28,17 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.module_state import state_of
-from shardwise.fsdp.optimizer_watch import ELEMENTWISE, is_elementwise
 from shardwise.fsdp.rows import RowsParam
+from shardwise.optim.by_name import (
+    allocate_state,
+    check_elementwise,
+    check_shapes,
+    is_elements,
+    loaded_options,
+    named_state,
+)
 from shardwise.sharded_parameter import ShardedRows
 
-_WHY_NOT = {
-    "Adafactor": "it keeps sums over the rows and columns of each parameter",
-    "LBFGS": "it takes inner products of all parameters",
-    "Muon": "it multiplies whole matrices; use shardwise.optim.Muon",
-    "SparseAdam": "it needs sparse gradients",
-}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # no part of a name, to torch's checkpoints too
 
 
@@ -70,13 +71,7 @@ def flat(
         ShardingError: an optimizer that is not elementwise; parameters that are not sharded with
             `layout="contiguous"`, that are not the model's, or that are given twice.
     """
-    if not is_elementwise(optimizer):
-        known = f"only {', '.join(ELEMENTWISE)} of torch.optim are known to"
-        why = _WHY_NOT.get(optimizer.__name__, known)
-        raise ShardingError(
-            f"{here()}: {optimizer.__name__} cannot step on flat memory, where every element must be treated"
-            f" alone: {why}. Build it over model.parameters() instead"
-        )
+    check_elementwise(optimizer, over="flat memory", advice="build it over model.parameters() instead")
     managed = _managed(model)
     named = _names(model, managed)
     sets: list[dict[str, Any]] = []
@@ -363,28 +358,14 @@ class FlatOptimizer(Optimizer):
                     key: run.rows_of(value, member) if _is_state(value, tensor) else _copied(value)
                     for key, value in values.items()
                 }
-        names = [name for own in self._names_by_set for name in own]
-        groups = [
-            {**group, "params": list(own)}
-            for group, own in zip(packed["param_groups"], self._names_by_set, strict=True)
-        ]
-        return {"state": {name: found[name] for name in names if name in found}, "param_groups": groups}
+        return named_state(found, packed["param_groups"], self._names_by_set)
 
     def allocate_state(self) -> None:
         """Give parameters without state some, for `state_dict` to name what a checkpoint is to fill. Local.
 
         The values are those after one step with gradients of zero; parameters do not change.
         """
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                if not self.state.get(tensor):
-                    stand_in = nn.Parameter(torch.zeros_like(tensor))
-                    stand_in.grad = torch.zeros_like(stand_in)
-                    kind = cast(Any, type(self)).kind
-                    made = kind([{**group, "params": [stand_in]}])
-                    made.step()
-                    if made.state[stand_in]:
-                        self.state[tensor] = made.state[stand_in]
+        allocate_state(self, cast(Any, type(self)).kind)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -396,7 +377,7 @@ class FlatOptimizer(Optimizer):
         Raises:
             ShardingError: names, groups or shapes that are not those of this optimizer.
         """
-        loaded = _by_name(state_dict, self._names_by_set)
+        loaded = loaded_options(state_dict, self._names_by_set)
         state: dict[str, Any] = state_dict["state"]
         local = {
             name: _local_state(name, state[name], self._managed[name])
@@ -470,46 +451,14 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _by_name(state_dict: dict[str, Any], own: list[list[str]]) -> list[dict[str, Any]]:
-    """The loaded options of each set of parameters."""
-    groups = state_dict["param_groups"]
-    where = {name: i for i, group in enumerate(groups) for name in group["params"]}
-    if any(not isinstance(name, str) for name in where):
-        raise ShardingError(
-            f"{here()}: this optimizer state numbers its parameters; a flat optimizer loads states by name,"
-            " from its own state_dict() or torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
-        )
-    names = [name for each in own for name in each]
-    missing = [name for name in names if name not in where]
-    unknown = sorted({*where, *state_dict["state"]} - set(names))
-    if missing or unknown:
-        raise ShardingError(
-            f"{here()}: the optimizer state lacks {missing[:5] or 'nothing'}, and has"
-            f" {unknown[:5] or 'nothing'} more than this optimizer; build it over the same parameters as"
-            " the one that was saved"
-        )
-    for each in own:
-        if len({where[name] for name in each}) > 1:
-            raise ShardingError(
-                f"{here()}: {each[:5]} have one set of options here but several in the loaded state; give the"
-                " same groups in params= as the optimizer that was saved"
-            )
-    return [dict(groups[where[each[0]]]) if each else {} for each in own]
-
-
 def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
     """One parameter's state with local rows in place of tensors of its shape."""
+    check_shapes(name, member.piece.shape, values)
     found = {}
     for key, value in values.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
+        if not is_elements(key, value, member.piece.shape):
             found[key] = value
-            continue
-        if value.shape != member.piece.shape:
-            raise ShardingError(
-                f"{here()}: '{key}' of '{name}' has shape {tuple(value.shape)}, expected that of the"
-                f" parameter, {tuple(member.piece.shape)}"
-            )
-        if isinstance(value, ShardedRows) and value.piece == member.piece:
+        elif isinstance(value, ShardedRows) and value.piece == member.piece:
             found[key] = value.local
         else:
             local = torch.empty(member.place.box.sizes, dtype=value.dtype, device=member.local.device)

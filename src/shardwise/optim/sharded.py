@@ -18,22 +18,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.optimizer_watch import ELEMENTWISE, is_elementwise
+from shardwise.optim.by_name import (
+    allocate_state,
+    check_elementwise,
+    check_shapes,
+    is_elements,
+    loaded_options,
+    named_state,
+)
 from shardwise.sharded_tensor import ShardedTensor
-
-_WHY_NOT = {
-    "Adafactor": "it keeps sums over the rows and columns of each parameter",
-    "AdamW8bit": "it quantizes its state in blocks of many elements",
-    "LBFGS": "it takes inner products of all parameters",
-    "Muon": "it multiplies whole matrices",
-    "SparseAdam": "it needs sparse gradients",
-}
-# State that is one number for a whole parameter, also where the parameter is one number.
-_NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 class ShardedOptimizer(Optimizer):
@@ -65,7 +62,9 @@ class ShardedOptimizer(Optimizer):
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_kind(optimizer_class)
+        if not getattr(optimizer_class, "elementwise", False):
+            advice = "if it does too, say so by a class attribute elementwise = True"
+            check_elementwise(optimizer_class, over="shards", advice=advice)
         self._named = dict(named_params)
         _check_params(self._named)
         self._tensors = {name: _local(param) for name, param in self._named.items()}
@@ -150,8 +149,7 @@ class ShardedOptimizer(Optimizer):
             states = [self.state[tensor] for tensor in self._tensors[name] if self.state.get(tensor)]
             if states:
                 found[name] = _whole_state(name, param, self._tensors[name], states)
-        groups = [{**_options_of(group), "params": list(group["names"])} for group in self.param_groups]
-        return {"state": found, "param_groups": groups}
+        return named_state(found, self.param_groups, [group["names"] for group in self.param_groups])
 
     def allocate_state(self) -> None:
         """Give parameters without state some, for `state_dict` to name what a checkpoint is to fill. Local.
@@ -159,18 +157,14 @@ class ShardedOptimizer(Optimizer):
         The values are those after one step with gradients of zero; parameters do not change.
         """
         inner = self._inner
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                if not self.state.get(tensor):
-                    stand_in = nn.Parameter(torch.zeros_like(tensor))
-                    stand_in.grad = torch.zeros_like(stand_in)
-                    made: Any = object.__new__(type(inner))
-                    made.__dict__.update(vars(inner))  # its options, whatever its constructor takes
-                    made.state = defaultdict(dict)
-                    made.param_groups = [{**_options_of(group), "params": [stand_in]}]
-                    made.step()
-                    if made.state[stand_in]:
-                        self.state[tensor] = made.state[stand_in]
+
+        def alike(groups: list[dict[str, Any]]) -> Optimizer:
+            made: Any = object.__new__(type(inner))
+            made.__dict__.update(vars(inner))  # its options, whatever its constructor takes
+            made.state, made.param_groups = defaultdict(dict), groups
+            return cast(Optimizer, made)
+
+        allocate_state(self, alike)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,12 +176,12 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ShardingError: names, groups or shapes that are not those of this optimizer.
         """
-        options = self._options(state_dict)
+        options = loaded_options(state_dict, [group["names"] for group in self.param_groups])
         state: dict[str, Any] = state_dict["state"]
         for name, values in state.items():
-            _check_shapes(name, self._named[name], values)
+            check_shapes(name, self._named[name].shape, values)
         for group, loaded in zip(self.param_groups, options, strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
+            group.update(loaded)
             for name in group["names"]:
                 tensors = self._tensors[name]
                 parts = _local_state(self._named[name], tensors, state.get(name, {}))
@@ -214,43 +208,8 @@ class ShardedOptimizer(Optimizer):
                     if tensor.grad is None:
                         tensor.grad = torch.zeros_like(tensor)
 
-    def _options(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        """The loaded options of each of this optimizer's groups."""
-        where = {name: i for i, group in enumerate(state_dict["param_groups"]) for name in group["params"]}
-        missing = [name for name in self._named if name not in where]
-        unknown = [name for name in [*where, *state_dict["state"]] if name not in self._named]
-        if missing or unknown:
-            raise ShardingError(
-                f"{here()}: the optimizer state lacks {missing[:5] or 'nothing'}, and has"
-                f" {unknown[:5] or 'nothing'} more than this optimizer; make it over the same parameters, by"
-                " the same names, as the one that was saved"
-            )
-        found = []
-        for group in self.param_groups:
-            sources = {where[name]: None for name in group["names"]}
-            if len(sources) > 1:
-                raise ShardingError(
-                    f"{here()}: {group['names'][:5]} are one group here but several in the loaded state; give"
-                    " the same param_groups as the optimizer that was saved"
-                )
-            found.extend([state_dict["param_groups"][i] for i in sources] or [{}])
-        return found
-
 
 # Arguments
-
-
-def _check_kind(kind: type[Optimizer]) -> None:
-    if is_elementwise(kind) or getattr(kind, "elementwise", False):
-        return
-    why = next((_WHY_NOT[base.__name__] for base in kind.__mro__ if base.__name__ in _WHY_NOT), None)
-    why = why or (
-        f"only {', '.join(ELEMENTWISE)} of torch.optim are known to; if it does too, say so by a class"
-        " attribute elementwise = True"
-    )
-    raise ShardingError(
-        f"{here()}: {kind.__name__} cannot step on shards, where every element must be treated alone: {why}"
-    )
 
 
 def _check_params(named: Mapping[str, Tensor]) -> None:
@@ -284,21 +243,12 @@ def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[
         yield {**group, "names": list(group["names"])}
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "names")}
-
-
 def _local(param: Tensor) -> list[Tensor]:
     """What the optimizer steps on in place of `param`."""
     return (param.tensors or [param.anchor]) if isinstance(param, ShardedTensor) else [param]
 
 
 # State of shards and of whole parameters
-
-
-def _is_elements(key: str, value: Any, tensor: Tensor) -> bool:
-    """Has a state an element for each of `tensor`?"""
-    return isinstance(value, Tensor) and value.shape == tensor.shape and key not in _NUMBERS
 
 
 def _whole_state(
@@ -309,7 +259,7 @@ def _whole_state(
         return dict(states[0])
     found: dict[str, Any] = {}
     for key, value in states[0].items():
-        if _is_elements(key, value, tensors[0]):
+        if is_elements(key, value, tensors[0].shape):
             parts = [state[key] for state in states]
             found[key] = param.with_tensors(parts if param.tensors else [], anchor=parts[0].new_empty(0))
         elif isinstance(value, Tensor) and value.numel() != 1:
@@ -322,21 +272,12 @@ def _whole_state(
     return found
 
 
-def _check_shapes(name: str, param: Tensor, values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != param.shape:
-            raise ShardingError(
-                f"{here()}: {key!r} of {name} has shape {tuple(value.shape)}, expected that of the parameter,"
-                f" {tuple(param.shape)}"
-            )
-
-
 def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """For each of this rank's shards of a parameter, its state."""
     parts: list[dict[str, Any]] = [{} for _ in tensors]
     for key, value in values.items():
         cut: Sequence[Any] = [_copied(value) for _ in tensors]
-        if _is_elements(key, value, param):
+        if is_elements(key, value, param.shape):
             cut = [torch.empty_like(tensor, dtype=value.dtype, requires_grad=False) for tensor in tensors]
             if isinstance(param, ShardedTensor):
                 into = param.with_tensors(cut if param.tensors else [], anchor=cut[0].new_empty(0))

@@ -1,0 +1,127 @@
+"""What optimizers over parts of parameters have in common: which may be, and state by parameter name.
+
+    {"state": {"weight": {"exp_avg": tensor, "step": tensor(3.)}, ...},
+     "param_groups": [{"params": ["weight", ...], "lr": 0.1, ...}]}
+
+as torch's `get_optimizer_state_dict` has it. State with an element for each of a parameter's is as the
+parameter: whole for whoever reads it, cut in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import ShardingError, here
+from shardwise.fsdp.optimizer_watch import ELEMENTWISE, is_elementwise
+
+_WHY_NOT = {
+    "Adafactor": "it keeps sums over the rows and columns of each parameter",
+    "AdamW8bit": "it quantizes its state in blocks of many elements",
+    "LBFGS": "it takes inner products of all parameters",
+    "Muon": "it multiplies whole matrices; use shardwise.optim.Muon",
+    "SparseAdam": "it needs sparse gradients",
+}
+# State that is one number for a whole parameter, also where the parameter is one number.
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+
+
+def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
+    """Raise ShardingError unless `kind` treats every element alone.
+
+    Args:
+        over: what it would step on: "shards".
+        advice: for optimizers that nothing is known of.
+    """
+    if is_elementwise(kind):
+        return
+    why = next((_WHY_NOT[base.__name__] for base in kind.__mro__ if base.__name__ in _WHY_NOT), None)
+    why = why or f"only {', '.join(ELEMENTWISE)} of torch.optim are known to; {advice}"
+    raise ShardingError(
+        f"{here()}: {kind.__name__} cannot step on {over}, where every element must be treated alone: {why}"
+    )
+
+
+def named_state(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """The state dict of groups whose parameters have `names`; its state is in their order."""
+    ordered = [name for own in names for name in own if name in state]
+    return {
+        "state": {name: state[name] for name in ordered},
+        "param_groups": [
+            {**_options(group), "params": list(own)} for group, own in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The options that a loaded state has for each group of parameters, by their `names`.
+
+    Raises:
+        ShardingError: other names, or names that are several groups there but one here.
+    """
+    groups = state_dict["param_groups"]
+    where = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    if any(not isinstance(name, str) for name in where):
+        raise ShardingError(
+            f"{here()}: this optimizer state numbers its parameters; states are loaded by name, from its own"
+            " state_dict() or torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+        )
+    known = [name for own in names for name in own]
+    missing = [name for name in known if name not in where]
+    unknown = sorted({*where, *state_dict["state"]} - set(known))
+    if missing or unknown:
+        raise ShardingError(
+            f"{here()}: the optimizer state lacks {missing[:5] or 'nothing'}, and has"
+            f" {unknown[:5] or 'nothing'} more than this optimizer; make it over the same parameters, by the"
+            " same names, as the one that was saved"
+        )
+    for own in names:
+        if len({where[name] for name in own}) > 1:
+            raise ShardingError(
+                f"{here()}: {list(own)[:5]} are one group here but several in the loaded state; give the same"
+                " groups as the optimizer that was saved"
+            )
+    return [_options(groups[where[own[0]]]) if own else {} for own in names]
+
+
+def check_shapes(name: str, shape: Sequence[int], values: Mapping[str, Any]) -> None:
+    """Raise ShardingError for state that is neither of the parameter's `shape` nor a number."""
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != tuple(shape):
+            raise ShardingError(
+                f"{here()}: '{key}' of '{name}' has shape {tuple(value.shape)}, expected that of the"
+                f" parameter, {tuple(shape)}"
+            )
+
+
+def is_elements(key: str, value: Any, shape: Sequence[int]) -> bool:
+    """Has a state an element for each of a parameter of `shape`?"""
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _NUMBERS
+
+
+def allocate_state(optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+    """Give tensors without state what they have after one step with gradients of zero; they do not change.
+
+    Args:
+        make: an optimizer of the same kind over other groups of parameters.
+    """
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if optimizer.state.get(tensor):
+                continue
+            stand_in = nn.Parameter(torch.zeros_like(tensor))
+            stand_in.grad = torch.zeros_like(stand_in)
+            made = make([{**_options(group), "params": [stand_in]}])
+            made.step()
+            if made.state[stand_in]:
+                optimizer.state[tensor] = made.state[stand_in]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "names")}
