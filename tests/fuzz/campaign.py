@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.parts import PARTS, part_named
-from fuzz.rank_side import run_batch
+from fuzz.rank_side import MOST_BUSY, run_batch, stacks_of
 from fuzz.shrink import shrink
 from ranks import RankFailure, RankPool
 
 Case = dict[str, Any]
 REGRESSIONS = Path(__file__).parent / "regressions"
-START_SECONDS = 25.0  # that a call may take beside its cases
+START_SECONDS = 60.0  # that a call may take beside its cases
 BAD = ("wrong", "silent", "hung", "raised", "died")
 
 
@@ -69,9 +69,7 @@ class Runner:
 
     def batch(self, cases: list[Case], world: int) -> Iterator[tuple[Case, Result]]:
         while cases:
-            results = self.call(
-                cases, world, START_SECONDS + part_named(cases[0]["part"]).seconds * len(cases)
-            )
+            results = self.call(cases, world)
             for case, result in zip(cases, results, strict=False):
                 if result.bad and len(cases) > 1:
                     result = self.alone(case) or Result(result.kind, result.text + "\n(only in its batch)")
@@ -80,27 +78,47 @@ class Runner:
 
     def alone(self, case: Case) -> Result | None:
         """The result of the case by itself, if that is bad too."""
-        seconds = START_SECONDS / 2 + 4 * part_named(case["part"]).seconds
-        result = self.call([case], case["world"], seconds)[0]
+        result = self.call([case], case["world"])[0]
         return result if result.bad else None
 
-    def call(self, cases: list[Case], world: int, seconds: float) -> list[Result]:
+    def call(self, cases: list[Case], world: int) -> list[Result]:
         """Results of the first cases, at least one; the last may be the one that ended the call."""
         file = self.folder / "verdicts"
-        file.unlink(missing_ok=True)
+        for old in [file, *(stacks_of(str(file), rank) for rank in range(world))]:
+            old.unlink(missing_ok=True)
         ended = ""
-        try:
-            self.pool(run_batch, cases, str(file), world_size=world, timeout=seconds)
+        limits = [case.get("limit", part_named(case["part"]).limit) for case in cases]
+        try:  # ranks watch each case; the limit of the whole is for what they cannot see
+            most = START_SECONDS + MOST_BUSY * sum(limits)
+            self.pool(run_batch, cases, str(file), world_size=world, timeout=most)
         except RankFailure as failure:
             ended = str(failure)
         lines = file.read_text().splitlines() if file.exists() else []
         results = [worst(json.loads(line)) for line in lines]
         if ended and len(results) < len(cases):
-            kind = "died" if "died with" in ended else "raised"
-            if "hung for" in ended or "still running" in ended:
-                kind = "hung"
-            results.append(Result(kind, ended))
+            results.append(hung(str(file), world) or Result(*named(ended)))
         return results
+
+
+def hung(file: str, world: int) -> Result | None:
+    """What ranks wrote whose case ran out of time; the first line says where each was."""
+    places, stacks = [], []
+    for rank in range(world):
+        path = stacks_of(file, rank)
+        for thread in path.read_text().split("\n\n") if path.exists() else []:
+            if " in run_batch" in thread:
+                calls = [line for line in thread.splitlines() if line.lstrip().startswith("File")]
+                ours = [line for line in calls if "/shardwise/" in line] or calls
+                places.append(f"rank {rank} in {ours[0].rpartition(' in ')[2]}")
+                stacks.append(f"rank {rank}:\n{thread.partition(' in run_one')[0]}")
+    return Result("hung", "\n".join([", ".join(places), *stacks])) if places else None
+
+
+def named(ended: str) -> tuple[str, str]:
+    """The kind of failure of which the pool says this."""
+    if "hung for" in ended or "still running" in ended:
+        return "hung", ended
+    return "died" if "died with" in ended else "raised", ended
 
 
 def worst(line: dict[str, Any]) -> Result:

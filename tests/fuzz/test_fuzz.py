@@ -35,6 +35,15 @@ def check(ranks: RankPool, part: str, cases: list[dict[str, Any]]) -> None:
     assert not failures, "\n\n".join(failures)
 
 
+def test_a_case_that_hangs_costs_its_own_limit_and_shows_its_stacks(ranks: RankPool) -> None:
+    short = {"part": "fsdp", "world": 2, "blocks": [{"kind": "linear"}]}
+    long = short | {"steps": [{"delay": {"rank": 1, "ms": 60_000}}], "limit": 1.0}
+    results = [result for _, result in Runner(ranks).run([short, long, short])]
+    assert [result.kind for result in results] == ["right", "hung", "right"]
+    assert "rank 1" in results[1].text
+    assert "time.sleep" in results[1].text or " in at" in results[1].text
+
+
 def test_shrinking_leaves_only_what_the_failure_needs() -> None:
     case = {"part": "x", "world": 4, "steps": [{"a": 1}, {"b": [5, 6]}, {"a": 2, "c": 9}], "more": {"d": 1}}
 

@@ -35,8 +35,9 @@ class Control:
     def at(self, index: int | None) -> None:
         if index is None:
             return
-        if self.delay.get("block", 0) == index and self.delay.get("rank", 0) == self.rank:
-            time.sleep(self.delay.get("ms", 0) / 1000)
+        delay = self.delay
+        if delay and delay.get("block", 0) == index and delay.get("rank", 0) == self.rank:
+            time.sleep(delay.get("ms", 0) / 1000)
         if self.raises.get("block") == index and self.raises.get("where") == "forward":
             raise Planned(f"block {index}")
 
