@@ -12,7 +12,8 @@ from fuzz.campaign import REGRESSIONS, Runner, Summary, draw_cases
 from fuzz.shrink import shrink
 from ranks import RankPool
 
-FIXED = {"fsdp": (21, 25), "sharded_tensor": (12, 60), "disagree": (2, 6)}  # seed and cases
+# seed and cases
+FIXED = {"fsdp": (21, 25), "sharded_tensor": (12, 60), "compiled": (4, 4), "disagree": (2, 6)}
 
 
 @pytest.mark.parametrize("part", FIXED)

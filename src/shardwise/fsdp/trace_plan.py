@@ -123,7 +123,7 @@ def _segment(
         give = reducer.giver(index, trained)
         segment.give = partial(_give, myself, weakref.ref(group), give, tuple(params))
         segment.route.register_post_accumulate_grad_hook(partial(_pass_on, myself))
-        segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself))
+        segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself, weakref.ref(group)))
     return segment
 
 
@@ -172,12 +172,17 @@ def _give(
 
 
 @_compat.runs_eagerly
-def _keep(segment: weakref.ref[Segment], leaf: Tensor) -> None:
-    """A backward without synchronisation: keep what it left for the next one."""
-    alive, grad = segment(), leaf.grad
+def _keep(segment: weakref.ref[Segment], group: weakref.ref[ParamGroup], leaf: Tensor) -> None:
+    """A backward without synchronisation, or the first with it again: keep, or reduce, the sum of them."""
+    alive, owner, grad = segment(), group(), leaf.grad
     leaf.grad = None
-    if alive is not None and grad is not None:
-        alive.earlier = grad if alive.earlier is None else alive.earlier + grad
+    if alive is None or owner is None or alive.give is None or grad is None:
+        return
+    total = grad if alive.earlier is None else alive.earlier + grad
+    if owner.settings.reduce_grads:
+        alive.give(alive.how.reduce(total))
+    else:
+        alive.earlier = total
 
 
 def _name(group: ProcessGroup | None) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import _compat
 from shardwise.fsdp.tensors import cast, map_tensors
+
+Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter stands, and the sharded one in its place
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,8 @@ class Segment:
         reshard: forward frees the parameters.
         shard: this rank's part, the memory that the optimizer updates.
         route: a leaf without memory; its gradient is the reduced shard.
-        whole: another; its gradient is what a backward without synchronisation leaves.
-        earlier: the sum of what such backwards left.
+        whole: another; its gradient is what a backward leaves that does not reduce in its graph.
+        earlier: the sum of what such backwards left, which goes into the next reduction.
         places: by parameter, the dicts and names under which modules hold it.
         wraps: by parameter, the arguments of its tensor-parallel form, or None.
         give: hands a reduced shard to the sharded parameters; None where none trains.
@@ -155,12 +158,8 @@ class _Gather(torch.autograd.Function):
     """A segment's parameters from its shard; backward reduces their gradients to the leaf's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, leaf: Tensor, earlier: Tensor | None, shard: Tensor, segment: Segment, sync: bool
-    ) -> tuple[Tensor, ...]:
-        ctx.segment, ctx.sync, ctx.has_earlier = segment, sync, earlier is not None
-        if earlier is not None:
-            ctx.save_for_backward(earlier)
+    def forward(ctx: Any, leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> tuple[Tensor, ...]:
+        ctx.segment, ctx.reduces = segment, reduces
         views = segment.cut.views(segment.how.gather(shard))
         ctx.mark_non_differentiable(*[v for v, t in zip(views, segment.cut.trains, strict=True) if not t])
         return tuple(views)
@@ -168,23 +167,21 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         how = ctx.segment.how
-        reduced = ctx.segment.cut.flatten(grads, how.dtype, how.device)
-        if ctx.sync:
-            if ctx.has_earlier:
-                reduced = ctx.saved_tensors[0] + reduced
-            reduced = how.reduce(reduced)
-        return reduced, None, None, None, None
+        flat = ctx.segment.cut.flatten(grads, how.dtype, how.device)
+        return how.reduce(flat) if ctx.reduces else flat, None, None, None
 
 
-def _gather(leaf: Tensor, earlier: Tensor | None, shard: Tensor, segment: Segment, sync: bool) -> Any:
-    return _Gather.apply(leaf, earlier, shard, segment, sync)  # type: ignore[no-untyped-call]
+def _gather(leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> Any:
+    return _Gather.apply(leaf, shard, segment, reduces)  # type: ignore[no-untyped-call]
 
 
 def _unshard(segment: Segment, sync: bool) -> Any:
-    leaf, earlier = (segment.route, segment.earlier) if sync else (segment.whole, None)
+    # What earlier backwards left must go into one reduction only, however often the module runs.
+    reduces = sync and segment.earlier is None
+    leaf = segment.route if reduces else segment.whole
     if segment.reshard and torch.is_grad_enabled():
-        return checkpoint(_gather, leaf, earlier, segment.shard, segment, sync, use_reentrant=False)
-    return _gather(leaf, earlier, segment.shard, segment, sync)
+        return checkpoint(_gather, leaf, segment.shard, segment, reduces, use_reentrant=False)
+    return _gather(leaf, segment.shard, segment, reduces)
 
 
 def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -201,12 +198,12 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     several = len(state.modules) > 1
     if not several:
         hidden = _show(state)
-        output = forward(*args, **kwargs)
+        output = _call(forward, args, kwargs, hidden)
         _hide(hidden)
     else:  # the first of a list to run gathers for all
         if state.shown is None:
             _change(state, "shown", _show(state))
-        output = forward(*args, **kwargs)
+        output = _call(forward, args, kwargs, state.shown)
     for below in state.lists:
         if below.shown is not None:
             _hide(below.shown)
@@ -214,7 +211,7 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
 
 
-def _show(state: Any) -> list[tuple[dict[str, Any], str, Any]]:
+def _show(state: Any) -> list[Shown]:
     """Gather, and put whole parameters where modules look for theirs; returns what was there."""
     hidden = []
     for group in state.groups:
@@ -229,7 +226,50 @@ def _show(state: Any) -> list[tuple[dict[str, Any], str, Any]]:
     return hidden
 
 
-def _hide(hidden: list[tuple[dict[str, Any], str, Any]]) -> None:
+@_compat.only_inlined
+def _call(forward: Callable[..., Any], args: Any, kwargs: Any, hidden: list[Shown]) -> Any:
+    """Part of the caller's graph, unless code of the module breaks that: then this runs eagerly.
+
+    Activation checkpointing around such code is eager too. It reads parameters when it computes again.
+    """
+    output = forward(*args, **kwargs)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return output
+    whole = [
+        parameters[name].detach().requires_grad_(parameters[name].requires_grad)
+        for parameters, name, _ in hidden
+    ]
+    return map_tensors(lambda t: _shown_in_backward(hidden, whole, t) if t.requires_grad else t, output)
+
+
+class _ShownInBackward(torch.autograd.Function):
+    """The identity on an output of a module; backward shows the parameters that its forward saw."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: list[Shown], whole: list[Tensor], output: Tensor) -> Tensor:
+        ctx.hidden = hidden
+        ctx.save_for_backward(*whole)
+        return output
+
+    @staticmethod
+    @_compat.runs_eagerly
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        for (parameters, name, _), whole in zip(ctx.hidden, ctx.saved_tensors, strict=True):
+            parameters[name] = whole
+        _compat.queue_backward_callback(partial(_hide_again, ctx.hidden))
+        return None, None, grad
+
+
+_shown_in_backward = _compat.apply_of(_ShownInBackward)
+
+
+@_compat.runs_eagerly
+def _hide_again(hidden: list[Shown]) -> None:
+    for parameters, name, param in hidden:
+        parameters[name] = param
+
+
+def _hide(hidden: list[Shown]) -> None:
     for parameters, name, param in hidden:
         _compat.traced_side_effect(_set_item, parameters, name, param)
 

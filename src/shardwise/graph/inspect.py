@@ -102,6 +102,8 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
     with fork():
         for param, _ in grads:
             param.grad = None
+        for segment in _segments(model):
+            segment.earlier = None
         try:
             yield
         finally:

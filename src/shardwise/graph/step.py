@@ -154,7 +154,7 @@ class CompiledStep:
             self._states = _states(self._model)
             self._params = _params(self._model, self._states)
         segments = self._prepared(self._states)
-        self._zero()
+        self._zero(segments)
         traced = _compat.graphs_traced()
         with torch.enable_grad():
             loss = self._backward(segments, batch, named)
@@ -194,8 +194,10 @@ class CompiledStep:
                 segments.extend(group.traced or [])
         return [segment for segment in segments if segment.route.requires_grad]
 
-    def _zero(self) -> None:
+    def _zero(self, segments: list[Segment]) -> None:
         self._optimizer.zero_grad()
+        for segment in segments:
+            segment.earlier = None
         with _compat.plain_attributes():
             for param in self._sharded():
                 param.grad = None

@@ -5,10 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from fuzz.fsdp_part.draw import OPTIMIZERS, WIDTHS, draw_options, mended, walk
+from fuzz.fsdp_part.draw import (
+    OPTIMIZERS,
+    WIDTHS,
+    draw_kind,
+    draw_options,
+    draw_some,
+    features_of_model,
+    mended,
+    walk,
+)
 
 Spec = dict[str, Any]
-KINDS = ["linear", "mlp", "norm", "conv", "embedding", "scale", "experts", "nest", "tied", "again"]
 HOWS = ["torch", "torch", "inplace", "blocks", "shardwise", "regional", "step", "inside"]
 EXACT = ["eager", "aot_eager", "aot_eager", "aot_eager_decomp_partition"]
 
@@ -35,10 +43,12 @@ def draw(rng: random.Random) -> Spec:
         case["fullgraph"] = True
     if case["how"] in ("shardwise", "step"):
         case["prefetch"] = rng.choice([0, 1, 2])
-    if rng.random() < 0.15:
+    if case["how"] != "step" and rng.random() < 0.15:  # which gives its batch no gradients
         case["input_gradient"] = True
-    if case["how"] == "step":  # whose optimizer sees zeros where a parameter was not used
-        for block in walk(case["blocks"]):
+    for block in walk(case["blocks"]):
+        if case.get("fullgraph") or case["how"] == "step":
+            block.pop("break", None)
+        if case["how"] == "step":  # whose optimizer sees zeros where a parameter was not used
             block.pop("count", None)
             if block["kind"] == "experts":
                 block["count"] = 1
@@ -47,12 +57,8 @@ def draw(rng: random.Random) -> Spec:
 
 
 def draw_block(rng: random.Random, *, depth: int) -> Spec:
-    kind = rng.choice(KINDS if depth == 0 else KINDS[:7])
-    block: Spec = {"kind": kind}
-    if kind in ("mlp", "conv"):
-        block["hidden"] = rng.choice(WIDTHS)
-    if kind == "norm":
-        block["which"] = rng.choice(["layer", "rms", "group"])
+    block = draw_kind(rng, depth=depth)
+    kind = block["kind"]
     if kind == "experts":
         block |= {"count": rng.randint(1, 3), "use": rng.choice([0, 1])}
     if kind in ("tied", "again"):
@@ -61,15 +67,15 @@ def draw_block(rng: random.Random, *, depth: int) -> Spec:
         block["inner"] = [draw_block(rng, depth=1) for _ in range(rng.randint(1, 2))]
     if rng.random() < 0.6:
         block["shard"] = draw_options(rng)
-    for name, odds, values in (
+    choices: list[tuple[str, float, list[Any]]] = [
         ("out", 0.25, ["tuple", "dict", "dataclass"]),
         ("frozen", 0.12, ["all", "bias"]),
         ("calls", 0.12, [2]),
         ("around", 0.12, ["plain"]),
         ("inside", 0.1, [True]),
-    ):
-        if rng.random() < odds:
-            block[name] = rng.choice(values)
+        ("break", 0.08, [True]),
+    ]
+    draw_some(rng, block, choices)
     return block
 
 
@@ -87,11 +93,8 @@ def draw_step(rng: random.Random, case: Spec) -> Spec:
 
 
 def features(case: Spec) -> list[str]:
-    found = [f"{case['world']} ranks", case.get("layout", "interleaved"), case["how"], case["backend"]]
-    blocks = walk(case.get("blocks", []))
-    found += [f"block {block['kind']}" for block in blocks]
-    for name in ("frozen", "around", "inside", "calls", "out", "shard"):
-        found += [f"block {name}" for block in blocks if name in block]
+    found = [*features_of_model(case), case["how"], case["backend"]]
+    found += ["block out" for block in walk(case.get("blocks", [])) if "out" in block]
     found += [name for name in ("mp", "mesh", "clip", "input_gradient", "fullgraph") if name in case]
     return found + [
         name for step in case.get("steps", []) for name in ("micro", "before", "eagerly") if name in step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 Spec = dict[str, Any]
@@ -45,13 +46,25 @@ def draw(rng: random.Random) -> Spec:
     return mended(case)
 
 
-def draw_block(rng: random.Random, *, depth: int) -> Spec:
-    kind = rng.choice(KINDS if depth == 0 else KINDS[:7])
-    block: Spec = {"kind": kind}
-    if kind in ("mlp", "conv"):
+def draw_some(rng: random.Random, spec: Spec, choices: Iterable[tuple[str, float, list[Any]]]) -> None:
+    """Each of the named things, where it is drawn at its odds, is one of its values."""
+    for name, odds, values in choices:
+        if rng.random() < odds:
+            spec[name] = rng.choice(values)
+
+
+def draw_kind(rng: random.Random, *, depth: int) -> Spec:
+    block: Spec = {"kind": rng.choice(KINDS if depth == 0 else KINDS[:7])}
+    if block["kind"] in ("mlp", "conv"):
         block["hidden"] = rng.choice(WIDTHS)
-    if kind == "norm":
+    if block["kind"] == "norm":
         block["which"] = rng.choice(["layer", "rms", "group"])
+    return block
+
+
+def draw_block(rng: random.Random, *, depth: int) -> Spec:
+    block = draw_kind(rng, depth=depth)
+    kind = block["kind"]
     if kind == "linear" and rng.random() < 0.3:
         block["bias"] = False
     if kind == "scale":
@@ -69,7 +82,7 @@ def draw_block(rng: random.Random, *, depth: int) -> Spec:
         block["shard"] = draw_options(rng)
     if rng.random() < 0.3:
         block["out"] = rng.choice(FORMS)
-    for name, odds, values in (
+    choices: list[tuple[str, float, list[Any]]] = [
         ("frozen", 0.12, ["all", "bias"]),
         ("dtype", 0.06, ["float64", "bfloat16"]),
         ("calls", 0.12, [2, 3]),
@@ -77,9 +90,8 @@ def draw_block(rng: random.Random, *, depth: int) -> Spec:
         ("around", 0.15, ["reentrant", "plain"]),
         ("inside", 0.1, [True]),
         ("ignored", 0.04, [True]),
-    ):
-        if rng.random() < odds:
-            block[name] = rng.choice(values)
+    ]
+    draw_some(rng, block, choices)
     return block
 
 
@@ -94,14 +106,13 @@ def draw_options(rng: random.Random) -> Spec:
 
 def draw_policy(rng: random.Random) -> Spec:
     policy: Spec = {}
-    for name, odds, values in (
+    choices: list[tuple[str, float, list[Any]]] = [
         ("param", 0.7, ["bfloat16", "bfloat16", "float16"]),
         ("reduce", 0.6, ["float32", "bfloat16", "float16"]),
         ("output", 0.3, ["float32", "bfloat16"]),
         ("cast", 0.2, [False]),
-    ):
-        if rng.random() < odds:
-            policy[name] = rng.choice(values)
+    ]
+    draw_some(rng, policy, choices)
     return policy
 
 
@@ -218,14 +229,20 @@ def walk(blocks: list[Spec]) -> list[Spec]:
     return [one for block in blocks for one in (block, *walk(block.get("inner", [])))]
 
 
+BLOCKS = ("frozen", "dtype", "around", "inside", "change", "calls", "ignored", "shard", "break")
+
+
+def features_of_model(case: Spec) -> list[str]:
+    blocks = walk(case.get("blocks", []))
+    found = [f"{case['world']} ranks", case.get("layout", "interleaved")]
+    found += [f"block {block['kind']}" for block in blocks]
+    return found + [f"block {name}" for name in BLOCKS for block in blocks if name in block]
+
+
 def features(case: Spec) -> list[str]:
     """What the summary counts."""
-    found = [f"{case['world']} ranks", case.get("layout", "interleaved"), case.get("optimizer", "sgd")]
-    blocks = walk(case.get("blocks", []))
-    found += [f"block {block['kind']}" for block in blocks]
-    found += [f"output {block['out']}" for block in blocks if "out" in block]
-    for name in ("frozen", "dtype", "around", "inside", "change", "calls", "ignored", "shard"):
-        found += [f"block {name}" for block in blocks if name in block]
+    found = [*features_of_model(case), case.get("optimizer", "sgd")]
+    found += [f"output {block['out']}" for block in walk(case.get("blocks", [])) if "out" in block]
     found += [f"strategy {case['strategy']}"] if "strategy" in case else []
     names = ("mp", "mesh", "offload", "factor", "unused", "together", "clip", "input_gradient", "force_sum")
     found += [name for name in (*names, "prefetch_forward", "prefetch_backward") if name in case]

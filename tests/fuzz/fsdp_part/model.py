@@ -182,6 +182,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
         self.control.at(self.index)
+        if self.spec.get("break"):
+            torch._dynamo.graph_break()
         own = next(self.parameters(recurse=self.kind not in ("again", "nest")), None)
         if own is not None and self.spec.get("each"):
             # Between its uses a sharded expert has its stored dtype or, until backward, its computing one.
