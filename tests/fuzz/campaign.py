@@ -22,6 +22,7 @@ from ranks import RankFailure, RankPool
 Case = dict[str, Any]
 REGRESSIONS = Path(__file__).parent / "regressions"
 START_SECONDS = 60.0  # that a call may take beside its cases
+TELL_SECONDS = 60.0  # between lines about progress
 BAD = ("wrong", "silent", "hung", "raised", "died")
 
 
@@ -177,10 +178,13 @@ def campaign(
 ) -> Summary:
     """Runs `count` cases of one part; writes the shrunk case of each kind of failure to the regressions."""
     runner, summary = Runner(pool), Summary(part)
-    begin = time.monotonic()
+    begin = told = time.monotonic()
     for case, result in runner.run(draw_cases(part, seed, count)):
         known = result.signature in summary.failures
         summary.add(case, result)
+        if time.monotonic() > told + TELL_SECONDS:
+            told = time.monotonic()
+            say(f"{part}: {summary.cases} of {count} after {told - begin:.0f} s")
         if result.bad:
             say(f"FAILED {part} {case['drawn']} ({result.signature})")
         if result.bad and not known:
