@@ -7,7 +7,7 @@ gradient. Hence
     replicated: identity                       all-reduce: every rank's shards give a part of the gradient
     summed: all-reduce                         identity: the gradient is replicated already
     moved: boxes from ranks to other ranks     the same boxes back
-    to_whole: every box to every rank          this rank's boxes of the gradient
+    moved to all: every box to every rank      this rank's boxes of the gradient
 
 All are `linked`: computed without autograd, with the way back stated beside. A rank that holds no shard
 takes part in all of them with an empty tensor (`ShardedTensor.anchor`): its autograd graph has the same
@@ -26,7 +26,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm.agree import Agreement
 from shardwise.comm.exchange import exchange, part
-from shardwise.layout import Box, Message
+from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.group import is_outside
 
@@ -118,17 +118,18 @@ def moved(
     anchor: Tensor,
     like: torch.memory_format = torch.contiguous_format,
     agreement: Agreement | None = None,
+    to_all: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """This rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
 
-    Both sides are exact covers of one tensor.
-
     Args:
-        tensors: this rank's source boxes.
+        tensors: this rank's source boxes. All ranks' are an exact cover of one tensor.
         messages: those this rank sends or receives.
+        target: of an exact cover too; or the whole, on every rank.
         anchor: an empty tensor that requires grad where the whole source does.
         like: memory format of what is made.
         agreement: under way, about these messages; see `exchange`.
+        to_all: is the target the whole on every rank, and so is its gradient?
 
     Returns:
         The target tensors, and an empty one that keeps a rank without any in the autograd graph.
@@ -137,7 +138,7 @@ def moved(
 
     def forward(_: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
         made = [
-            torch.empty(box.sizes, dtype=anchor.dtype, device=anchor.device, memory_format=like)
+            torch.empty(box.sizes, dtype=nothing.dtype, device=nothing.device, memory_format=like)
             for box in target
         ]
         exchange_values(
@@ -150,6 +151,10 @@ def moved(
         return nothing.new_empty(0), *made
 
     def backward(_: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        if to_all:
+            # Copies: views would keep all of the whole gradient alive, and share it with its other users.
+            own = (part(target[0], grads[0], box) for box in source)
+            return nothing, *(grad.clone(memory_format=torch.contiguous_format) for grad in own)
         back = [Message(m.receiver, m.sender, m.box, m.target, m.source) for m in messages]
         received = [nothing.new_empty(box.sizes) for box in source]  # all of it comes back
         exchange_values(
@@ -162,38 +167,6 @@ def moved(
 
     outputs = linked(forward, backward, anchor, *tensors)
     return list(outputs[1:]), outputs[0]
-
-
-def to_whole(
-    tensors: Sequence[Tensor],
-    messages: Sequence[Message],
-    *,
-    source: Sequence[Box],
-    whole: Box,
-    group: dist.ProcessGroup,
-    anchor: Tensor,
-    agreement: Agreement,
-) -> Tensor:
-    """The whole tensor on every rank, by `messages` from the ranks' `source` boxes. Collective."""
-    nothing = anchor.detach().new_empty(0)
-
-    def forward(_: Tensor, *held: Tensor) -> Tensor:
-        made = nothing.new_empty(whole.sizes)
-        exchange_values(
-            messages,
-            source=list(zip(source, held, strict=True)),
-            target=[(whole, made)],
-            group=group,
-            agreement=agreement,
-        )
-        return made
-
-    def backward(grad: Tensor) -> tuple[Tensor, ...]:
-        # Copies: views would keep all of the whole gradient alive, and share it with other users of it.
-        parts = (part(whole, grad, box).clone(memory_format=torch.contiguous_format) for box in source)
-        return nothing, *parts
-
-    return cast(Tensor, linked(forward, backward, anchor, *tensors))
 
 
 def exchange_values(
@@ -210,3 +183,35 @@ def exchange_values(
             agreement.settle()
         return
     exchange(messages, source=source, target=target, group=group, agreement=agreement)
+
+
+def fill(
+    held: Sequence[Sequence[Box]],
+    wanted: Sequence[Sequence[Box]],
+    *,
+    source: Sequence[Tensor],
+    target: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    wire: Tensor,
+) -> None:
+    """Fill this rank's `target`, a tensor for each box it wants, from what ranks hold. Collective.
+
+    Args:
+        held, wanted: boxes of every rank of the group; each element that a rank lacks is sent to it once.
+        source: this rank's tensors, one for each box it holds.
+        wire: of the dtype and on the device that values travel in; others are converted.
+    """
+    rank = group.rank()
+    target = [tensor.detach() for tensor in target]
+    landing = [
+        t if (t.dtype, t.device) == (wire.dtype, wire.device) else wire.new_empty(t.shape) for t in target
+    ]
+    exchange_values(
+        transfer(held, wanted, rank=rank),
+        source=[(box, t.detach().to(wire)) for box, t in zip(held[rank], source, strict=True)],
+        target=list(zip(wanted[rank], landing, strict=True)),
+        group=group,
+    )
+    for tensor, landed in zip(target, landing, strict=True):
+        if landed is not tensor:
+            tensor.copy_(landed)

@@ -26,9 +26,9 @@ from shardwise import _compat
 from shardwise.comm.agree import together
 from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box, transfer
+from shardwise.layout import Box
 from shardwise.sharded_tensor import random
-from shardwise.sharded_tensor.autograd import exchange_values
+from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed, check_local, gather_shards
 from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
@@ -330,47 +330,26 @@ def shard_tensor(
         what="the tensor to shard",
     )
     shards = _allocated(metadata)
+    whole = Box.whole(tensor.shape)
     if src_rank is None or is_outside(group):
-        whole = Box.whole(tensor.shape)
         for shard in shards:
             shard.tensor.copy_(part(whole, tensor, shard.box))
     else:
-        _scatter(tensor, shards, metadata, src_rank=src_rank, group=group)
+        held = [[whole] if rank == src_rank else [] for rank in range(group.size())]
+        fill(
+            held,
+            metadata.boxes_by(dist.get_process_group_ranks(group)),
+            source=[tensor] if group.rank() == src_rank else [],
+            target=[shard.tensor for shard in shards],
+            group=group,
+            wire=tensor,
+        )
     return _wrapped(shards, metadata, group, sharding_spec)
 
 
 @does(ShardingSpec.shard)
 def _shard(spec: ShardingSpec, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     return shard_tensor(tensor, spec, *args, **kwargs)
-
-
-def _scatter(
-    tensor: Tensor,
-    shards: Sequence[Shard],
-    metadata: ShardedTensorMetadata,
-    *,
-    src_rank: int,
-    group: dist.ProcessGroup,
-) -> None:
-    """Fill every rank's `shards` from the `tensor` of rank `src_rank` of the group. Collective."""
-    whole, rank = Box.whole(tensor.shape), group.rank()
-    wanted = metadata.boxes_by(dist.get_process_group_ranks(group))
-    held: list[list[Box]] = [[whole] if r == src_rank else [] for r in range(group.size())]
-    landing = [(shard.box, _on(tensor.device, shard.tensor)) for shard in shards]
-    exchange_values(
-        transfer(held, wanted, rank=rank),
-        source=[(whole, tensor.detach())] if rank == src_rank else [],
-        target=landing,
-        group=group,
-    )
-    for shard, (_, landed) in zip(shards, landing, strict=True):
-        if landed.device != shard.tensor.device:
-            shard.tensor.copy_(landed)
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """`tensor`, or memory like it on `device`, without gradient."""
-    return tensor.detach() if tensor.device == device else torch.empty_like(tensor, device=device)
 
 
 def _made(

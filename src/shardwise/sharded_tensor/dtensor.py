@@ -31,9 +31,9 @@ from torch.distributed.tensor import Shard as Cut
 
 from shardwise import _compat
 from shardwise.comm.agree import agree
-from shardwise.comm.exchange import exchange
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box, transfer
+from shardwise.layout import Box
+from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.move import said_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -111,14 +111,15 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     agree(f"{said_of(sharded)}\nto\n{asked}", group=group, what="the DTensor to make")
     holdings = _holdings(mesh, placements, shape)
     wanted = [[box for box, _ in holdings[rank].boxes] if rank in holdings else [] for rank in ranks]
-    rank = group.rank()
-    mine = holdings.get(ranks[rank])
+    mine = holdings.get(dist.get_rank())
     local = sharded.anchor.detach().new_empty(0 if mine is None else mine.sizes)
-    exchange(
-        transfer(metadata.boxes_by(ranks), wanted, rank=rank),
-        source=[(shard.box, shard.tensor.detach()) for shard in sharded.local_shards()],
-        target=[] if mine is None else [(box, local[slices]) for box, slices in mine.boxes],
+    fill(
+        metadata.boxes_by(ranks),
+        wanted,
+        source=[shard.tensor for shard in sharded.local_shards()],
+        target=[] if mine is None else [local[slices] for _, slices in mine.boxes],
         group=group,
+        wire=local,
     )
     spec = _compat.dtensor_spec(mesh, placements, shape=metadata.size, dtype=local.dtype)
     if local.device.type != mesh.device_type:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -144,15 +144,17 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), rank)
     said = failure.above(plan.text, failure.known(sharded))
     agreement = Agreement(said, group=group, what="the tensor to make whole")
-    return autograd.to_whole(
+    (whole,), _ = autograd.moved(
         sharded.tensors,
         plan.messages,
         source=plan.source,
-        whole=plan.target[0],
+        target=plan.target,
         group=group,
         anchor=sharded.anchor,
         agreement=agreement,
+        to_all=True,
     )
+    return whole
 
 
 @does(ShardedTensor.gather)
@@ -190,21 +192,12 @@ def _gather(
     held = boxes_of(metadata, group)
     whole = Box.whole(metadata.size)
     wanted: list[list[Box]] = [[whole] if r == dst else [] for r in range(len(held))]
-    messages: Sequence[Message] = transfer(held, wanted, rank=rank)
     if rank == dst and out is None:
         out = torch.empty(whole.sizes, dtype=moved_as, device=sharded.anchor.device)
-    sources = [(box, tensor.to(moved_as)) for box, tensor in zip(held[rank], sharded.tensors, strict=True)]
-    if rank == dst:
-        assert out is not None
-        landing = (
-            out
-            if out.device == sharded.anchor.device
-            else torch.empty_like(out, device=sharded.anchor.device)
-        )
-        autograd.exchange_values(messages, source=sources, target=[(whole, landing)], group=group)
-        return out if landing is out else out.copy_(landing)
-    autograd.exchange_values(messages, source=sources, target=[], group=group)
-    return None
+    target = [out] if out is not None else []
+    wire = sharded.anchor.to(moved_as)
+    autograd.fill(held, wanted, source=sharded.tensors, target=target, group=group, wire=wire)
+    return out
 
 
 def _check_gather(
@@ -236,24 +229,6 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."))
     assert isinstance(found, torch.dtype)
     return found
-
-
-@does(ShardedTensor.cpu)
-def _cpu(sharded: ShardedTensor, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
-    return sharded.to(torch.device("cpu"), memory_format=memory_format)
-
-
-@does(ShardedTensor.cuda)
-def _cuda(
-    sharded: ShardedTensor,
-    device: torch.device | int | str | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format = torch.preserve_format,
-) -> ShardedTensor:
-    if device is None:
-        device = torch.cuda.current_device()
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return sharded.to(device, non_blocking=non_blocking, memory_format=memory_format)
 
 
 @does(ShardedTensor.to)

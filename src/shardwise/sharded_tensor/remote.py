@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise.comm.agree import together
-from shardwise.errors import ShardingError, here
+from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.metadata import Shard
-from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -50,16 +49,6 @@ def register_shards(sharded: ShardedTensor) -> None:
     # Also: no rank may drop its tensor before all have their references.
     together(what, ask, group=group, kind=ShardingError)
     sharded._remote = found
-
-
-@does(ShardedTensor.remote_shards)
-def _remote_shards(sharded: ShardedTensor) -> dict[int, list[Any]]:
-    if sharded._remote is None:
-        raise ShardingError(
-            f"{here()}: remote_shards() needs {sharded._name()} to be made with init_rrefs=True, after"
-            " torch.distributed.rpc.init_rpc"
-        )
-    return {rank: list(shards) for rank, shards in sharded._remote.items()}
 
 
 def _references(number: int) -> list[Any]:

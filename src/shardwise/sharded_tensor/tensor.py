@@ -127,14 +127,18 @@ class ShardedTensor(ShardedTensorBase):
         """An empty tensor that, on a rank without shards, takes their place in the autograd graph."""
         return self._anchor
 
-    @declared
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
         """For every other rank, references over torch RPC to its shards; needs `init_rrefs=True`. Local.
 
         Raises:
             ShardingError: the tensor was made without `init_rrefs=True`.
         """
-        raise NotImplementedError
+        if self._remote is None:
+            raise ShardingError(
+                f"{here()}: remote_shards() needs {self._name()} to be made with init_rrefs=True, after"
+                " torch.distributed.rpc.init_rpc"
+            )
+        return {rank: list(shards) for rank, shards in self._remote.items()}
 
     # ------------------------------------------------------------ the same values elsewhere
 
@@ -183,12 +187,10 @@ class ShardedTensor(ShardedTensorBase):
         """As `torch.Tensor.to`: a device, a dtype, or another tensor's. Local."""
         raise NotImplementedError
 
-    @declared
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
         """Every shard on the CPU of its rank. Local."""
-        raise NotImplementedError
+        return self.to(torch.device("cpu"), memory_format=memory_format)
 
-    @declared
     def cuda(
         self,
         device: torch.device | int | str | None = None,
@@ -196,7 +198,10 @@ class ShardedTensor(ShardedTensorBase):
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> ShardedTensor:
         """Every shard on a CUDA device of its rank, by default the current one. Local."""
-        raise NotImplementedError
+        if device is None:
+            device = torch.cuda.current_device()
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
 
     def with_tensors(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -34,28 +35,54 @@ PLAIN.update(getattr(_T, name).__get__ for name in _ATTRIBUTES.split())
 PLAIN.update(getattr(_T, name) for name in _METHODS.split())
 PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size])
 
-_CONVERSIONS = {
-    _T.float: torch.float32,
-    _T.double: torch.float64,
-    _T.half: torch.float16,
-    _T.bfloat16: torch.bfloat16,
-    _T.int: torch.int32,
-    _T.long: torch.int64,
-    _T.bool: torch.bool,
-}
-
 
 def _leaves(sharded: ShardedTensor) -> list[Tensor]:
     """What autograd knows of it."""
     return [*sharded.tensors, sharded.anchor]
 
 
+def _dense(sharded: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    return all(tensor.is_contiguous(memory_format=memory_format) for tensor in sharded.tensors)
+
+
+def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
+    held = sharded.metadata().tensor_properties.pin_memory
+    return held and all(tensor.is_pinned() for tensor in sharded.tensors)
+
+
+def _detached(sharded: ShardedTensor) -> ShardedTensor:
+    return sharded.with_tensors([t.detach() for t in sharded.tensors], anchor=sharded.anchor.detach())
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _T.requires_grad.__get__: lambda s: any(tensor.requires_grad for tensor in _leaves(s)),
+    _T.is_leaf.__get__: lambda s: all(tensor.is_leaf for tensor in _leaves(s)),
+    _T.grad_fn.__get__: lambda s: next((t.grad_fn for t in _leaves(s) if t.grad_fn is not None), None),
+    _T.data.__get__: _detached,
+    _T.detach: _detached,
+    torch.detach: _detached,
+    _T.is_contiguous: _dense,
+    _T.is_pinned: _pinned,
+    _T.cpu: ShardedTensor.cpu,
+    _T.cuda: ShardedTensor.cuda,
+    _T.float: lambda s: s.to(torch.float32),
+    _T.double: lambda s: s.to(torch.float64),
+    _T.half: lambda s: s.to(torch.float16),
+    _T.bfloat16: lambda s: s.to(torch.bfloat16),
+    _T.int: lambda s: s.to(torch.int32),
+    _T.long: lambda s: s.to(torch.int64),
+    _T.bool: lambda s: s.to(torch.bool),
+    _T.type_as: lambda tensor, other: tensor.to(other.dtype),
+    _T.__format__: object.__format__,
+}
+
+
+@handles(*_ANSWERS)
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _ANSWERS[func](*args, **kwargs)
+
+
 # ---------------------------------------------------------------- autograd
-
-
-@rule(_T.requires_grad.__get__, takes="input")
-def _requires_grad(func: Any, sharded: ShardedTensor) -> bool:
-    return any(tensor.requires_grad for tensor in _leaves(sharded))
 
 
 @rule(_T.requires_grad_, _T.requires_grad.__set__, takes="input requires_grad")
@@ -66,16 +93,6 @@ def _requires_grad_(func: Any, sharded: ShardedTensor, wanted: bool | None) -> S
             tensor.requires_grad_(wanted)
     sharded._metadata = sharded.metadata().with_properties(requires_grad=wanted)
     return sharded
-
-
-@rule(_T.is_leaf.__get__, takes="input")
-def _is_leaf(func: Any, sharded: ShardedTensor) -> bool:
-    return all(tensor.is_leaf for tensor in _leaves(sharded))
-
-
-@rule(_T.grad_fn.__get__, takes="input")
-def _grad_fn(func: Any, sharded: ShardedTensor) -> Any:
-    return next((tensor.grad_fn for tensor in _leaves(sharded) if tensor.grad_fn is not None), None)
 
 
 @rule(_T.retain_grad, takes="input")
@@ -117,11 +134,6 @@ def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for tensor, piece in zip(sharded.tensors, grad.tensors, strict=True):
         tensor.grad = piece
     sharded.anchor.grad = grad.anchor.detach()
-
-
-@rule(_T.data.__get__, _T.detach, torch.detach, takes="input")
-def _detach(func: Any, sharded: ShardedTensor) -> ShardedTensor:
-    return sharded.with_tensors([t.detach() for t in sharded.tensors], anchor=sharded.anchor.detach())
 
 
 @rule(_T.detach_, takes="input")
@@ -179,9 +191,7 @@ def _contiguous(
     func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None
 ) -> ShardedTensor:
     wanted = memory_format or torch.contiguous_format
-    if wanted is sharded.metadata().tensor_properties.memory_format and all(
-        tensor.is_contiguous(memory_format=wanted) for tensor in sharded.tensors
-    ):
+    if wanted is sharded.metadata().tensor_properties.memory_format and _dense(sharded, wanted):
         return sharded
     tensors = [tensor.contiguous(memory_format=wanted) for tensor in sharded.tensors]
     return _alike(sharded, tensors, sharded.anchor, wanted)
@@ -196,17 +206,6 @@ def _alike(
     made = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
     made._spec = sharded._spec
     return made
-
-
-@handles(_T.is_contiguous)
-def _is_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(tensor.is_contiguous(*args[1:], **kwargs) for tensor in args[0].tensors)
-
-
-@handles(_T.is_pinned)
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    pinned = args[0].metadata().tensor_properties.pin_memory
-    return pinned and all(tensor.is_pinned() for tensor in args[0].tensors)
 
 
 @handles(_T.pin_memory)
@@ -234,26 +233,6 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTens
         return args[0].to(*args[1:], **kwargs)
     plain = [arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args]  # plain.to(sharded)
     return cast(Tensor, func(*plain, **kwargs))
-
-
-@handles(_T.cpu, _T.cuda)
-def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return cast(ShardedTensor, getattr(args[0], func.__name__)(*args[1:], **kwargs))
-
-
-@rule(*_CONVERSIONS, takes="input")
-def _convert(func: Any, sharded: ShardedTensor) -> ShardedTensor:
-    return sharded.to(_CONVERSIONS[func])
-
-
-@handles(_T.type_as)
-def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].to(args[1].dtype)
-
-
-@handles(_T.__format__)
-def _format(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return object.__format__(*args)
 
 
 @handles(_T.module_load)

@@ -87,23 +87,17 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _either(
+    func: Callable[..., Tensor],
     sharded: ShardedTensor,
     dims: Dims,
     keepdim: Any,
-    *,
-    local: Callable[[Tensor], Tensor],
     whole: Callable[[], Tensor],
+    **options: Any,
 ) -> Tensor:
-    """`local`, which reduces `dims`, of every shard with all of them; else `whole()`, which keeps them."""
-    if _is_local(sharded, dims):
-        return _each_shard(sharded, dims, keepdim, local)
-    value = whole()
-    return value if keepdim else value.reshape([v for d, v in enumerate(value.shape) if d not in dims])
-
-
-def _each_shard(
-    sharded: ShardedTensor, dims: Dims, keepdim: Any, function: Callable[[Tensor], Tensor]
-) -> ShardedTensor:
+    """`func` along `dims` of every shard, where shards have all of them; else `whole()`, which keeps dims."""
+    if not _is_local(sharded, dims):
+        value = whole()
+        return value if keepdim else value.reshape([v for d, v in enumerate(value.shape) if d not in dims])
     size = sharded.metadata().size
 
     def kept(values: Sequence[int], reduced: int) -> tuple[int, ...]:
@@ -112,10 +106,11 @@ def _each_shard(
     metadata = sharded.metadata().map(
         kept(size, 1), lambda box: Box(kept(box.offsets, 0), kept(box.sizes, 1))
     )
+    shards = sharded.tensors or [sharded.anchor.reshape([n if d in dims else 0 for d, n in enumerate(size)])]
+    made = [func(tensor, dims, keepdim=bool(keepdim), **options) for tensor in shards]
     if sharded.tensors:
-        return sharded.with_tensors([function(tensor) for tensor in sharded.tensors], metadata=metadata)
-    empty = sharded.anchor.reshape([size[d] if d in dims else 0 for d in range(len(size))])
-    return sharded.with_tensors([], metadata=metadata, anchor=function(empty).reshape(-1))
+        return sharded.with_tensors(made, metadata=metadata)
+    return sharded.with_tensors([], metadata=metadata, anchor=made[0].reshape(-1))
 
 
 def kept_size(sharded: ShardedTensor, dims: Dims) -> list[int]:
@@ -176,15 +171,13 @@ def sum_of(sharded: ShardedTensor, dims: Dims, keepdim: Any = False, dtype: Any 
     wanted = dtype or (torch.int64 if integral else sharded.dtype)
     wide = wide_of(wanted)
 
+    def each(tensor: Tensor, at: Any) -> Tensor:
+        return tensor.to(wanted).sum(dims, keepdim=True, dtype=wide)
+
     def whole() -> Tensor:
-        return total_of(
-            sharded, dims, lambda t, _: t.to(wanted).sum(dims, keepdim=True, dtype=wide), dtype=wide
-        ).to(wanted)
+        return total_of(sharded, dims, each, dtype=wide).to(wanted)
 
-    def local(tensor: Tensor) -> Tensor:
-        return tensor.sum(dims, keepdim=bool(keepdim), dtype=dtype)
-
-    return _either(sharded, dims, keepdim, local=local, whole=whole)
+    return _either(torch.sum, sharded, dims, keepdim, whole, dtype=dtype)
 
 
 def mean_of(sharded: ShardedTensor, dims: Dims, keepdim: Any = False, dtype: Any = None) -> Tensor:
@@ -197,10 +190,7 @@ def mean_of(sharded: ShardedTensor, dims: Dims, keepdim: Any = False, dtype: Any
         total = sum_of(sharded.map(lambda t: t.to(wanted)), dims, True, wide_of(wanted))
         return (total / count_of(sharded, dims)).to(wanted)
 
-    def local(tensor: Tensor) -> Tensor:
-        return tensor.mean(dims, bool(keepdim), dtype=dtype)
-
-    return _either(sharded, dims, keepdim, local=local, whole=whole)
+    return _either(torch.mean, sharded, dims, keepdim, whole, dtype=dtype)
 
 
 @rule(torch.sum, _T.sum, takes="input dim keepdim dtype")
@@ -235,10 +225,7 @@ def _truth(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
         found = hold > 0 if anything else hold == count_of(sharded, dims)
         return found.to(torch.uint8) if sharded.dtype == torch.uint8 else found
 
-    def local(tensor: Tensor) -> Tensor:
-        return cast(Tensor, func(tensor, dims, keepdim=bool(keepdim)))
-
-    return _either(sharded, dims, keepdim, local=local, whole=whole)
+    return _either(func, sharded, dims, keepdim, whole)
 
 
 @rule(torch.logsumexp, _T.logsumexp, torch.special.logsumexp, takes="input dim keepdim")
@@ -259,7 +246,7 @@ def _logsumexp(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Ten
         )
         return (total.log() + top).to(sharded.dtype)
 
-    return _either(sharded, dims, keepdim, local=lambda t: t.logsumexp(dims, bool(keepdim)), whole=whole)
+    return _either(torch.logsumexp, sharded, dims, keepdim, whole)
 
 
 @rule(torch.var, _T.var, torch.std, _T.std, takes="input dim unbiased keepdim correction")
@@ -286,12 +273,12 @@ def _variance(
         value = value / max(0.0, count - correction)
         return (_power(value, 0.5) if root else value).to(sharded.dtype)
 
-    def local(tensor: Tensor) -> Tensor:
+    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
         if not tensor.numel():  # func would warn
-            return tensor.sum(dims, keepdim=bool(keepdim))
-        return cast(Tensor, func(tensor, dims, correction=correction, keepdim=bool(keepdim)))
+            return tensor.sum(dims, keepdim=keepdim)
+        return cast(Tensor, func(tensor, dims, correction=correction, keepdim=keepdim))
 
-    return _either(sharded, dims, keepdim, local=local, whole=whole)
+    return _either(local, sharded, dims, keepdim, whole)
 
 
 def _power(value: Tensor, p: float) -> Tensor:
@@ -350,13 +337,8 @@ def _amax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
     dims = dims_of(sharded, dim)
     if sharded.dtype.is_complex or count_of(sharded, dims) == 0:
         as_torch(func, sharded, dims)
-    return _either(
-        sharded,
-        dims,
-        keepdim,
-        local=lambda t: func(t, dims, bool(keepdim)),
-        whole=lambda: _extreme(sharded, dims, largest=func.__name__ == "amax"),
-    )
+    largest = func.__name__ == "amax"
+    return _either(func, sharded, dims, keepdim, lambda: _extreme(sharded, dims, largest=largest))
 
 
 @handles(torch.max, _T.max, torch.min, _T.min)
@@ -386,13 +368,11 @@ def _along(func: Any, sharded: ShardedTensor, dim: int, keepdim: Any, which: int
     dims = dims_of(sharded, dim)
     if sharded.dtype.is_complex or not dims or count_of(sharded, dims) == 0:
         as_torch(func, sharded, dim)
-    return _either(
-        sharded,
-        dims,
-        keepdim,
-        local=lambda t: [*func(t, dims[0], bool(keepdim))][which],
-        whole=lambda: refuse_cut(func, sharded, dims),
-    )
+
+    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
+        return cast(Tensor, func(tensor, dims[0], keepdim)[which])
+
+    return _either(local, sharded, dims, keepdim, lambda: refuse_cut(func, sharded, dims))
 
 
 # ---------------------------------------------------------------- norms
@@ -404,9 +384,6 @@ def norm_of(
     """The p-norm along `dim`, by default of all elements. Collective, unless no shard cuts `dim`."""
     dims = dims_of(sharded, dim)
     check_norm(sharded, p, dims, keepdim=bool(keepdim))
-
-    def local(tensor: Tensor) -> Tensor:
-        return cast(Tensor, torch.linalg.vector_norm(tensor, p, dims, bool(keepdim), dtype=dtype))
 
     def whole() -> Tensor:
         cast_to = dtype or sharded.dtype
@@ -422,7 +399,10 @@ def norm_of(
         total = total_of(operand, dims, powers, dtype=torch.float64)
         return (total if p == 0 else _power(total, 1 / p)).to(wanted)
 
-    return _either(sharded, dims, keepdim, local=local, whole=whole)
+    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
+        return cast(Tensor, torch.linalg.vector_norm(tensor, p, dims, keepdim, dtype=dtype))
+
+    return _either(local, sharded, dims, keepdim, whole)
 
 
 def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int], *, keepdim: bool = False) -> None:
@@ -464,13 +444,11 @@ def _normalize(func: Any, sharded: ShardedTensor, p: Any, dim: Any, eps: Any) ->
 @rule(torch.prod, _T.prod, takes="input dim keepdim dtype")
 def _prod(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
     dims = dims_of(sharded, dim)
-    return _either(
-        sharded,
-        dims,
-        keepdim,
-        local=lambda t: t.prod(dims[0], bool(keepdim), dtype=dtype),
-        whole=lambda: refuse_cut(func, sharded, dims),
-    )
+
+    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
+        return tensor.prod(dims[0], keepdim, dtype=dtype)
+
+    return _either(local, sharded, dims, keepdim, lambda: refuse_cut(func, sharded, dims))
 
 
 @rule(
