@@ -89,7 +89,7 @@ class ShardedTensorBase(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
         raise ShardingError(
             f"{here()}: {func} reached a {cls.__name__} without passing __torch_function__; use its"
-            " local_shards()"
+            " local_shards(), or full_tensor() of a ShardedTensor"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

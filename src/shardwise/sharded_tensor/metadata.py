@@ -28,25 +28,22 @@ class RemoteDevice:
     Two are equal where they name the same device of the same process.
     """
 
-    __slots__ = ("_device", "_rank", "_worker")
+    __slots__ = ("_device", "_process")
 
     def __init__(self, remote_device: str | torch.device) -> None:
         text = str(remote_device)
-        if not text or text.startswith("/"):
-            raise _bad_placement(text)
         process, slash, device = text.rpartition("/")
         if not slash and (text.startswith("rank:") or not _is_device(text)):
             process, device = text, "cpu"
-        self._rank: int | None = None
-        self._worker: str | None = None
-        if process.startswith("rank:"):
-            if not process[5:].isdecimal():
-                raise _bad_placement(text)
-            self._rank = int(process[5:])
-        elif process:
-            self._worker = process
-        if not _is_device(device):
+        by_rank = process.startswith("rank:")
+        if (
+            not text
+            or text.startswith("/")
+            or not _is_device(device)
+            or (by_rank and not process[5:].isdecimal())
+        ):
             raise _bad_placement(text)
+        self._process: int | str = int(process[5:]) if by_rank else process
         self._device = torch.device(device)
         if self._device.type == "cpu":  # which has no others beside it
             self._device = torch.device("cpu")
@@ -69,34 +66,30 @@ class RemoteDevice:
 
     def rank(self) -> int | None:
         """Global rank of the process; None where a worker's name stands for it."""
-        return self._rank
+        return self._process if isinstance(self._process, int) else None
 
     def device(self) -> torch.device:
         return self._device
 
     def worker_name(self) -> str | None:
         """Name of the process as an RPC worker, if it is named so."""
-        return self._worker
+        return self._process if isinstance(self._process, str) and self._process else None
 
     def on(self, device: torch.device | str) -> RemoteDevice:
         """Another device of the same process."""
-        process = self._worker if self._rank is None else f"rank:{self._rank}"
+        process = repr(self).rpartition("/")[0]
         return RemoteDevice(f"{process}/{device}" if process else str(device))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RemoteDevice):
             return NotImplemented
-        return self._key == other._key
+        return (self._process, self._device) == (other._process, other._device)
 
     def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self._rank, self._worker, self._device
+        return hash((self._process, self._device))
 
     def __repr__(self) -> str:
-        process = self._worker if self._rank is None else f"rank:{self._rank}"
+        process = self._process if isinstance(self._process, str) else f"rank:{self._process}"
         return f"{process}/{self._device}" if process else str(self._device)
 
     def __reduce__(self) -> tuple[Any, ...]:

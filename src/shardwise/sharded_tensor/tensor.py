@@ -278,13 +278,6 @@ class ShardedTensor(ShardedTensorBase):
                 return func(*args, **(kwargs or {}))
         return refuse(func, args, kwargs or {})
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        raise ShardingError(
-            f"{here()}: {func} reached a ShardedTensor without passing __torch_function__; use its"
-            " local_shards() or full_tensor()"
-        )
-
     def _name(self) -> str:
         kind = "Parameter, a ShardedTensor" if getattr(self, "_is_param", False) else "ShardedTensor"
         return f"a {kind} of shape {tuple(self._metadata.size)}"

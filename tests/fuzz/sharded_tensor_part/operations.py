@@ -30,6 +30,7 @@ BINARY = named(
 )
 INTEGERS = named("bitwise_and", "bitwise_or", "bitwise_xor", "add", "mul", "remainder", "floor_divide", "gcd")
 LOSSES = named("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+LOSSES["cross_entropy"] = lambda a, b, **k: F.cross_entropy(a, b.softmax(min(1, b.ndim - 1)), **k)
 LOSSES["binary_cross_entropy"] = lambda a, b, **k: F.binary_cross_entropy(a.sigmoid(), b.sigmoid(), **k)
 REDUCTIONS = named(
     *("sum", "mean", "amax", "amin", "prod", "var", "std", "logsumexp", "argmax", "argmin", "nansum"),

@@ -70,8 +70,9 @@ def _softmax(func: Any, sharded: ShardedTensor, dim: int, dtype: torch.dtype | N
     into = function(sharded.anchor.detach(), -1, dtype).dtype
     wide = sharded.to(_wide(sharded.dtype, into))
     shifted: Any = wide - extreme(wide, (dim,), largest=True)
-    total = sum_of(shifted.exp(), (dim,), keepdim=True)
-    made = shifted - total.log() if log else shifted.exp() / total
+    powers = shifted.exp()
+    total = sum_of(powers, (dim,), keepdim=True)
+    made = shifted - total.log() if log else powers / total
     return cast(ShardedTensor, made.to(into))
 
 
