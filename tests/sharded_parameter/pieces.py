@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.layout import Box
@@ -26,16 +26,23 @@ def boxes_of(shape: Sequence[int], counts: Sequence[int]) -> list[Box]:
 
 
 def by_counts(
-    shape: Sequence[int], counts: Sequence[int], groups: tuple[dist.ProcessGroup, ...] | None = None
+    shape: Sequence[int],
+    counts: Sequence[int],
+    mesh: DeviceMesh | None = None,
+    names: Sequence[str] = (),
 ) -> Piece:
-    """Rows by counts over the default group, or over several groups."""
+    """Rows by counts over the default group, or over some axes of a mesh."""
     boxes = boxes_of(shape, counts)
-    groups = (dist.group.WORLD,) if groups is None else groups
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        groups = (mesh.get_group(),)
+    else:
+        groups = tuple(mesh.get_group(name) for name in names)
     index, step = 0, 1
     for group in groups:
         index, step = index + group.rank() * step, step * group.size()
     mine = boxes[index]
-    return Piece(torch.Size(shape), mine, groups, boxes.__getitem__, mine)
+    return Piece(torch.Size(shape), mine, groups, boxes.__getitem__, mine, on_mesh=mesh)
 
 
 def uneven(shape: Sequence[int]) -> Piece:
@@ -64,13 +71,13 @@ def two_groups(shape: Sequence[int]) -> Piece:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     rows = shape[0]
     counts = [rows // 2, 0, rows // 4, rows - rows // 2 - rows // 4]
-    return by_counts(shape, counts, (mesh.get_group("inner"), mesh.get_group("outer")))
+    return by_counts(shape, counts, mesh, ("inner", "outer"))
 
 
 def replicated(shape: Sequence[int]) -> Piece:
     """Over the inner axis of a 2 x 2 mesh; the outer one replicates."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return by_counts(shape, [shape[0] // 3, shape[0] - shape[0] // 3], (mesh.get_group("inner"),))
+    return by_counts(shape, [shape[0] // 3, shape[0] - shape[0] // 3], mesh, ("inner",))
 
 
 def _tensor_parallel(shape: Sequence[int], dim: int) -> Piece:
@@ -88,6 +95,7 @@ def _tensor_parallel(shape: Sequence[int], dim: int) -> Piece:
         boxes.__getitem__,
         mine,
         whole._spec,
+        on_mesh=mesh,
     )
 
 

@@ -16,7 +16,6 @@ from pieces import (
     by_counts,
     even,
     local_rows,
-    parameter,
     sharded,
     uneven,
 )
@@ -88,11 +87,6 @@ def test_full_tensor_gives_the_whole(cut: Cut) -> None:
 @pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
 def test_full_tensor_gives_the_whole_on_a_mesh(cut: Cut) -> None:
     check_full_tensor(cut)
-
-
-@on_ranks(2)
-def test_full_tensor_of_a_parameter_has_no_gradient() -> None:
-    assert not parameter(WHOLES[0], uneven).full_tensor().requires_grad
 
 
 @on_ranks(4)

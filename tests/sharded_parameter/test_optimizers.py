@@ -8,7 +8,6 @@ values near 1. Adafactor takes norms: 1e-12 of fp64 values near 1.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -186,13 +185,3 @@ def test_a_fused_step_refuses_whole_state_beside_rows() -> None:
     optimizer.state[param]["exp_avg"] = torch.zeros(5, 3)
     with pytest.raises(ShardingError, match="cut alike"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_saving_an_optimizer_of_rows_by_pickle_is_refused() -> None:
-    param = parameter(torch.randn(5, 3), uneven)
-    param.grad = torch.zeros_like(param)
-    optimizer = optim.AdamW([param])
-    optimizer.step()
-    with pytest.raises(ShardingError, match=r"shardwise\.checkpoint\.save"):
-        torch.save(optimizer.state_dict(), io.BytesIO())

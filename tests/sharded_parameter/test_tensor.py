@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +118,6 @@ REFUSED: list[Callable[[Any], Any]] = [
     lambda p: torch.add(p.detach(), 1, out=torch.empty(7, 5)),
     lambda p: torch.zeros(7, 5).add_(p.detach()),
     lambda p: p.transpose(0, 1),
-    lambda p: pickle.dumps(p),
     lambda p: nn.init.orthogonal_(p),
 ]
 

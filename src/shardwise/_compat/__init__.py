@@ -282,6 +282,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
 
 
+def device_type_of(group: dist.ProcessGroup) -> str:
+    """The kind of device whose tensors `group` moves."""
+    return group._device_types[0].type
+
+
 # comm.order: by these functions on its stack a thread is inside a backward pass.
 BACKWARD_FRAMES = frozenset({"_engine_run_backward"})
 
@@ -417,10 +422,7 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     return tensor
 
 
-# sharded_parameter: a tensor subclass whose ops reach `__torch_dispatch__` directly, so that its
-# attributes (grad, dtype, ...) cost optimizers what a plain tensor's do.
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-# A tensor with a shape, dtype and device but no memory of its own.
+# sharded_parameter: a tensor with a shape, dtype and device but no memory of its own.
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 

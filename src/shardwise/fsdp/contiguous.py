@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise import _compat
 from shardwise.comm import AllGather, AllGatherResult, CommStreams, DefaultAllGather
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
@@ -433,7 +434,9 @@ class ContiguousGroup(ParamGroup):
 
         offsets = [b - r for b, r in zip(param.piece.box.offsets, param.piece.rows.offsets, strict=True)]
         box = Box(tuple(o + r for o, r in zip(offsets, rows.offsets, strict=True)), rows.sizes)
-        piece = Piece(param.global_shape, box, (info.shard_process_group,), box_of, rows, param.tp_spec)
+        groups, tp_spec = (info.shard_process_group,), param.tp_spec
+        mesh = info.mesh if tp_spec is None else _compat.concatenate_meshes([info.mesh, tp_spec.mesh])
+        piece = Piece(param.global_shape, box, groups, box_of, rows, tp_spec, param.name, mesh)
         return ShardedParameter.wrap(local, piece, requires_grad=param.sharded.requires_grad)
 
 

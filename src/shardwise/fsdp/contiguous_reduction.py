@@ -219,10 +219,10 @@ class ContiguousReducer(GradReducer):
             sharded = param.sharded
             if sharded.grad is None:
                 grad = _compat.make_wrapper(ShardedRows, param.global_shape, dtype=dtype, device=device)
-                grad._local, grad.piece = local, param.piece
+                grad._local_tensor, grad.piece = local, param.piece
                 sharded.grad = grad
             else:
-                sharded.grad._local.add_(local)  # type: ignore[attr-defined]
+                sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
 
     def _give_hooked(self, params: list[RowsParam], shard: Tensor) -> None:
         """The same where hooks of the user run; these may communicate, so ranks keep one order."""

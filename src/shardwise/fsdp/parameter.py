@@ -26,6 +26,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from shardwise.sharded_parameter import ShardedRows
 
 
 @dataclass
@@ -88,6 +89,11 @@ class ShardedParam(ABC):
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
+        if isinstance(param, ShardedRows):
+            raise ShardingError(
+                f"{here()}: '{name}' is sharded by rows already ({param.piece.placements}); pass its"
+                " full_tensor(), or leave it out by ignored_params"
+            )
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
         self.whole = _compat.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
         self.shape = self.whole.shape

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.extension import POST, PRE
 from shardwise.fsdp.parameter import ParamPlacement, ShardedParam
-from shardwise.layout import Box, ContiguousLayout, EvenShard, Owned, ParamSpec, Place, RaggedShard
+from shardwise.layout import Box, ContiguousLayout, Owned, ParamSpec, Place, RaggedShard
 from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_parameter.piece import part_of
 
 
 class RowsParam(ShardedParam):
@@ -64,7 +66,7 @@ class RowsParam(ShardedParam):
 
     @property
     def local(self) -> Tensor:
-        return self.sharded._local if self.is_packed else self.whole
+        return self.sharded._local_tensor if self.is_packed else self.whole
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,16 +86,31 @@ class RowsParam(ShardedParam):
         self.whole_stride = _compat.contiguous_stride(self.shape)
         box = rows
         if self.tp_spec is not None:
-            offsets = _offsets(self.tp_spec)
+            offsets = part_of(self.tp_spec).offsets
             box = Box(tuple(a + b for a, b in zip(rows.offsets, offsets, strict=True)), rows.sizes)
         box_of = partial(layout.box, place.index)
-        self.piece = Piece(self.global_shape, box, groups, box_of, rows, self.tp_spec, self.name)
+        self.piece = Piece(
+            self.global_shape, box, groups, box_of, rows, self.tp_spec, self.name, self._shown_mesh()
+        )
+
+    def _shown_mesh(self) -> DeviceMesh:
+        """The mesh of the DTensor that the sharded form is to others."""
+        if self.tp_spec is None:
+            return self.info.mesh
+        mesh, dims = self.tp_spec.mesh, self.info.dp_mesh_dims
+        if dims is None:
+            return _compat.concatenate_meshes([self.info.mesh, mesh])
+        if len(dims.shard_names) < 2 and len(dims.replicate_names) < 2:
+            return mesh
+        data_parallel = {*dims.shard_names, *dims.replicate_names}
+        others = [mesh[name] for name in mesh.mesh_dim_names or () if name not in data_parallel]
+        return _compat.concatenate_meshes([self.info.mesh, *others])
 
     def move_to(self, local: Tensor) -> None:
         """Let `local` be the memory of the sharded form; the parameter object stays if it can."""
         sharded = getattr(self, "sharded", None)
         if sharded is not None and (sharded.dtype, sharded.device) == (local.dtype, local.device):
-            sharded._local, sharded.piece = local, self.piece
+            sharded._local_tensor, sharded.piece = local, self.piece
         else:
             requires_grad = self.trainable if sharded is None else sharded.requires_grad
             self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
@@ -114,6 +131,8 @@ class RowsParam(ShardedParam):
         if current is not None and (current is self.sharded or current is self.unsharded):
             self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
             return
+        if isinstance(current, DTensor) and current.shape == self.global_shape:
+            current = self._our_rows(current)
         if not isinstance(current, ShardedParameter) or current.piece != self.piece:
             found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
             raise ShardingError(
@@ -126,22 +145,12 @@ class RowsParam(ShardedParam):
         self.unsharded = None
         self.show(current)
 
-
-def _offsets(spec: _compat.DTensorSpec) -> list[int]:
-    """Where this rank's part of a tensor-parallel tensor begins."""
-    meta = spec.tensor_meta
-    assert meta is not None
-    offsets, sizes = [0] * len(meta.shape), tuple(meta.shape)
-    for axis, placement in enumerate(spec.placements):
-        if placement.is_replicate():
-            continue
-        if not isinstance(placement, Shard):
-            raise ShardingError(
-                f"{here()}: a tensor-parallel parameter placed as {placement} cannot be sharded"
-            )
-        box = EvenShard(placement.dim).box(
-            sizes, rank=spec.mesh.get_local_rank(axis), ranks=spec.mesh.size(axis)
-        )
-        offsets[placement.dim] += box.offsets[placement.dim]
-        sizes = box.sizes
-    return offsets
+    @torch.no_grad()
+    def _our_rows(self, other: DTensor) -> ShardedParameter:
+        """The same object, as this rank's rows of what it was. Collective where it was cut otherwise."""
+        if isinstance(other, ShardedParameter) and other.piece == self.piece:
+            return other
+        rows = ShardedRows.from_dtensor(cast(DTensor, other.detach()), self.piece)
+        made = ShardedParameter.wrap(rows.local, self.piece, requires_grad=other.requires_grad)
+        torch.utils.swap_tensors(other, made)
+        return cast(ShardedParameter, other)

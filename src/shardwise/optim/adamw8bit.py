@@ -248,7 +248,8 @@ def _has_8_bits(param: Tensor) -> bool:
         return False
     placements: Sequence[Placement] = ()
     if isinstance(param, ShardedRows):
-        placements = param.piece.placements
+        spec = param.piece.tensor_parallel
+        placements = () if spec is None else spec.placements
     elif isinstance(param, DTensor):
         placements = param.placements
     return all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in placements)

@@ -164,7 +164,7 @@ class _Run:
         Or, if only some members have gradients, which.
         """
         try:
-            locals_ = [param.grad._local for param in self.params]  # type: ignore[union-attr]
+            locals_ = [param.grad._local_tensor for param in self.params]  # type: ignore[union-attr]
         except AttributeError:
             return self._gathered_up()
         base = _compat.base_of(locals_[0])

@@ -64,7 +64,7 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> dict[Axes, list[Tensor]]:
         if isinstance(tensor, ShardedRows):
             if (found := tensor.piece.axes) != latest:  # hashing process groups costs more
                 latest, into = found, rows.setdefault(found, [])
-            into.append(tensor._local)
+            into.append(tensor._local_tensor)
             continue
         axes: Axes = ()
         if isinstance(tensor, ShardedTensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.comm.watch import announced
@@ -41,7 +41,7 @@ def _full_tensor(local: Tensor, piece: Piece) -> Tensor:
     else:
         boxes = piece.boxes
         largest = max(box.numel for box in boxes)
-        shape = (max(start + count for start, count in piece.row_ranges), *boxes[0].sizes[1:])
+        shape = (sum(piece.counts), *boxes[0].sizes[1:])
         whole = local.new_empty(shape)
         if largest * piece.ranks <= 2 * whole.numel() or _compat.is_functional(local):
             _gather_padded(whole, local, piece, largest)
@@ -150,7 +150,8 @@ def move_rows(
 @torch.no_grad()
 def moved(local: Tensor, piece: Piece, to: Piece) -> Tensor:
     """The rows of `to`. Collective over both pieces' groups."""
-    if piece.groups == to.groups and piece.group is not None and not piece.placements and not to.placements:
+    plain = piece.tensor_parallel is None and to.tensor_parallel is None
+    if plain and piece.groups == to.groups and piece.group is not None:
         return move_rows(local, piece.boxes, to.boxes, to.rank, to.group)
     return local_part(to, full_tensor(local, piece)).clone()
 
@@ -160,45 +161,92 @@ def _even_boxes(piece: Piece) -> list[Box]:
     return [EvenShard(0).box(shape, rank=rank, ranks=piece.ranks) for rank in range(piece.ranks)]
 
 
-def _is_even(mesh: DeviceMesh, piece: Piece) -> bool:
-    """Do `mesh` and `piece` stand for the same ranks in the same order, on one axis?"""
-    if mesh.ndim != 1 or piece.group is None or piece.placements:
+def _is_even(mesh: DeviceMesh, placements: Sequence[Placement], piece: Piece) -> bool:
+    """Do `placements` cut dim 0 evenly over just the ranks, in their order, over which `piece` is cut?"""
+    if piece.group is None or piece.tensor_parallel is not None:
         return False
-    return mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(piece.group)
+    cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(cut) != 1 or type(placements[cut[0]]) is not Shard or placements[cut[0]] != Shard(0):
+        return False
+    group = mesh.get_group(cut[0])
+    return group == piece.group or dist.get_process_group_ranks(group) == piece.group_ranks
 
 
 @torch.no_grad()
 def to_dtensor(local: Tensor, piece: Piece, mesh: DeviceMesh | None) -> DTensor:
     """Rows wherever they lie to even chunks of dim 0. Collective over the piece's one group."""
-    if piece.group is None or piece.placements:
+    if piece.group is None or piece.tensor_parallel is not None:
         raise ShardingError(
             f"{here()}: only rows cut over one mesh axis convert to a DTensor, got {piece}; use full_tensor()"
         )
     if mesh is None:
         mesh = DeviceMesh.from_group(piece.group, local.device.type)
-    elif not _is_even(mesh, piece):
+    elif mesh.ndim != 1 or not _is_even(mesh, (Shard(0),), piece):
         raise ShardingError(
-            f"{here()}: expected a 1-D mesh of ranks {dist.get_process_group_ranks(piece.group)}, which hold"
-            f" the rows, got {mesh}; pass that mesh, or None to make one"
+            f"{here()}: expected a 1-D mesh of ranks {piece.group_ranks}, which hold the rows, got {mesh};"
+            " pass that mesh, or None to make one"
         )
-    spec = _compat.dtensor_spec(mesh, [Shard(0)], shape=piece.shape, dtype=local.dtype)
-    chunk = move_rows(local, piece.boxes, _even_boxes(piece), piece.rank, piece.group)
-    return _compat.dtensor(chunk, spec)
+    return placed(local, piece, mesh, (Shard(0),))
+
+
+@torch.no_grad()
+def placed(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Rows as a DTensor on `mesh`. Collective over the piece's axes, and over `mesh`."""
+    if _is_even(mesh, placements, piece):
+        part = move_rows(local, piece.boxes, _even_boxes(piece), piece.rank, piece.group)
+        return _compat.dtensor(
+            part, _compat.dtensor_spec(mesh, placements, shape=piece.shape, dtype=local.dtype)
+        )
+    replicated = [Replicate()] * mesh.ndim
+    spec = _compat.dtensor_spec(mesh, replicated, shape=piece.shape, dtype=local.dtype)
+    whole = _compat.dtensor(full_tensor(local, piece), spec)
+    return whole if list(placements) == replicated else whole.redistribute(mesh, placements)
+
+
+def rows_of(value: Tensor, piece: Piece) -> Tensor:
+    """The rows of `piece` of any tensor; a plain one is whole. Collective where `from_dtensor` is."""
+    if isinstance(value, DTensor):
+        return from_dtensor(value, piece)
+    return local_part(piece, value).clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
 def from_dtensor(dtensor: DTensor, piece: Piece) -> Tensor:
-    """The rows of `piece`. Collective over the DTensor's mesh."""
+    """The rows of `piece`. Collective over the DTensor's mesh; local where each rank has its rows."""
     if dtensor.shape != piece.shape:
         raise ShardingError(
             f"{here()}: expected a DTensor of shape {tuple(piece.shape)}, got {tuple(dtensor.shape)}"
         )
     local = _compat.local_tensor(dtensor)
+    if (known := getattr(dtensor, "piece", None)) is not None:
+        return local.clone() if known == piece else moved(local, known, piece)
     if all(isinstance(placement, Replicate) for placement in dtensor.placements):
         return local_part(piece, local).clone()
-    if _is_even(dtensor.device_mesh, piece) and dtensor.placements == (Shard(0),):
+    if _is_even(dtensor.device_mesh, dtensor.placements, piece):
         return move_rows(local, _even_boxes(piece), piece.boxes, piece.rank, piece.group)
     return local_part(piece, dtensor.full_tensor()).clone()
+
+
+def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
+    """The rows of `piece` from the rank that is `source` on every mesh axis. Collective over the mesh."""
+    whole = whole.contiguous()
+    for axis in range(piece.mesh.ndim):
+        group = piece.mesh.get_group(axis)
+        if group.size() > 1:
+            whole = whole if group.rank() == source else torch.empty_like(whole)
+            with announced(group, f"distribute a whole tensor\nof shape {list(piece.shape)}"):
+                dist.broadcast(_as_bytes(whole), group=group, group_src=source)
+    return local_part(piece, whole).clone(memory_format=torch.contiguous_format)
+
+
+def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
+    """The ranks' values added up over some of the mesh axes. Collective over these."""
+    for axis in axes:
+        group = piece.mesh.get_group(axis)
+        value = value.clone(memory_format=torch.contiguous_format)
+        with announced(group, f"add up a gradient\nof shape {list(piece.shape)}"):
+            dist.all_reduce(value, group=group)
+    return value
 
 
 # Entries of torch's distributed checkpoints

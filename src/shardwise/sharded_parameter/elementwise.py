@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_parameter import convert
-from shardwise.sharded_parameter.operands import local_operand, refuse, result_piece, rows
+from shardwise.sharded_parameter.operands import is_foreign, local_operand, refuse, result_piece, rows
+from shardwise.sharded_parameter.operands import whole as whole_of
 from shardwise.sharded_parameter.piece import Piece, local_part
-from shardwise.sharded_parameter.tensor import Handler, ShardedRows
+from shardwise.sharded_parameter.registry import Handler
+from shardwise.sharded_parameter.tensor import ShardedRows
 
 _KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
 
@@ -58,11 +60,15 @@ def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """From a whole plain tensor or the same rows; collective from other rows or a DTensor."""
     target, source = args[0], args[1]
-    if isinstance(target, ShardedRows) and target.shape == source.shape:
-        if isinstance(source, DTensor):
+    if isinstance(target, ShardedRows):
+        if (
+            isinstance(source, DTensor)
+            and target.shape == source.shape
+            and (not isinstance(source, ShardedRows) or source.piece != target.piece)
+        ):
             source = rows(convert.from_dtensor(source, target.piece), target.piece)
-        elif isinstance(source, ShardedRows) and source.piece != target.piece:
-            source = rows(convert.moved(source._local, source.piece, target.piece), target.piece)
+    elif isinstance(target, DTensor) and target.shape == source.shape:
+        return target.copy_(convert.placed(source.local, source.piece, target.device_mesh, target.placements))
     return elementwise_(op, (target, source, *args[2:]), kwargs)
 
 
@@ -74,20 +80,20 @@ def random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def random_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], ShardedRows):
         refuse(op, args, kwargs, "into a plain tensor from one sharded by rows")
-    args[0]._local.copy_(_drawn(op, args, kwargs))
+    args[0]._local_tensor.copy_(_drawn(op, args, kwargs))
     return args[0]
 
 
 def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     first = args[0]
     if first.is_meta:
-        drawn: Tensor = op(first._local, *args[1:], **kwargs)
+        drawn: Tensor = op(first._local_tensor, *args[1:], **kwargs)
         return drawn
     if op._schema.name == "aten::bernoulli":
-        whole = first.full_tensor()
+        whole = whole_of(first)
     else:
         whole = torch.empty(first.shape, dtype=first.dtype, device=first.device)
-    others = [value.full_tensor() if isinstance(value, ShardedRows) else value for value in args[1:]]
+    others = [whole_of(value) if isinstance(value, ShardedRows) else value for value in args[1:]]
     return local_part(first.piece, op(whole, *others, **kwargs)).clone()
 
 
@@ -103,10 +109,10 @@ def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, size = args[0], tuple(args[1])
     piece: Piece = like.piece
     if not size or size[:1] != tuple(like.shape[:1]):
-        return op(like._local, *args[1:], **kwargs)
+        return op(like._local_tensor, *args[1:], **kwargs)
     of = [d if d < len(piece.shape) and piece.shape[d] == size[d] else None for d in range(1, len(size))]
     piece = piece if size == tuple(like.shape) else piece.with_trailing(size[1:], of=of)
-    return rows(op(like._local, piece.rows.sizes, *args[2:], **kwargs), piece)
+    return rows(op(like._local_tensor, piece.rows.sizes, *args[2:], **kwargs), piece)
 
 
 def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,31 +129,31 @@ def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if math.prod(sizes) != tensor.numel() or not sizes or sizes[0] != tensor.shape[0]:
         refuse(op, args, kwargs)
     if sizes == list(tensor.shape):
-        return ShardedRows.wrap(tensor._local, piece)
+        return ShardedRows.wrap(tensor._local_tensor, piece)
     if piece.axes_along(range(1, len(piece.shape))):
         refuse(op, args, kwargs)
     piece = piece.with_trailing(sizes[1:])
-    return rows(tensor._local.view(piece.rows.sizes), piece)
+    return rows(tensor._local_tensor.view(piece.rows.sizes), piece)
 
 
 def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`mm`: rows times a whole matrix. `bmm`: the matrices of the same rows, one by one."""
     a, b = args
-    if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or isinstance(b, DTensor):
+    if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or is_foreign(b):
         refuse(op, args, kwargs)
     if op._schema.name == "aten::bmm":
         if isinstance(b, ShardedRows):
-            if b.piece.row_ranges != a.piece.row_ranges or b.piece.axes != a.piece.axes:
+            if b.piece.counts != a.piece.counts or b.piece.axes != a.piece.axes:
                 refuse(op, args, kwargs)
-            local = b._local
+            local = b._local_tensor
         else:
             local = local_part(a.piece.with_trailing(b.shape[1:]), b)
-        return rows(op(a._local, local), a.piece.with_trailing((a.shape[1], b.shape[2])))
+        return rows(op(a._local_tensor, local), a.piece.with_trailing((a.shape[1], b.shape[2])))
     if isinstance(b, ShardedRows):
         if b.shape[0] != 1:  # a whole matrix would have to be gathered
             refuse(op, args, kwargs)
-        b = b.full_tensor()
-    return rows(op(a._local, b), a.piece.with_trailing((b.shape[1],)))
+        b = whole_of(b)
+    return rows(op(a._local_tensor, b), a.piece.with_trailing((b.shape[1],)))
 
 
 def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +168,7 @@ def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or any(args[3:])
     ):
         refuse(op, args, kwargs)
-    target._local.masked_fill_(mask._local, value)
+    target._local_tensor.masked_fill_(mask._local_tensor, value)
     return target
 
 
@@ -170,7 +176,7 @@ def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`item()` of a tensor of one element, wherever it lies (collective)."""
     if args[0].numel() != 1:
         refuse(op, args, kwargs)
-    return args[0].full_tensor().item()
+    return whole_of(args[0]).item()
 
 
 RANDOM = {

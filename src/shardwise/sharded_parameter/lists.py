@@ -17,13 +17,14 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_parameter.operands import local_operand, refuse, result_piece, rows
+from shardwise.sharded_parameter.operands import is_foreign, local_operand, refuse, result_piece, rows
 from shardwise.sharded_parameter.piece import Piece
 from shardwise.sharded_parameter.reductions import MAX, all_reduced, combine_powers
-from shardwise.sharded_parameter.tensor import Handler, ShardedRows
+from shardwise.sharded_parameter.registry import Handler
+from shardwise.sharded_parameter.tensor import ShardedRows
 
 _pieces: Callable[[Any], Piece] = attrgetter("piece")
-_locals: Callable[[Any], Tensor] = attrgetter("_local")
+_locals: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
 def foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,12 +85,30 @@ def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
     if any(isinstance(value, ShardedRows) for value in cut):
         raise ShardingError(f"{here()}: {op} got a sharded tensor where it expects a plain scalar tensor")
-    result = op(*cut[: len(args)], **dict(zip(kwargs, cut[len(args) :], strict=True)))
+
+    def run(at: list[int]) -> Any:
+        part = [[value[i] for i in at] if _is_list(value, count) else value for value in cut]
+        return op(*part[: len(args)], **dict(zip(kwargs, part[len(args) :], strict=True)))
+
+    results = _apart([any(map(is_foreign, place)) for place in zip(*per_place, strict=True)], pieces, run)
     if not op._schema.returns:
         return None
     return [
-        local if piece is None else rows(local, piece) for local, piece in zip(result, pieces, strict=True)
+        local if piece is None else rows(local, piece) for local, piece in zip(results, pieces, strict=True)
     ]
+
+
+def _apart(
+    foreign: Sequence[bool], pieces: Sequence[Piece | None], run: Callable[[list[int]], Any]
+) -> list[Any]:
+    """The results of `run` by place, where DTensors that are not ours get a call of their own."""
+    results: list[Any] = [None] * len(foreign)
+    for theirs in (False, True):
+        at = [i for i, piece in enumerate(pieces) if (foreign[i] and piece is None) == theirs]
+        if at and (found := run(at)) is not None:
+            for i, result in zip(at, found, strict=True):
+                results[i] = result
+    return results
 
 
 def _is_list(value: Any, count: int) -> bool:
@@ -104,7 +123,9 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     root = op._schema.name == "aten::_foreach_norm"
     if "out" in kwargs or (p < 0 and not root):
         refuse(op, args, kwargs)
-    locals_ = [t._local if isinstance(t, ShardedRows) else t for t in tensors]
+    if any(map(is_foreign, tensors)):
+        return _norms_apart(op, tensors, args[1:], kwargs)
+    locals_ = [local_of(tensor) for tensor in tensors]
     # A norm in half precision is rounded once, at the end.
     wide = wanted
     if wanted is None or wanted in (torch.bfloat16, torch.float16):
@@ -121,6 +142,17 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     return [total.to(wanted or tensor.dtype.to_real()) for total, tensor in zip(totals, tensors, strict=True)]
 
 
+def _norms_apart(op: Any, tensors: Sequence[Tensor], rest: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """As `norms`; those of DTensors that are not ours are whole too."""
+    pieces = [t.piece if isinstance(t, ShardedRows) else None for t in tensors]
+
+    def run(at: list[int]) -> list[Tensor]:
+        found = op([tensors[i] for i in at], *rest, **kwargs)
+        return [norm.full_tensor() if is_foreign(norm) else norm for norm in found]
+
+    return _apart([is_foreign(tensor) for tensor in tensors], pieces, run)
+
+
 def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if kwargs:
         refuse(op, args, kwargs)
@@ -130,9 +162,15 @@ def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Gradient scaling: a gradient that is not finite on one rank counts on all."""
     tensors, found, scale = args
-    op([t._local if isinstance(t, ShardedRows) else t for t in tensors], found, scale, **kwargs)
+    if foreign := [tensor for tensor in tensors if is_foreign(tensor)]:
+        op(foreign, found, scale, **kwargs)
+    op([local_of(tensor) for tensor in tensors if not is_foreign(tensor)], found, scale, **kwargs)
     for group in groups_of(t.piece.axes for t in tensors if isinstance(t, ShardedRows)):
         found.copy_(all_reduced(found, MAX, group))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, ShardedRows) else tensor
 
 
 def groups_of(axes: Iterable[Sequence[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:

@@ -1,7 +1,7 @@
 """Tensors of any kind as this rank's rows of them, and back.
 
 A plain tensor beside a sharded one is taken for the whole tensor, equal on all ranks, never for local
-rows.
+rows. A DTensor that is placed otherwise is brought to the rows (collective), as DTensors do among themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_parameter import convert
 from shardwise.sharded_parameter.piece import Piece, local_part
 from shardwise.sharded_parameter.tensor import ShardedParameter, ShardedRows
 
@@ -51,6 +52,16 @@ def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
 
 def _called(name: str) -> str:
     return f"'{name}' " if name else ""
+
+
+def is_foreign(value: Any) -> bool:
+    """Is it a DTensor, and not rows?"""
+    return isinstance(value, DTensor) and not isinstance(value, ShardedRows)
+
+
+def whole(tensor: ShardedRows) -> Tensor:
+    """The whole tensor, below autograd. Collective."""
+    return convert.full_tensor(tensor.local, tensor.piece)
 
 
 def leaves(value: Any) -> list[Any]:
@@ -100,12 +111,12 @@ def local_operand(op: Any, value: Any, piece: Piece) -> Any:
                 f" {tuple(value.shape)} and {piece.box} of {tuple(piece.shape)}. Bring them to one cut"
                 " first, with copy_() or full_tensor()"
             )
-        return value._local
+        return value._local_tensor
     if isinstance(value, DTensor):
-        raise ShardingError(
-            f"{here()}: {op} got a DTensor beside a tensor sharded by rows; convert one of them, with"
-            " to_dtensor(), from_dtensor() or full_tensor()"
-        )
+        if value.shape == piece.shape:
+            return convert.from_dtensor(value, piece)
+        with torch.no_grad():
+            value = value.full_tensor()
     if value.ndim == 0:
         return value
     first = len(piece.shape) - value.ndim
@@ -124,7 +135,7 @@ def _misfit(op: Any, value: Tensor, piece: Piece) -> ShardingError:
 
 def _broadcasts(piece: Piece, to: Piece) -> bool:
     """The same rows, of widths that broadcast, cut alike where they are equal?"""
-    if len(piece.shape) != len(to.shape) or piece.groups != to.groups or piece.row_ranges != to.row_ranges:
+    if len(piece.shape) != len(to.shape) or piece.groups != to.groups or piece.counts != to.counts:
         return False
     if piece.shape[0] != to.shape[0]:
         return False

@@ -1,6 +1,6 @@
 """What an operator does to tensors that are row ranges of whole ones.
 
-`find_handler(op)` decides once per operator; `tensor.HANDLERS` remembers. A handler gets the operator
+`find_handler(op)` decides once per operator; `registry.HANDLERS` remembers. A handler gets the operator
 and its arguments and answers for the whole tensors::
 
     elementwise    elementwise.py   the op on local rows; plain operands are whole and are cut to the rows
@@ -22,9 +22,10 @@ from shardwise.sharded_parameter.elementwise import random_ as random_in_place
 from shardwise.sharded_parameter.lists import LISTS, foreach
 from shardwise.sharded_parameter.operands import refuse
 from shardwise.sharded_parameter.reductions import REDUCTIONS
-from shardwise.sharded_parameter.tensor import Handler
+from shardwise.sharded_parameter.registry import Handler, register
 
 
+@register
 def find_handler(op: Any) -> Handler:
     """How to run `op`."""
     name = op._schema.name.removeprefix("aten::")

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise import _compat
+from shardwise._compat.dtensors import OwnSpec
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box
+from shardwise.layout import Box, EvenShard
+from shardwise.sharded_parameter.row_shard import RowShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,8 @@ class Piece:
         rows: `box` in those coordinates.
         tensor_parallel: how the tensor that `groups` cut is itself a part of the whole one.
         name: of the parameter, for errors.
+        on_mesh: the mesh that a DTensor shows, with `groups` and those of `tensor_parallel` among its axes;
+            None: one of `groups` alone.
     """
 
     shape: torch.Size
@@ -42,6 +49,7 @@ class Piece:
     rows: Box
     tensor_parallel: _compat.DTensorSpec | None = field(default=None, repr=False)
     name: str = ""
+    on_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def __deepcopy__(self, memo: object) -> Piece:
         return self  # nothing in it changes, and process groups cannot be copied
@@ -51,7 +59,7 @@ class Piece:
             return True
         if not isinstance(other, Piece) or self.shape != other.shape:
             return NotImplemented if not isinstance(other, Piece) else False
-        return self._cut == other._cut and self.boxes == other.boxes
+        return self._cut == other._cut and self.counts == other.counts
 
     def __hash__(self) -> int:
         return hash((self.shape, self.groups))
@@ -60,6 +68,11 @@ class Piece:
     def group(self) -> dist.ProcessGroup | None:
         """The one group over which rows are cut; None where none or several do."""
         return self.groups[0] if len(self.groups) == 1 else None
+
+    @cached_property
+    def group_ranks(self) -> list[int]:
+        """The global ranks of `group`, in its order."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
     @property
     def is_whole(self) -> bool:
@@ -81,19 +94,50 @@ class Piece:
         return tuple(self.box_of(rank) for rank in range(self.ranks))
 
     @cached_property
-    def row_ranges(self) -> tuple[tuple[int, int], ...]:
-        """First row and number of rows of each of `boxes`."""
-        return tuple((box.offsets[0], box.sizes[0]) for box in self.boxes)
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each of `boxes`, which lie one after the other."""
+        return tuple(box.sizes[0] for box in self.boxes)
 
-    @property
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of a DTensor that is cut so."""
+        if self.on_mesh is not None:
+            return self.on_mesh
+        if self.group is None or self.tensor_parallel is not None:
+            raise ShardingError(
+                f"{here()}: {self} belongs to no mesh; only rows over one process group, or made by"
+                " fully_shard, are a DTensor to others"
+            )
+        return DeviceMesh.from_group(self.group, _compat.device_type_of(self.group))
+
+    @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """Of tensor parallelism, by mesh axis; none without it."""
-        return () if self.tensor_parallel is None else tuple(self.tensor_parallel.placements)
+        """How a DTensor that is cut so is placed on `mesh`."""
+        found: dict[dist.ProcessGroup, Placement] = {}
+        if (spec := self.tensor_parallel) is not None:
+            found = {spec.mesh.get_group(axis): placement for axis, placement in enumerate(spec.placements)}
+        step = 1
+        for group in self.groups:
+            found[group] = RowShard(self.counts, step)
+            step *= group.size()
+        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+        return tuple(found.get(group, _REPLICATE) for group in groups)
+
+    def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
+        """What DTensor knows of a tensor of this dtype that is cut so."""
+        spec = self._specs.get(dtype)
+        if spec is None:
+            meta = _compat.TensorMeta(self.shape, _compat.contiguous_stride(self.shape), dtype)
+            spec = self._specs[dtype] = OwnSpec(self.mesh, self.placements, tensor_meta=meta)
+        return spec
+
+    @cached_property
+    def _specs(self) -> dict[torch.dtype, _compat.DTensorSpec]:
+        return {}
 
     @property
     def _cut(self) -> tuple[object, ...]:
-        spec = self.tensor_parallel
-        return (self.groups, None if spec is None else spec.mesh, self.placements)
+        return (self.groups, self._tensor_parallel_axes)
 
     @cached_property
     def axes(self) -> tuple[dist.ProcessGroup, ...]:
@@ -162,6 +206,74 @@ class Piece:
         return _compat.dtensor_spec(
             spec.mesh, placements, shape=torch.Size(shape), dtype=spec.tensor_meta.dtype
         )
+
+
+_REPLICATE = Replicate()
+_known: WeakValueDictionary[object, Piece] = WeakValueDictionary()
+
+
+def piece_of(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> Piece:
+    """This rank's part of a tensor of `shape` that is placed so, as `RowShard` says. No communication."""
+    key = (id(mesh), tuple(placements), tuple(shape), dtype)
+    piece = _known.get(key)
+    if piece is None:  # a living piece keeps its mesh alive, and so the mesh's id its own
+        piece = _known[key] = _piece_of(mesh, tuple(placements), torch.Size(shape), dtype)
+    return piece
+
+
+def _piece_of(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> Piece:
+    rows: dict[int, RowShard] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RowShard):
+            rows[axis] = placement
+    inner = [a for a in range(mesh.ndim) if a not in rows and not placements[a].is_replicate()]
+    spec = None
+    if inner:
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ShardingError(
+                f"{here()}: rows beside tensor parallelism need a mesh with names, got {mesh}"
+            )
+        kept = [placements[axis] for axis in inner]
+        spec = _compat.dtensor_spec(mesh[tuple(names[a] for a in inner)], kept, shape=shape, dtype=dtype)
+    part = Box.whole(shape) if spec is None else part_of(spec)
+    first = sorted(rows, key=lambda axis: rows[axis].step)
+    groups = tuple(mesh.get_group(axis) for axis in first)
+    counts = rows[first[0]].counts if first else (shape[0],)
+    if sum(counts) != part.sizes[0]:
+        raise ShardingError(
+            f"{here()}: {placements} cut {sum(counts)} rows, but this rank's part of a tensor of shape"
+            f" {tuple(shape)} has {part.sizes[0]}; use placements of a tensor of the same shape"
+        )
+    rest = part.sizes[1:]
+    starts = list(accumulate(counts, initial=0))
+    boxes = [Box((a, *[0] * len(rest)), (n, *rest)) for a, n in zip(starts, counts, strict=False)]
+    mine = boxes[place_over(groups)[0]]
+    box = Box(tuple(a + b for a, b in zip(part.offsets, mine.offsets, strict=True)), mine.sizes)
+    return Piece(shape, box, groups, boxes.__getitem__, mine, spec, on_mesh=mesh)
+
+
+def part_of(spec: _compat.DTensorSpec) -> Box:
+    """This rank's part of a tensor that tensor parallelism cuts."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    box = Box.whole(meta.shape)
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_replicate():
+            continue
+        if not isinstance(placement, Shard):
+            raise ShardingError(
+                f"{here()}: a tensor-parallel parameter placed as {placement} cannot be sharded"
+            )
+        inner = EvenShard(placement.dim).box(
+            box.sizes, rank=spec.mesh.get_local_rank(axis), ranks=spec.mesh.size(axis)
+        )
+        box = Box(tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True)), inner.sizes)
+    return box
 
 
 def place_over(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:

@@ -23,7 +23,8 @@ from shardwise.comm.watch import announced
 from shardwise.sharded_parameter.convert import gather_tensor_parallel
 from shardwise.sharded_parameter.operands import refuse, rows
 from shardwise.sharded_parameter.piece import Piece
-from shardwise.sharded_parameter.tensor import Handler, ShardedRows
+from shardwise.sharded_parameter.registry import Handler
+from shardwise.sharded_parameter.tensor import ShardedRows
 
 Groups = Sequence[dist.ProcessGroup]
 SUM, PRODUCT, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -146,10 +147,12 @@ def summed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, reduce: An
     if reduce == PRODUCT and wanted.is_complex and groups:
         refuse(op, args, kwargs)
     if wanted in _HALF and groups and op._schema.name != "aten::count_nonzero":
-        value = combine(op(tensor._local, *args[1:], **{**kwargs, "dtype": torch.float32}), groups, reduce)
+        value = combine(
+            op(tensor._local_tensor, *args[1:], **{**kwargs, "dtype": torch.float32}), groups, reduce
+        )
         value = value.to(wanted)
     else:
-        value = combine(op(tensor._local, *args[1:], **kwargs), groups, reduce)
+        value = combine(op(tensor._local_tensor, *args[1:], **kwargs), groups, reduce)
     return _spread(tensor, value, dims, keepdim=keepdim)
 
 
@@ -161,9 +164,9 @@ def mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not (wanted.is_floating_point or wanted.is_complex):
         return op(torch.empty(tensor.shape, dtype=wanted, device="meta"))  # torch's own error
     if not groups:
-        return _spread(tensor, op(tensor._local, *args[1:], **kwargs), dims, keepdim=keepdim)
+        return _spread(tensor, op(tensor._local_tensor, *args[1:], **kwargs), dims, keepdim=keepdim)
     wide = torch.float32 if wanted in _HALF else wanted
-    total = combine(tensor._local.sum(dims, keepdim=keepdim, dtype=wide), groups, SUM)
+    total = combine(tensor._local_tensor.sum(dims, keepdim=keepdim, dtype=wide), groups, SUM)
     count = math.prod(tensor.shape[d] for d in dims)
     return _spread(tensor, (total / count).to(wanted), dims, keepdim=keepdim)
 
@@ -179,7 +182,7 @@ def norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse(op, args, kwargs, f"for p = {p} on tensors sharded by rows")
     if math.isinf(p) and any(tensor.shape[d] == 0 for d in dims):
         refuse(op, args, kwargs, "along an empty dim")
-    local = _filled(tensor._local, tensor.piece, dims, math.inf if p < 0 else 0.0)
+    local = _filled(tensor._local_tensor, tensor.piece, dims, math.inf if p < 0 else 0.0)
     wide = torch.float32 if wanted in _HALF else wanted
     value = torch.linalg.vector_norm(local, p, dims, keepdim, dtype=wide)
     if groups:
@@ -202,7 +205,7 @@ def extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, largest: 
     else:
         limits = torch.iinfo(tensor.dtype)
         worst = limits.min if largest else limits.max
-    local = _filled(tensor._local, tensor.piece, dims, worst)
+    local = _filled(tensor._local_tensor, tensor.piece, dims, worst)
     value = combine(op(local, *args[1:], **kwargs), tensor.piece.axes_along(dims), MAX if largest else MIN)
     return _spread(tensor, value, dims, keepdim=keepdim)
 
@@ -211,7 +214,7 @@ def truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, reduce: Any
     """any, all."""
     tensor = args[0]
     dims, keepdim = _dims(op, args, kwargs)
-    value = combine(op(tensor._local, *args[1:], **kwargs), tensor.piece.axes_along(dims), reduce)
+    value = combine(op(tensor._local_tensor, *args[1:], **kwargs), tensor.piece.axes_along(dims), reduce)
     return _spread(tensor, value, dims, keepdim=keepdim)
 
 
@@ -219,8 +222,8 @@ def variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, root: bo
     """var, std: the mean of squared distances from the mean."""
     tensor = args[0]
     dims, keepdim = _dims(op, args, kwargs)
-    if not tensor.piece.axes_along(dims) and tensor._local.numel():  # of no rows torch warns
-        return _spread(tensor, op(tensor._local, *args[1:], **kwargs), dims, keepdim=keepdim)
+    if not tensor.piece.axes_along(dims) and tensor._local_tensor.numel():  # of no rows torch warns
+        return _spread(tensor, op(tensor._local_tensor, *args[1:], **kwargs), dims, keepdim=keepdim)
     if tensor.is_complex() or not tensor.is_floating_point():
         refuse(op, args, kwargs)
     unbiased = _argument(op, args, kwargs, "unbiased", True)
@@ -240,7 +243,7 @@ def along(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims, _ = _dims(op, args, kwargs)
     if not dims or tensor.piece.axes_along(dims):
         refuse(op, args, kwargs, "along a dim that is cut over ranks")
-    found = op(tensor._local, *args[1:], **kwargs)
+    found = op(tensor._local_tensor, *args[1:], **kwargs)
 
     def wrap(value: Tensor) -> Tensor:
         stays = value.ndim == tensor.ndim

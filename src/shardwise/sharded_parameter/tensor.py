@@ -1,6 +1,7 @@
 """`ShardedRows`: a tensor of which each rank holds whole rows, and `ShardedParameter`, one that trains.
 
-It has the shape of the whole tensor and the memory of this rank's rows, and means the whole tensor:
+It is a DTensor to whoever asks, placed by `RowShard`, with its own meaning of every operation. It has the
+shape of the whole tensor and the memory of this rank's rows, and means the whole tensor:
 
     elementwise ops, in place or not    run on the local rows; whole plain operands are cut to them
     sum, mean, norm, max, any, ...      are those of the whole tensor (collective)
@@ -12,38 +13,36 @@ cost of one call per op, and `torch.nn.utils.clip_grad_norm_` is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from shardwise import _compat
+from shardwise._compat.dtensors import OwnDTensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_parameter import convert
-from shardwise.sharded_parameter.piece import Piece, local_part
+from shardwise.sharded_parameter import autograd, convert
+from shardwise.sharded_parameter.piece import Piece, piece_of
+from shardwise.sharded_parameter.registry import HANDLERS, handler_of
+from shardwise.sharded_parameter.row_shard import RowShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-HANDLERS: dict[Any, Handler] = {}  # by operator; `ops` decides
-
-
 _requires_grad: Any = Tensor.requires_grad
 
 
-class ShardedRows(Tensor):
-    """A tensor of global shape whose local memory is this rank's rows.
+class ShardedRows(OwnDTensor):
+    """A DTensor of global shape whose local memory is this rank's rows.
 
     Made by `fully_shard(layout="contiguous")`: parameters, their gradients, and what optimizers derive
-    from them. Where a rank holds no rows, `local` has zero of them.
+    from them; and by `distribute_tensor`, `DTensor.from_local` and `redistribute` with such a tensor's
+    `placements`. Where a rank holds no rows, `local` has zero of them.
     """
 
-    __torch_function__ = _compat.disabled_torch_function
-    _local: Tensor
     _is_param = False  # what nn.Parameter asks of tensor subclasses, and sets
     piece: Piece
 
@@ -53,7 +52,7 @@ class ShardedRows(Tensor):
         made: ShardedRows = _compat.make_wrapper(
             ShardedRows, piece.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
-        made._local = local
+        made._local_tensor = local
         made.piece = piece
         if requires_grad:
             made.trains = True
@@ -73,26 +72,71 @@ class ShardedRows(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        handler = HANDLERS.get(func) or _find_handler(func)
+        handler = HANDLERS.get(func) or handler_of(func)
         return handler(func, args, kwargs or {})
 
     @property
     def local(self) -> Tensor:
         """This rank's rows: memory that optimizers update in place."""
-        return self._local
+        return self._local_tensor
 
     @property
     def box(self) -> Box:
         """Where `local` lies in the whole tensor."""
         return self.piece.box
 
+    def description(self) -> _compat.DTensorSpec:
+        """What DTensor keeps as its `_spec`: mesh, placements, global shape and dtype."""
+        return self.piece.spec(self.dtype)
+
     @_compat.runs_eagerly
-    def full_tensor(self) -> Tensor:
-        """The whole tensor, in memory of its own, without gradient.
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's rows; with gradient where this has one, else `local` itself. Local.
+
+        Args:
+            grad_placements: how the gradient of the result is placed: as this tensor, but for sums that are
+                still to be added up (`Partial`) over mesh axes that replicate it. None: as this tensor.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast(Tensor, autograd.ToLocal.apply(self, grad_placements))  # type: ignore[no-untyped-call]
+        return self._local_tensor
+
+    @_compat.runs_eagerly
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor, in memory of its own. Differentiable.
 
         Collective over the ranks that hold its parts.
+
+        Args:
+            grad_placements: how the gradient of the result is placed on `device_mesh`: equal on all ranks
+                (`Replicate`, the default) or to be added up (`Partial`).
         """
-        return convert.full_tensor(self._local, self.piece)
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast(Tensor, autograd.FullTensor.apply(self, grad_placements))  # type: ignore[no-untyped-call]
+        return convert.full_tensor(self._local_tensor, self.piece)
+
+    @_compat.runs_eagerly
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same values, placed otherwise. Differentiable. Collective over `device_mesh`.
+
+        Rows to even rows over the same ranks move each row at most once; other placements gather the whole
+        tensor on the way.
+        """
+        if placements is None:
+            raise ShardingError(f"{here()}: redistribute needs placements, one for each axis of the mesh")
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        source = self if forward_dtype in (None, self.dtype) else cast(DTensor, self.to(forward_dtype))
+        if mesh == self.device_mesh and tuple(placements) == self.placements:
+            return source
+        return cast(DTensor, autograd.Redistribute.apply(source, mesh, tuple(placements)))  # type: ignore[no-untyped-call]
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
@@ -107,32 +151,32 @@ class ShardedRows(Tensor):
             ShardingError: a tensor-parallel tensor, rows cut over several mesh axes or none, or another
                 mesh.
         """
-        return convert.to_dtensor(self._local, self.piece, mesh)
+        return convert.to_dtensor(self._local_tensor, self.piece, mesh)
 
     @_compat.runs_eagerly
     def load_dtensor(self, source: DTensor) -> None:
         """Take the values of a DTensor of the same global shape. Collective over the DTensor's mesh."""
         with torch.no_grad():
-            self._local.copy_(convert.from_dtensor(source, self.piece))
+            self._local_tensor.copy_(convert.from_dtensor(source, self.piece))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = "ShardedParameter" if self._is_param else "ShardedRows"
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"{name}({self._local.detach()!r}, {self.box} of {tuple(self.shape)}{grad})"
+        return f"{name}({self._local_tensor.detach()!r}, {self.box} of {tuple(self.shape)}{grad})"
 
     def __deepcopy__(self, memo: Any) -> ShardedRows:
         if id(self) not in memo:
-            copied = self.wrap(self._local.detach().clone(), self.piece, requires_grad=self.requires_grad)
+            copied = self.wrap(
+                self._local_tensor.detach().clone(), self.piece, requires_grad=self.requires_grad
+            )
             copied._is_param = self._is_param
             memo[id(self)] = copied
         return cast(ShardedRows, memo[id(self)])
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ShardingError(
-            f"{here()}: pickling rows {self.box} of a tensor of shape {tuple(self.shape)} would save one"
-            " rank's as if they were all; use shardwise.checkpoint.save, torch.distributed.checkpoint, or"
-            " full_tensor()"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a DTensor is pickled: this rank's rows and where they lie, in memory of their own."""
+        local, mesh, placements = self._local_tensor.detach().clone(), self.device_mesh, self.placements
+        return _unpickled, (local, mesh, placements, self.shape, self.requires_grad, self._is_param)
 
     # What torch does below the ops that `__torch_dispatch__` sees
 
@@ -154,12 +198,12 @@ class ShardedRows(Tensor):
                 f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
             )
         if value.piece == self.piece and (value.dtype, value.device) == (self.dtype, self.device):
-            if value._local is not self._local:
-                self._local.copy_(value._local)
+            if value._local_tensor is not self._local_tensor:
+                self._local_tensor.copy_(value._local_tensor)
                 torch.autograd.graph.increment_version(self)
             return
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._local, self.piece = value._local, value.piece
+        self._local_tensor, self.piece = value._local_tensor, value.piece
         ShardedRows.changes += 1
 
     # What `fully_shard` reads of every parameter in every step: an attribute of a tensor subclass costs
@@ -211,33 +255,28 @@ class ShardedRows(Tensor):
             f" this rank's ({self.box}) alone; call it on .full_tensor() (collective) or on .local"
         )
 
-    # What torch.nn.Module and torch.compile ask of a tensor made of others
+    # What torch.compile asks of a tensor made of others; DTensor answers the first half from `_spec`
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local"], (self.piece, self.requires_grad)
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> ShardedRows:
-        piece, requires_grad = meta
-        return cls.wrap(inner["_local"], piece, requires_grad=requires_grad)
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], meta: Any, size: Any, stride: Any) -> ShardedRows:
+        local, described = inner["_local_tensor"], meta[0]
+        if isinstance(described, _compat.DTensorSpec):
+            mesh, placements = described.mesh, described.placements
+        else:
+            mesh, placements = inner["device_mesh"], described
+        piece = piece_of(mesh, placements, size, local.dtype)
+        return ShardedRows.wrap(local, piece, requires_grad=meta[-1])
 
     # torch.distributed.checkpoint's protocol for tensors that know their parts
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        return convert.write_items(name, self._local, self.piece)
+        return convert.write_items(name, self._local_tensor, self.piece)
 
     def __create_chunk_list__(self) -> list[Any]:
         return convert.chunks(self.piece)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return self._local
-
-
-def _find_handler(op: Any) -> Handler:
-    from shardwise.sharded_parameter.ops import find_handler  # which needs the class above
-
-    handler = HANDLERS[op] = find_handler(op)
-    return handler
+        return self._local_tensor
 
 
 class _IsParameter(type(nn.Parameter)):  # type: ignore[misc]
@@ -260,12 +299,17 @@ class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
         return cast(ShardedParameter, made)
 
 
-def _cut_alike(sharded: ShardedRows, whole: Tensor) -> Tensor:
-    """This rank's rows of `whole`; another shape is left for `load_state_dict` to refuse by name."""
-    if whole.shape != sharded.shape:
-        return whole
-    return ShardedRows.wrap(local_part(sharded.piece, whole).clone(), sharded.piece)
+def _unpickled(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    requires_grad: bool,
+    is_param: bool,
+) -> ShardedRows:
+    kind = ShardedParameter if is_param else ShardedRows
+    return kind.wrap(local, piece_of(mesh, placements, shape, local.dtype), requires_grad=requires_grad)
 
 
 _compat.allow_foreach(ShardedRows)
-_compat.extend_state_dict_helpers(ShardedRows, cut=_cut_alike)
+torch.serialization.add_safe_globals([_unpickled, RowShard])

@@ -42,7 +42,7 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
     """
     piece = rows.piece
     _ = piece.axes  # refuses other placements
-    if process_group is None and piece.group is not None and not piece.placements:
+    if process_group is None and piece.group is not None and piece.tensor_parallel is None:
         group, boxes = piece.group, list(piece.boxes)
     else:
         group = group_or_default(process_group)

@@ -59,7 +59,7 @@ def by_block(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor._local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def batch(step: int, rows: int, words: int) -> Tensor:

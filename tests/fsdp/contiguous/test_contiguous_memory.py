@@ -57,7 +57,7 @@ def live() -> tuple[int, int]:
         if not isinstance(found, Tensor) or found.is_meta:
             continue
         tensors += 1
-        local = found._local if isinstance(found, ShardedRows) else found
+        local = found._local_tensor if isinstance(found, ShardedRows) else found
         try:
             storage = local.untyped_storage()
             storages[storage._cdata] = storage.nbytes()

@@ -32,6 +32,7 @@ from shardwise.layout import Box
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_tensor.dtensor import from_dtensor
 from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.rows import from_rows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _MOST_HEADER = 100_000_000  # bytes that readers of the format accept
@@ -94,12 +95,14 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
         raise CheckpointError(
             f"a tensor is named by a str other than '__metadata__', found {name!r}; rename it"
         )
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, ShardedRows):
+        tensor = from_rows(tensor, process_group=dist.group.WORLD)
+    elif isinstance(tensor, DTensor):
         tensor = from_dtensor(tensor, process_group=dist.group.WORLD)
-    if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedRows) or tensor.layout != torch.strided:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         raise CheckpointError(
             f"{name}: expected a ShardedTensor, DTensor or plain dense tensor, found {type(tensor).__name__};"
-            " convert it (rows by sharded_tensor.from_rows)"
+            " convert it"
         )
     if tensor.dtype not in NAMES or (tensor.dtype == torch.float4_e2m1fn_x2 and not tensor.ndim):
         raise CheckpointError(

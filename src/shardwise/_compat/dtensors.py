@@ -1,0 +1,179 @@
+"""DTensors that are ours: what torch asks of a DTensor and of a placement by private names.
+
+A subclass of DTensor whose `__torch_dispatch__` is its own, and a placement that is no even cut. torch's
+functions that make DTensors from placements make plain ones, cut evenly; `route_dtensors` sends those that
+are asked for our placement to us.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import _state_dict_utils
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class OwnShard(Shard):
+    """A `Shard` whose parts are not even; torch's redistribution of plain DTensors cannot serve it."""
+
+    def local_rows(self, rows: int, ranks: int, rank: int) -> tuple[int, int]:
+        """How many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
+        raise NotImplementedError
+
+    def refuse(self, what: str) -> Any:
+        """Raise, since `what` would cut a tensor evenly."""
+        raise NotImplementedError
+
+    # How torch finds this rank's part: for checkpoints, and to load state.
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
+        return self.local_rows(curr_local_size, num_chunks, rank)
+
+    def _shard_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        return self.refuse("to scatter a whole tensor")
+
+    def _split_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        return self.refuse("to split a whole tensor")
+
+    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        return self.refuse("to gather the rows of a plain DTensor")
+
+    def _replicate_to_shard(self, *args: Any, **kwargs: Any) -> Any:
+        return self.refuse("to cut a plain DTensor")
+
+    def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> Any:
+        return self.refuse("to cut a plain DTensor on another dim")
+
+    def _reduce_shard_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        return self.refuse("to reduce a plain DTensor")
+
+
+class OwnSpec(DTensorSpec):
+    """Describes tensors placed by an `OwnShard`, which DTensor's check of orders takes for a mistake."""
+
+    def _verify_shard_order(self, shard_order: Any) -> None:
+        pass
+
+
+class OwnDTensor(DTensor):
+    """A DTensor that runs its operations itself, and describes itself when it is asked.
+
+    Its local tensor is in DTensor's own attribute `_local_tensor`, where torch's checkpoint helpers write.
+    """
+
+    # Attributes (grad, dtype, ...) then cost optimizers what a plain tensor's do.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def description(self) -> DTensorSpec:
+        raise NotImplementedError
+
+    @property
+    def _spec(self) -> DTensorSpec:
+        return self.description()
+
+    @_spec.setter
+    def _spec(self, spec: DTensorSpec) -> None:
+        """Nothing: `swap_tensors` assigns it, after it has swapped what it is computed from."""
+
+    @_spec.deleter
+    def _spec(self) -> None:
+        pass
+
+
+class MakesOwn(Protocol):
+    """Makes our DTensors in place of torch's functions of the same names, with their arguments."""
+
+    def is_asked_for(self, placements: Sequence[Placement] | None) -> bool: ...
+
+    def from_local(
+        self, local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+    ) -> DTensor: ...
+
+    def distribute(
+        self, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
+    ) -> DTensor: ...
+
+    def redistribute(
+        self, tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype | None
+    ) -> DTensor: ...
+
+    def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor: ...
+
+
+_routes: list[tuple[MakesOwn, Callable[..., DTensor]]] = []  # who makes ours, and torch's distribute_tensor
+
+
+def _distribute(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    **how: Any,
+) -> DTensor:
+    # Runs as torch's function, in the namespace of its module.
+    from shardwise._compat.dtensors import _routes as routes
+
+    make, distribute = routes[0]
+    if (
+        device_mesh is None
+        or placements is None
+        or hasattr(tensor, "placements")
+        or not make.is_asked_for(placements)
+    ):
+        return distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank, **how)
+    return make.distribute(tensor, device_mesh, placements, src_data_rank)
+
+
+def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
+    """Let torch's functions that make DTensors by placements ask `make` where these are ours.
+
+    They know `Shard` and its one way of cutting only. `distribute_tensor` changes its code in place, since
+    many modules have imported it by name.
+    """
+    distribute: Any = api.distribute_tensor
+    original = FunctionType(distribute.__code__, distribute.__globals__, "distribute_tensor")
+    original.__defaults__, original.__kwdefaults__ = distribute.__defaults__, distribute.__kwdefaults__
+    _routes.append((make, original))
+    distribute.__code__ = _distribute.__code__
+    distribute.__defaults__, distribute.__kwdefaults__ = _distribute.__defaults__, _distribute.__kwdefaults__
+
+    from_local, redistribute = DTensor.from_local, DTensor.redistribute
+
+    @functools.wraps(from_local)
+    def made_from_local(
+        local_tensor: Tensor, device_mesh: Any = None, placements: Any = None, **how: Any
+    ) -> DTensor:
+        if not make.is_asked_for(placements):
+            return from_local(local_tensor, device_mesh, placements, **how)
+        return make.from_local(local_tensor, device_mesh, placements, how.get("shape"))
+
+    @functools.wraps(redistribute)
+    def redistributed(self: DTensor, device_mesh: Any = None, placements: Any = None, **how: Any) -> DTensor:
+        if not make.is_asked_for(placements):
+            return redistribute(self, device_mesh, placements, **how)
+        mesh = device_mesh or self.device_mesh
+        return make.redistribute(self, mesh, placements, how.get("forward_dtype"))
+
+    DTensor.from_local = staticmethod(made_from_local)  # type: ignore[method-assign]
+    DTensor.redistribute = redistributed  # type: ignore[method-assign]
+
+    # It would cut a tensor by its placements, which cannot say where rows lie beside tensor parallelism.
+    helpers: Any = _state_dict_utils
+    helper = helpers._distribute_tensors
+
+    @functools.wraps(helper)
+    def distribute_tensors(local: dict[str, Any], keys: list[str], *where: Any) -> None:
+        for key in keys:
+            if isinstance(state := local.get(key), tuple) and isinstance(state[0], ours):
+                local[key] = make.cut_alike(*state)
+        helper(local, keys, *where)
+
+    helpers._distribute_tensors = distribute_tensors

@@ -1,0 +1,79 @@
+"""Rows for those who make DTensors by placements: `distribute_tensor`, `from_local`, `redistribute`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from shardwise._compat.dtensors import route_dtensors
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_parameter import convert
+from shardwise.sharded_parameter.autograd import FromLocal, IntoRows
+from shardwise.sharded_parameter.piece import local_part, piece_of
+from shardwise.sharded_parameter.row_shard import RowShard, is_cut_by_rows
+from shardwise.sharded_parameter.tensor import ShardedRows
+
+
+class _Rows:
+    """torch's functions of these names, for placements that say which rows each rank holds."""
+
+    def is_asked_for(self, placements: Sequence[Placement] | None) -> bool:
+        return is_cut_by_rows(placements)
+
+    def from_local(
+        self, local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+    ) -> ShardedRows:
+        if shape is None:
+            if not all(p.is_replicate() or isinstance(p, RowShard) for p in placements):
+                raise ShardingError(
+                    f"{here()}: DTensor.from_local needs the whole tensor's shape beside {tuple(placements)}"
+                )
+            counts = next(p.counts for p in placements if isinstance(p, RowShard))
+            shape = (sum(counts), *local.shape[1:])
+        piece = piece_of(mesh, placements, shape, local.dtype)
+        if tuple(local.shape) != piece.rows.sizes:
+            raise ShardingError(
+                f"{here()}: expected this rank's rows {piece.box} of a tensor of shape {tuple(shape)}, found"
+                f" a tensor of shape {tuple(local.shape)}"
+            )
+        local = local.contiguous()
+        if torch.is_grad_enabled() and local.requires_grad:
+            return cast(ShardedRows, FromLocal.apply(local, piece, ShardedRows.wrap))  # type: ignore[no-untyped-call]
+        return ShardedRows.wrap(local, piece)
+
+    @torch.no_grad()
+    def distribute(
+        self, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
+    ) -> ShardedRows:
+        piece = piece_of(mesh, placements, whole.shape, whole.dtype)
+        found = whole.detach()
+        if not whole.is_meta and whole.device.type != mesh.device_type:
+            found = found.to(mesh.device_type)
+        if source is None or whole.is_meta:
+            local = local_part(piece, found).clone(memory_format=torch.contiguous_format)
+        else:
+            local = convert.scattered(found, piece, source)
+        return ShardedRows.wrap(local, piece, requires_grad=whole.requires_grad)
+
+    def redistribute(
+        self, tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype | None
+    ) -> ShardedRows:
+        if dtype is not None:
+            tensor = cast(DTensor, tensor.to(dtype))
+        piece = piece_of(mesh, placements, tensor.shape, tensor.dtype)
+        return cast(ShardedRows, IntoRows.apply(tensor, piece, ShardedRows.wrap))  # type: ignore[no-untyped-call]
+
+    def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor:
+        """This rank's rows of `whole`; another shape is left for `load_state_dict` to refuse by name."""
+        assert isinstance(ours, ShardedRows)
+        if whole.shape != ours.shape:
+            return whole
+        return ShardedRows.wrap(local_part(ours.piece, whole).clone(), ours.piece)
+
+
+route_dtensors(ShardedRows, _Rows())
