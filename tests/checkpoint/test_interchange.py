@@ -454,13 +454,6 @@ def test_a_step_with_an_optimizer_state_placed_otherwise_raises(kind: Shard | st
 
 
 @on_ranks(2)
-def test_a_state_dict_of_rows_is_not_pickled_as_if_it_were_whole(tmp_path: Path) -> None:
-    model, _ = build(contiguous, seed=1)
-    with pytest.raises(ShardingError, match=r"shardwise\.checkpoint\.save"):
-        torch.save(model.state_dict(), tmp_path / "model.pt")
-
-
-@on_ranks(2)
 def test_interleaved_models_load_rows_as_dtensors() -> None:
     model, _ = build(contiguous, seed=1)
     target, _ = build(interleaved, seed=2)

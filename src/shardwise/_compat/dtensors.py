@@ -68,7 +68,7 @@ class OwnDTensor(DTensor):
     Its local tensor is in DTensor's own attribute `_local_tensor`, where torch's checkpoint helpers write.
     """
 
-    # Attributes (grad, dtype, ...) then cost optimizers what a plain tensor's do.
+    # So that operations reach `__torch_dispatch__` directly.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def description(self) -> DTensorSpec:

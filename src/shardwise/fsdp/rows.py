@@ -137,7 +137,7 @@ class RowsParam(ShardedParam):
             found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
             raise ShardingError(
                 f"{here()}: '{self.name}' was replaced by {found}; a parameter sharded by rows can only be"
-                f" replaced by a ShardedParameter of shape {tuple(self.global_shape)} and the same rows. Load"
+                f" replaced by a DTensor of shape {tuple(self.global_shape)}, on all ranks alike. Load"
                 " values with load_state_dict(assign=False), which copies, and apply other changes before"
                 " fully_shard"
             )

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from shardwise._compat.dtensors import route_dtensors
 from shardwise.errors import ShardingError, here
@@ -49,7 +49,10 @@ class _Rows:
     @torch.no_grad()
     def distribute(
         self, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
-    ) -> ShardedRows:
+    ) -> DTensor:
+        if _has_other_rows(placements, whole.shape):  # cut evenly, for `load_state_dict` to refuse by name
+            evenly = [Shard(0) if isinstance(p, RowShard) else p for p in placements]
+            return distribute_tensor(whole, mesh, evenly, src_data_rank=source)
         piece = piece_of(mesh, placements, whole.shape, whole.dtype)
         found = whole.detach()
         if not whole.is_meta and whole.device.type != mesh.device_type:
@@ -74,6 +77,12 @@ class _Rows:
         if whole.shape != ours.shape:
             return whole
         return ShardedRows.wrap(local_part(ours.piece, whole).clone(), ours.piece)
+
+
+def _has_other_rows(placements: Sequence[Placement], shape: Sequence[int]) -> bool:
+    cut = [sum(p.counts) for p in placements if isinstance(p, RowShard)]
+    plain = all(isinstance(p, RowShard) or p.is_replicate() for p in placements)
+    return plain and any(rows != shape[0] for rows in cut)
 
 
 route_dtensors(ShardedRows, _Rows())

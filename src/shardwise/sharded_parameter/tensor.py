@@ -43,6 +43,8 @@ class ShardedRows(OwnDTensor):
     `placements`. Where a rank holds no rows, `local` has zero of them.
     """
 
+    # torch looks for it by name at every attribute (grad, dtype, ...): here it finds it first.
+    __torch_function__ = OwnDTensor.__torch_function__
     _is_param = False  # what nn.Parameter asks of tensor subclasses, and sets
     piece: Piece
 
@@ -261,10 +263,10 @@ class ShardedRows(OwnDTensor):
     def __tensor_unflatten__(inner: dict[str, Any], meta: Any, size: Any, stride: Any) -> ShardedRows:
         local, described = inner["_local_tensor"], meta[0]
         if isinstance(described, _compat.DTensorSpec):
-            mesh, placements = described.mesh, described.placements
+            mesh, placements, known = described.mesh, described.placements, described.tensor_meta
         else:
-            mesh, placements = inner["device_mesh"], described
-        piece = piece_of(mesh, placements, size, local.dtype)
+            mesh, placements, known = inner["device_mesh"], described, meta[1]
+        piece = piece_of(mesh, placements, known.shape, local.dtype)  # `size` may be symbols
         return ShardedRows.wrap(local, piece, requires_grad=meta[-1])
 
     # torch.distributed.checkpoint's protocol for tensors that know their parts

@@ -132,7 +132,7 @@ def test_replacing_a_sharded_parameter_by_a_plain_one_is_refused() -> None:
     model = contiguous(nn.Linear(4, 4))
     model.weight = nn.Parameter(torch.ones(4, 4))
     message = raises_on_every_rank(ShardingError, lambda: model(torch.ones(1, 4)))
-    mentions(message, "'weight'", "ShardedParameter of shape (4, 4)")
+    mentions(message, "'weight'", "DTensor of shape (4, 4)")
 
 
 @on_ranks(2)
