@@ -263,7 +263,7 @@ class ShardedRows(OwnDTensor):
     def __tensor_unflatten__(inner: dict[str, Any], meta: Any, size: Any, stride: Any) -> ShardedRows:
         local, described = inner["_local_tensor"], meta[0]
         if isinstance(described, _compat.DTensorSpec):
-            mesh, placements, known = described.mesh, described.placements, described.tensor_meta
+            mesh, placements, known = described.mesh, described.placements, cast(Any, described.tensor_meta)
         else:
             mesh, placements, known = inner["device_mesh"], described, meta[1]
         piece = piece_of(mesh, placements, known.shape, local.dtype)  # `size` may be symbols
