@@ -15,7 +15,7 @@ from contextlib import suppress
 from shardwise import _compat
 from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import curtain
+from shardwise.fsdp import curtain, traced
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState
 from shardwise.fsdp.schedule import Schedule
@@ -73,6 +73,7 @@ def hear_of_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None
 
     def hear(error: Exception) -> Exception | None:
         better = curtain.explain(error)
+        traced.end_of_backward()
         orders = {
             order for state in states() if state.schedule is not None for order in state.schedule.orders
         }

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -198,12 +197,12 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     several = len(state.modules) > 1
     if not several:
         hidden = _show(state)
-        output = _call(forward, args, kwargs, hidden)
+        output = _call(state, forward, args, kwargs, hidden)
         _hide(hidden)
     else:  # the first of a list to run gathers for all
         if state.shown is None:
             _change(state, "shown", _show(state))
-        output = _call(forward, args, kwargs, state.shown)
+        output = _call(state, forward, args, kwargs, state.shown)
     for below in state.lists:
         if below.shown is not None:
             _hide(below.shown)
@@ -227,13 +226,20 @@ def _show(state: Any) -> list[Shown]:
 
 
 @_compat.only_inlined
-def _call(forward: Callable[..., Any], args: Any, kwargs: Any, hidden: list[Shown]) -> Any:
+def _call(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any, hidden: list[Shown]) -> Any:
     """Part of the caller's graph, unless code of the module breaks that: then this runs eagerly.
 
     Activation checkpointing around such code is eager too. It reads parameters when it computes again.
     """
-    output = forward(*args, **kwargs)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    try:
+        output = forward(*args, **kwargs)
+    except BaseException:
+        _hide_again(hidden)
+        state.shown = None
+        raise
+    if not torch.is_grad_enabled():
         return output
     whole = [
         parameters[name].detach().requires_grad_(parameters[name].requires_grad)
@@ -256,11 +262,24 @@ class _ShownInBackward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         for (parameters, name, _), whole in zip(ctx.hidden, ctx.saved_tensors, strict=True):
             parameters[name] = whole
-        _compat.queue_backward_callback(partial(_hide_again, ctx.hidden))
+        if not _in_backward:
+            _compat.queue_backward_callback(end_of_backward)
+        _in_backward.append(ctx.hidden)
         return None, None, grad
 
 
 _shown_in_backward = _compat.apply_of(_ShownInBackward)
+
+
+_in_backward: list[list[Shown]] = []  # what modules show until the running backward has ended
+
+
+@_compat.runs_eagerly
+def end_of_backward() -> None:
+    """Backward has ended, or raised: modules show their sharded parameters again."""
+    for hidden in _in_backward:
+        _hide_again(hidden)
+    _in_backward.clear()
 
 
 @_compat.runs_eagerly

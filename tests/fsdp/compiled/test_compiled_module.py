@@ -244,3 +244,44 @@ def test_an_export_is_refused_and_leaves_the_model_as_it_was(strict: bool) -> No
     assert torch.equal(model(x), expected)
     model(x).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+class Breaks(nn.Module):
+    """Breaks its graph, and may raise behind the break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        if self.raises:
+            raise ValueError("on purpose")
+        return self.inner(x)
+
+
+@on_ranks(2)
+def test_what_raises_around_a_graph_break_leaves_parameters_sharded() -> None:
+    model = fully_shard(Breaks(), layout="contiguous")
+    whole = torch.compile(model, backend="eager")
+    sharded = dict(model.named_parameters())
+    expected = whole(torch.ones(2, 4)).detach()
+
+    model.raises = True
+    with pytest.raises(ValueError, match="on purpose"):
+        whole(torch.ones(2, 4))
+    assert all(param is sharded[name] for name, param in model.named_parameters())
+    model.raises = False
+    assert torch.equal(whole(torch.ones(2, 4)), expected)
+
+    def refuse(grad: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+    x = torch.ones(2, 4, requires_grad=True) * 1
+    x.register_hook(refuse)
+    with pytest.raises(ValueError, match="on purpose"):
+        whole(x).sum().backward()
+    assert all(param is sharded[name] for name, param in model.named_parameters())
+    assert torch.equal(whole(torch.ones(2, 4)), expected)
