@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from shardwise.checkpoint import commit
+from shardwise.files.manifest import digest
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def refit(folder: Path, manifest: dict[str, Any]) -> None:
         for name, entry in manifest["files"].items():
             file = folder / name
             if isinstance(entry, dict) and file.is_file():
-                manifest["files"][name] = commit.digest(file)
+                manifest["files"][name] = digest(file)
     own = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (folder / commit.MANIFEST).write_text(json.dumps({**manifest, "sha256": own}))
 

@@ -18,6 +18,7 @@ from ranks import on_ranks
 from shardwise.checkpoint import commit, load, save
 from shardwise.checkpoint.state import flatten, from_json, to_json
 from shardwise.errors import CheckpointError
+from shardwise.files.manifest import digest
 
 
 def sharded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -126,7 +127,7 @@ def test_a_hostile_index_is_refused_without_running_it(tmp_path: Path) -> None:
     if dist.get_rank() == 0:  # its author made every digest fit
         (folder / ".metadata").write_bytes(pickle.dumps(Payload(target)))
         manifest = commit.read_manifest(folder)
-        manifest["files"][".metadata"] = commit.digest(folder / ".metadata")
+        manifest["files"][".metadata"] = digest(folder / ".metadata")
         (folder / commit.MANIFEST).unlink()
         folder.rename(tmp_path / "step-00000001.tmp-x")
         commit.publish(tmp_path / "step-00000001.tmp-x", 1, manifest)

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankPool, on_ranks
 from shardwise.checkpoint import PerRank, load, save
-from shardwise.checkpoint.slices.format import DTYPES
 from shardwise.checkpoint.state import as_bytes
 from shardwise.errors import CheckpointError
+from shardwise.files.tensors import DTYPES
 
 
 def rng_after(draws: int) -> torch.Tensor:

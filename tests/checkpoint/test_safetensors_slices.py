@@ -24,9 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankPool, on_ranks
 from shardwise.checkpoint.slices import load_slices, save_slices
-from shardwise.checkpoint.slices.format import DTYPES as BY_NAME
 from shardwise.checkpoint.slices.write import _Place, _write_box
 from shardwise.errors import CheckpointError
+from shardwise.files.tensors import DTYPES as BY_NAME
 from shardwise.layout import Box
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,

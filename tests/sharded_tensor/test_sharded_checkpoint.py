@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardwise.checkpoint
 import shardwise.sharded_tensor.dcp
 from ranks import RankPool, on_ranks
-from shardwise.checkpoint.commit import digest
+from shardwise.files.manifest import digest
 from shardwise.layout import Box
 from shardwise.sharded_tensor import (
     EnumerableShardingSpec,

@@ -51,7 +51,7 @@ def run(folder: Path, *, name: str) -> list[Any]:
     dist.barrier()
     path = folder / f"rank-{dist.get_rank()}.aot.pt2"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ShardingError, match=r"aot.pt2 is not what was compiled"):
+    with pytest.raises(ShardingError, match=r"aot.pt2 is not what was saved"):
         load_compiled(folder)
     return sorted(path.name for path in folder.iterdir())
 

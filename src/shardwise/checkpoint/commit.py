@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,7 +26,8 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
-from shardwise.files import inside, regular
+from shardwise.files.manifest import Types, all_in, check_types, is_count, read_json, sync
+from shardwise.files.paths import inside
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -76,22 +76,6 @@ def open_staging(path: Path, step: int) -> Path:
     return staging
 
 
-def digest(file: Path) -> dict[str, Any]:
-    """Size in bytes and sha256 of a file."""
-    with file.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": sha256}
-
-
-def sync(path: Path) -> None:
-    """Return once a file's bytes, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish(staging: Path, step: int, manifest: dict[str, Any]) -> Path:
     """Write the manifest and rename `staging` to a checkpoint's name. One rank calls it."""
     body = {**manifest, "sha256": _own_digest(manifest)}
@@ -131,47 +115,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     file = inside(folder, MANIFEST)
     try:
-        manifest: dict[str, Any] = json.loads(regular(file).read_text())
-        expected = manifest.pop("sha256")
-        found = _own_digest(manifest)
-        version = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        manifest: dict[str, Any] = read_json(file)
+        expected, version = manifest.pop("sha256"), manifest["format"]
+        if _own_digest(manifest) != expected:
+            raise CheckpointError(f"{file}: its content does not fit its own sha256")
+        if version != FORMAT:
+            raise CheckpointError(f"{file}: expected format {FORMAT}, found {version!r:.100}")
+        check_types(file, manifest, _TYPES)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. Load another step, or use another release") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: unreadable manifest ({type(error).__name__}: {error}). Load another step"
         ) from error
-    if found != expected:
-        raise CheckpointError(f"{file}: its content does not fit its own sha256. Load another step")
-    if version != FORMAT:
-        raise CheckpointError(
-            f"{file}: expected format {FORMAT}, found {version!r:.100}. Use another release"
-        )
-    for key, (fits, what) in _TYPES.items():
-        if key not in manifest or not _fits(fits, manifest[key]):
-            value = manifest.get(key, "nothing")
-            raise CheckpointError(
-                f"{file}: expected {key!r} to be {what}, found {value!r:.100}. Load another step"
-            )
     return manifest
-
-
-def _fits(fits: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return fits(value)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_tensor(value: Any) -> bool:
     known = isinstance(getattr(torch, value["dtype"], None), torch.dtype)
-    return known and isinstance(value["shape"], list) and all(map(_is_number, value["shape"]))
+    return known and isinstance(value["shape"], list) and all(map(is_count, value["shape"]))
 
 
 def _is_file(value: Any) -> bool:
-    return _is_number(value["bytes"]) and isinstance(value["sha256"], str) and len(value) == 2
+    return is_count(value["bytes"]) and isinstance(value["sha256"], str) and len(value) == 2
 
 
 def _is_value(value: Any) -> bool:
@@ -179,21 +145,14 @@ def _is_value(value: Any) -> bool:
     return True
 
 
-def _all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def fit(found: Any) -> bool:
-        return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))
-
-    return fit
-
-
-_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "step": (_is_number, "an int of at least 0"),
-    "world_size": (_is_number, "an int of at least 0"),
-    "tensors": (_all_in(dict, _is_tensor), "shapes and dtypes by name"),
-    "values": (_all_in(dict, _is_value), "plain values by name"),
-    "lists": (_all_in(dict, _is_number), "lengths by name"),
-    "per_rank": (_all_in(list, lambda name: isinstance(name, str)), "a list of names"),
-    "files": (_all_in(dict, _is_file), "sizes and digests by name"),
+_TYPES: Types = {
+    "step": (is_count, "an int of at least 0"),
+    "world_size": (is_count, "an int of at least 0"),
+    "tensors": (all_in(dict, _is_tensor), "shapes and dtypes by name"),
+    "values": (all_in(dict, _is_value), "plain values by name"),
+    "lists": (all_in(dict, is_count), "lengths by name"),
+    "per_rank": (all_in(list, lambda name: isinstance(name, str)), "a list of names"),
+    "files": (all_in(dict, _is_file), "sizes and digests by name"),
 }
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError, ShardingError
-from shardwise.files import inside, regular
+from shardwise.files.paths import inside, regular
 from shardwise.layout import Box, cover
 
 INDEX = ".metadata"

@@ -29,13 +29,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
-from shardwise.checkpoint.commit import MANIFEST, digest, find, rank_and_size, read_manifest
+from shardwise.checkpoint.commit import MANIFEST, find, rank_and_size, read_manifest
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
 from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError
-from shardwise.files import inside, regular
+from shardwise.files.manifest import digest
+from shardwise.files.paths import inside, regular
 
 
 def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | None = None) -> int:

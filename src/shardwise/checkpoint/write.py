@@ -33,10 +33,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
-from shardwise.checkpoint.commit import FORMAT, digest, open_staging, prune, publish, rank_and_size, sync
+from shardwise.checkpoint.commit import FORMAT, open_staging, prune, publish, rank_and_size
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError, ShardingError
+from shardwise.files.manifest import digest, sync
 from shardwise.layout import Box, cover
 
 

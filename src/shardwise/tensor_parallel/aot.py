@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.files.manifest import digest, read_json
 from shardwise.tensor_parallel import package
 from shardwise.tensor_parallel.materialize import missing_weights
 from shardwise.tensor_parallel.operators import ops
@@ -53,7 +54,7 @@ def compile_package(folder: str | Path) -> None:
                 )
             path = place / f"rank-{rank}.aot.pt2"
             _compat.aoti_compile(_for_inference(package.bind(program, group_name)), str(path))
-            written.append({"name": path.name, "sha256": package.sha256(path)})
+            written.append({"name": path.name, **digest(path)})
     (place / COMPILED).write_text(json.dumps({"group": group_name, "files": written}, indent=1) + "\n")
 
 
@@ -77,7 +78,7 @@ def load_compiled(
         raise ShardingError("there is no default process group; call init_process_group first")
     if not (place / COMPILED).is_file():
         raise ShardingError(f"{here()}: {place} has no compiled programs; compile_package it before the job")
-    known = json.loads((place / COMPILED).read_text())
+    known = read_json(place / COMPILED)
     own = dist.get_rank(group)
     asked = own if rank is None else rank
     if group.size() != ranks or asked != own:
@@ -90,11 +91,7 @@ def load_compiled(
             f"{here()}: {place} was compiled for a default group, by the name {known['group']!r}, not"
             f" {group.group_name!r}; load the program itself by `load`, and compile it by torch.compile"
         )
-    file = known["files"][own]
-    path = place / file["name"]
-    if not path.is_file() or package.sha256(path) != file["sha256"]:
-        raise ShardingError(f"{here()}: {path} is not what was compiled; copy the folder again")
-    return _compat.aoti_load(str(path))
+    return _compat.aoti_load(str(package.whole_file(place, known["files"][own])))
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:

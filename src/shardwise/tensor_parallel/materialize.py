@@ -14,7 +14,8 @@ is filled as one just made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from shardwise.errors import CheckpointError
-from shardwise.files import open_tensors, tensor_files
+from shardwise.files.tensors import StoredTensor, TensorFiles
 from shardwise.tensor_parallel.device import here_for
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
@@ -161,16 +162,24 @@ def _opened(checkpoint: Mapping[str, Tensor] | str | Path | Sequence[str | Path]
         yield lambda name: _in_memory(checkpoint[name]) if name in checkpoint else None
         return
     paths = [Path(path) for path in ([checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
-    loaded: dict[str, Tensor] = {}
-    files: dict[str, Path] = {}
-    for path in paths:
-        if path.suffix in _PICKLED and path.is_file():
-            loaded.update(_mapped(path))
-        else:
-            files.update({name: file for names, file in tensor_files(path) for name in names})
-    with ExitStack() as stack:
-        find = _of_files(files, stack)
-        yield lambda name: _in_memory(loaded[name]) if name in loaded else find(name)
+    pickled = [path for path in paths if path.suffix in _PICKLED and path.is_file()]
+    loaded = {name: tensor for path in pickled for name, tensor in _mapped(path).items()}
+    with TensorFiles(path for path in reversed(paths) if path not in pickled) as files:  # later ones count
+
+        def find(name: str) -> Entry | None:
+            if name in loaded:
+                return _in_memory(loaded[name])
+            stored = files.find(name)
+            return None if stored is None else (stored.shape, partial(_read, stored))
+
+        yield find
+
+
+def _read(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
+    begins, ends = [0] * len(stored.shape), list(stored.shape)
+    if end >= 0:
+        begins[dim], ends[dim] = begin, end
+    return stored.read(begins, ends)
 
 
 def _mapped(path: Path) -> Mapping[str, Tensor]:
@@ -184,32 +193,6 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a state dict")
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-
-
-def _of_files(files: dict[str, Path], stack: ExitStack) -> Source:
-    opened: dict[Path, Any] = {}
-
-    def find(name: str) -> Entry | None:
-        path = files.get(name)
-        if path is None:
-            return None
-        if path not in opened:
-            opened[path] = stack.enter_context(open_tensors(path))
-        file = opened[path]
-        if name not in list(file.keys()):
-            raise CheckpointError(f"{path} has no {name}, which the index says it has; copy both again")
-        slices = file.get_slice(name)
-
-        def part(dim: int, begin: int, end: int) -> Tensor:
-            if end < 0:
-                whole: Tensor = file.get_tensor(name)
-                return whole
-            read: Tensor = slices[(slice(None),) * dim + (slice(begin, end),)]
-            return read
-
-        return slices.get_shape(), part
-
-    return find
 
 
 def missing_weights(program: ExportedProgram) -> list[str]:

@@ -15,7 +15,6 @@ so programs made in one process without any group run in whichever group a job h
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -29,8 +28,9 @@ import torch.distributed as dist
 from torch.export import ExportedProgram
 
 from shardwise.comm.agree import together
-from shardwise.errors import ShardingError, here
-from shardwise.files import inside
+from shardwise.errors import CheckpointError, ShardingError, here
+from shardwise.files.manifest import all_in, check_types, digest, is_count, read_json
+from shardwise.files.paths import inside
 from shardwise.tensor_parallel import device
 from shardwise.tensor_parallel.auto import choose
 from shardwise.tensor_parallel.explain import collective_kind, explain
@@ -118,13 +118,7 @@ def load(
         raise ShardingError(
             f"{here()}: {place} has programs for ranks 0 to {ranks - 1}, asked for rank {rank}"
         )
-    path = inside(place, manifest["files"][rank]["name"])
-    found = sha256(path) if path.is_file() else "no such file"
-    if found != manifest["files"][rank]["sha256"]:
-        raise ShardingError(
-            f"{here()}: {path} is not what was saved: sha256 {found[:16]}, expected"
-            f" {manifest['files'][rank]['sha256'][:16]}; copy the folder again"
-        )
+    path = whole_file(place, manifest["files"][rank])
     program = torch.export.load(path)
     found_rank = record_of(program)["rank"]
     if found_rank != rank:
@@ -254,7 +248,7 @@ def _beside(place: Path) -> Path:
 def _write(program: ExportedProgram, folder: Path, rank: int) -> dict[str, Any]:
     path = folder / f"rank-{rank}.pt2"
     torch.export.save(program, path)
-    return {"name": path.name, "sha256": sha256(path), "bytes": path.stat().st_size}
+    return {"name": path.name, **digest(path)}
 
 
 def _finish(temporary: Path, place: Path, record: dict[str, Any], files: list[dict[str, Any]]) -> None:
@@ -274,44 +268,55 @@ def _finish(temporary: Path, place: Path, record: dict[str, Any], files: list[di
 
 def _manifest(place: Path) -> dict[str, Any]:
     path = place / MANIFEST
+    if not path.exists():
+        raise ShardingError(f"{here()}: {path} is not there; {place} is no folder that save wrote")
     try:
-        manifest = json.loads(path.read_text())
-        known = manifest["format"] == FORMAT
-        if known and manifest["version"] == VERSION and not _is_manifest(manifest):
-            raise ValueError("its entries are not those that save writes")
-    except FileNotFoundError:
-        raise ShardingError(f"{here()}: {path} is not there; {place} is no folder that save wrote") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ShardingError(f"{here()}: {path} cannot be read ({error}); copy the folder again") from error
-    if not known or manifest["version"] != VERSION:
-        raise ShardingError(
-            f"{here()}: {path} is {manifest['format']} version {manifest.get('version')}; this shardwise"
-            f" reads {FORMAT} version {VERSION}"
+        manifest: dict[str, Any] = read_json(path)
+        check_types(path, manifest, {"format": (lambda name: isinstance(name, str), "a name")})
+        found = manifest["format"], manifest.get("version")
+        if found != (FORMAT, VERSION):
+            raise ShardingError(
+                f"{here()}: {path} is {found[0]} version {found[1]}; this shardwise reads {FORMAT} version"
+                f" {VERSION}"
+            )
+        ranks = manifest.get("world_size")
+        check_types(
+            path,
+            manifest,
+            {
+                "world_size": (is_count, "a number of ranks"),
+                "files": (lambda files: _are_files(files) and len(files) == ranks, f"{ranks} files"),
+            },
         )
-    found: dict[str, Any] = manifest
-    return found
+    except CheckpointError as error:
+        raise ShardingError(f"{here()}: {path} cannot be read ({error}); copy the folder again") from error
+    return manifest
 
 
-def _is_manifest(found: dict[str, Any]) -> bool:
-    files, ranks = found["files"], found["world_size"]
-    return (
-        isinstance(files, list)
-        and type(ranks) is int
-        and len(files) == ranks
-        and all(isinstance(file[key], str) for file in files for key in ("name", "sha256"))
-    )
+_are_files = all_in(list, lambda file: all(isinstance(file[key], str) for key in ("name", "sha256")))
+
+
+def whole_file(place: Path, entry: Mapping[str, Any]) -> Path:
+    """The file of a folder that a manifest's `entry` names, as it was when it was written.
+
+    Raises:
+        ShardingError: a file that is missing or damaged.
+        CheckpointError: one outside the folder.
+    """
+    path = inside(place, entry["name"])
+    found = digest(path)["sha256"] if path.is_file() else "no such file"
+    if found != entry["sha256"]:
+        raise ShardingError(
+            f"{here()}: {path} is not what was saved: sha256 {found[:16]}, expected {entry['sha256'][:16]};"
+            " copy the folder again"
+        )
+    return path
 
 
 def ranks_of(folder: Path) -> int:
     """For how many ranks a folder has programs."""
     found: int = _manifest(folder)["world_size"]
     return found
-
-
-def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ------------------------------------------------------------ the command

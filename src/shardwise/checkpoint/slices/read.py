@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.slices.format import DTYPES
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
-from shardwise.files import open_tensors, tensor_files
+from shardwise.files.tensors import StoredTensor, TensorFiles
 from shardwise.layout import Box
 from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
@@ -79,33 +78,26 @@ def _read(
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
-    with open_tensors(_file_of(paths, name)) as file:
-        stored = file.get_slice(name)
-        shape, stored_dtype = list(stored.get_shape()), DTYPES.get(stored.get_dtype())
-        if stored_dtype is None:
-            raise CheckpointError(
-                f"{name}: dtype {stored.get_dtype()} is none that torch has; convert the file"
-            )
-        if stored_dtype == torch.float4_e2m1fn_x2:  # which safetensors slices by the file's count
-            shape[-1] //= 2
-            stored = file.get_tensor(name)
-        properties = TensorProperties(dtype=dtype or stored_dtype)
-        metadata = cut_by(spec, shape, properties, group)
+    with TensorFiles(paths) as files:
+        stored = files.find(name)
+        if stored is None:
+            raise CheckpointError(_not_there(name, paths, list(files.known)))
+        properties = TensorProperties(dtype=dtype or stored.dtype)
+        metadata = cut_by(spec, stored.shape, properties, group)
         shards = []
         for place in metadata.held_by(dist.get_rank()):
             assert place.placement is not None
-            found = _copied(stored, place.box, stored_dtype)
+            found = _copied(stored, place.box)
             shards.append(Shard(found.to(place.placement.device(), properties.dtype), place))
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec)
 
 
-def _copied(stored: Any, box: Box, dtype: torch.dtype) -> Tensor:
-    """The elements in `box`, in memory of their own; `stored` is a view of the mapped file."""
+def _copied(stored: StoredTensor, box: Box) -> Tensor:
+    """The elements in `box`, in memory of their own."""
     if box.is_empty:
-        return torch.empty(box.sizes, dtype=dtype)
-    found: Tensor = stored[tuple(map(slice, box.offsets, box.ends)) or ...]
-    bits = found.view(_BITS[dtype.itemsize])
-    return bits.clone(memory_format=torch.contiguous_format).view(dtype)
+        return torch.empty(box.sizes, dtype=stored.dtype)
+    bits = stored.read(box.offsets, box.ends).view(_BITS[stored.dtype.itemsize])
+    return bits.clone(memory_format=torch.contiguous_format).view(stored.dtype)
 
 
 def _paths(path_or_paths: _Paths) -> list[Path]:
@@ -114,14 +106,7 @@ def _paths(path_or_paths: _Paths) -> list[Path]:
     return [Path(path) for path in path_or_paths]
 
 
-def _file_of(paths: Sequence[Path], name: str) -> Path:
-    """The file that has the tensor `name`."""
-    known: list[str] = []
-    for path in paths:
-        for names, file in tensor_files(path):
-            if name in names:
-                return file
-            known += names
+def _not_there(name: str, paths: Sequence[Path], known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"near names: {', '.join(near)}" if near else f"it has {len(known)} others, such as {known[:3]}"
-    raise CheckpointError(f"{name!r} is not in {', '.join(map(str, paths))}; {hint}")
+    return f"{name!r} is not in {', '.join(map(str, paths))}; {hint}"

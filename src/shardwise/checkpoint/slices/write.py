@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.commit import rank_and_size, sync
-from shardwise.checkpoint.slices.format import DTYPES, NAMES
+from shardwise.checkpoint.commit import rank_and_size
 from shardwise.checkpoint.state import as_bytes
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
+from shardwise.files.manifest import sync
+from shardwise.files.tensors import DTYPES, NAMES
 from shardwise.layout import Box
 from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_tensor.dtensor import from_dtensor

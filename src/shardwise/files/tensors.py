@@ -1,0 +1,173 @@
+"""Tensors in safetensors files, by name: the one reader, of which each rank reads only its own parts.
+
+    a file, an index (`*.safetensors.index.json`), or a folder with one or files
+
+Files are opened as they are needed. An index or a folder cannot have anything outside itself read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError
+from shardwise.files.manifest import read_json
+from shardwise.files.paths import inside, regular
+
+DTYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,  # two in an element of torch's; files count them one by one
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file that is open.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: that it is stored in.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    _stored: Any
+
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """The elements from `begins` to `ends`, an index for each dim; maybe a view of the mapped file."""
+        found: Tensor = self._stored[tuple(map(slice, begins, ends)) or ...]
+        return found
+
+
+class TensorFiles:
+    """The tensors of files, by name; a context, within which what it found can be read.
+
+    Args:
+        paths: files, indexes or folders, in this order; the first that has a name counts.
+
+    Attributes:
+        known: the names met so far, with their files; all of them once a name was not found.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.known: dict[str, Path] = {}
+        self._listed = itertools.chain.from_iterable(map(_tensor_files, paths))
+        self._opened: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def find(self, name: str) -> StoredTensor | None:
+        """The tensor `name`; None where no file has it.
+
+        Raises:
+            CheckpointError: no such file or folder, a damaged file or index, files outside the folder; a
+                dtype that torch does not have.
+        """
+        while name not in self.known:
+            listed = next(self._listed, None)
+            if listed is None:
+                return None
+            for each in listed[0]:
+                self.known.setdefault(each, listed[1])
+        path = self.known[name]
+        if path not in self._opened:
+            self._opened[path] = self._stack.enter_context(_open(path))
+        return _stored(path, self._opened[path], name)
+
+
+def _stored(path: Path, file: Any, name: str) -> StoredTensor:
+    if name not in list(file.keys()):
+        raise CheckpointError(f"{path} has no {name}, which the index says it has; copy both again")
+    found = file.get_slice(name)
+    shape, dtype = list(found.get_shape()), DTYPES.get(found.get_dtype())
+    if dtype is None:
+        raise CheckpointError(f"{name}: dtype {found.get_dtype()} is none that torch has; convert the file")
+    if dtype == torch.float4_e2m1fn_x2:  # which safetensors slices by the file's count
+        shape[-1] //= 2
+        found = file.get_tensor(name)
+    return StoredTensor(tuple(shape), dtype, found)
+
+
+def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
+    """Names of tensors, and the file that has them, which may be missing; a file may come several times."""
+    if path.is_dir():
+        indexes = sorted(path.glob("*.safetensors.index.json"))
+        if len(indexes) > 1:
+            raise CheckpointError(
+                f"{path}: expected one index, found {[f.name for f in indexes]}; name one of them"
+            )
+        files = indexes or sorted(path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{path} is no folder of safetensors: expected *.safetensors files or their index, found none"
+            )
+        for file in files:
+            yield from _tensor_files(inside(path, file.name))
+    elif path.suffix == ".json":
+        yield from _of_index(path)
+    elif not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    else:
+        with _open(path) as opened:
+            names = list(opened.keys())
+        yield names, path
+
+
+def _open(file: Path) -> Any:
+    """A safetensors file, opened: a context manager."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise CheckpointError("reading safetensors files needs `pip install safetensors`") from error
+    opened: Any = safe_open
+    try:
+        return opened(regular(file), framework="pt")
+    except CheckpointError:
+        raise
+    except Exception as error:  # SafetensorError, which is an Exception only, and what reading raises
+        raise CheckpointError(
+            f"{file}: no safetensors file, or damaged ({type(error).__name__}: {error}). Copy it again"
+        ) from error
+
+
+def _of_index(path: Path) -> Iterator[tuple[list[str], Path]]:
+    try:
+        named = list(read_json(path)["weight_map"].items())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: expected an index with a weight_map ({error!r})") from error
+    files: dict[str, Path] = {}
+    for name, file_name in named:
+        if not isinstance(file_name, str) or file_name not in files:
+            files[file_name] = inside(path.parent, file_name)
+        yield [name], files[file_name]
