@@ -16,6 +16,7 @@ from shardwise import _compat
 from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import curtain, traced
+from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState
 from shardwise.fsdp.schedule import Schedule
@@ -51,6 +52,34 @@ def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
                         f" another way than through what the forward of {group.title} returned. Return every"
                         " tensor that losses use from forward; reset_iter_state() drops the gradient"
                     )
+
+
+_TOGETHER = (
+    "Passes whose gradients are reduced together must all be compiled or all be eager; reset_iter_state() on"
+    " the root module drops what was not reduced"
+)
+
+
+def check_compiled_gradients(root: ModuleState) -> None:
+    """Raise if compiled backwards without synchronisation left gradients that an eager one cannot add to."""
+    for state in (root, *root.below):
+        for group in state.groups:
+            if isinstance(group.traced, list) and any(one.earlier is not None for one in group.traced):
+                raise LifecycleError(
+                    f"{here()}: compiled passes left gradients of {group.title} that were not reduced, and an"
+                    f" eager one follows. {_TOGETHER}"
+                )
+
+
+def check_eager_gradients(group: ParamGroup) -> None:
+    """Raise if eager backwards without synchronisation left gradients that a compiled one cannot add to."""
+    for param in group.params:
+        whole = param.unsharded
+        if param.accumulated is not None or (whole is not None and whole.grad is not None):
+            raise LifecycleError(
+                f"{here()}: an eager pass left a gradient of '{param.name}' that was not reduced, and a"
+                f" compiled one follows. {_TOGETHER}"
+            )
 
 
 def leave(orders: Iterable[Order], why: str) -> None:
@@ -138,7 +167,9 @@ def reset(root: ModuleState) -> None:
     for state in (root, *root.below):
         state.running = 0
         _forget_one(state)
-        for reducer in state.reducers:
+        for group, reducer in zip(state.groups, state.reducers, strict=True):
             reducer.reset()
+            for segment in group.traced if isinstance(group.traced, list) else ():
+                segment.earlier = None
     schedule.free_gathered()
     root.install_guards()

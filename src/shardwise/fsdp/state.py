@@ -89,6 +89,8 @@ class FSDPState(ModuleState):
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _compat.in_backward():
             cut_short.check_earlier_backward(self, schedule)
+            if torch.is_grad_enabled():
+                cut_short.check_compiled_gradients(self)
         if schedule.orders:
             self.announce_pass(schedule)
         schedule.forward_root = self.myself

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from shardwise import _compat
 from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import guard
+from shardwise.fsdp import cut_short, guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
@@ -157,6 +157,7 @@ def _give(
     if alive is None or owner is None:
         return
     alive.earlier = None
+    cut_short.check_eager_gradients(owner)
     if owner.is_unsharded:  # by an eager forward before, whose backward never came
         owner.reshard()
     trains = tuple(param.sharded.requires_grad for param in params)
@@ -178,6 +179,7 @@ def _keep(segment: weakref.ref[Segment], group: weakref.ref[ParamGroup], leaf: T
     leaf.grad = None
     if alive is None or owner is None or alive.give is None or grad is None:
         return
+    cut_short.check_eager_gradients(owner)
     total = grad if alive.earlier is None else alive.earlier + grad
     if owner.settings.reduce_grads:
         alive.give(alive.how.reduce(total))

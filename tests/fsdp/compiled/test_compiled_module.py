@@ -285,3 +285,21 @@ def test_what_raises_around_a_graph_break_leaves_parameters_sharded() -> None:
         whole(x).sum().backward()
     assert all(param is sharded[name] for name, param in model.named_parameters())
     assert torch.equal(whole(torch.ones(2, 4)), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_gradients_that_are_reduced_together_are_all_compiled_or_all_eager(compiled_first: bool) -> None:
+    model = fully_shard(nn.Linear(4, 4), layout="contiguous")
+    calls = [torch.compile(model, backend="eager"), model]
+    first, second = calls if compiled_first else calls[::-1]
+    model.set_requires_gradient_sync(False)
+    first(torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():
+        second(torch.ones(2, 4))
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(LifecycleError, match="not reduced, and"):
+        second(torch.ones(2, 4)).sum().backward()
+    model.reset_iter_state()
+    second(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0))
