@@ -7,6 +7,7 @@ is applied to every file under src/shardwise, and to a made-up file that breaks 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -56,7 +57,9 @@ UNPICKLING = {  # also by way of what they call
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.state_dict_saver",
 }
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 120
+LONGER_FILES = {"shardwise._compat": 540}
+WITH_CIRCLES = {"fsdp", "tensor_parallel"}  # packages whose modules still import each other in a circle
 
 
 @dataclass(frozen=True)
@@ -246,8 +249,9 @@ def ranks_compare_in_one_place(file: Source) -> list[str]:
 def files_and_functions_are_short(file: Source) -> list[str]:
     bad = []
     lines = len(file.text.splitlines())
-    if lines > MAX_FILE_LINES:
-        bad.append(f"{file.module}:{lines}: over {MAX_FILE_LINES} lines")
+    most = LONGER_FILES.get(file.module, MAX_FILE_LINES)
+    if lines > most:
+        bad.append(f"{file.module}:{lines}: over {most} lines")
     for node in ast.walk(file.tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -274,6 +278,47 @@ def test_every_file_keeps_the_rule(rule: Rule) -> None:
     sources = every_source()
     assert len(sources) > 5
     assert [violation for file in sources for violation in rule(file)] == []
+
+
+# ---------------------------------------------------------------- circles
+
+
+def circle(sources: list[Source]) -> list[str]:
+    """Modules that import each other in a circle, at the top or within functions; none, mostly.
+
+    A package's front page names its parts and is no part of a circle among them.
+    """
+    known = {file.module for file in sources if not file.is_package}
+    graph = {
+        file.module: {
+            found
+            for _, name in imports(file)
+            for found in (name, name.rpartition(".")[0])
+            if found in known - {file.module}
+        }
+        for file in sources
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_no_package_has_a_circle_of_imports() -> None:
+    by_package: dict[str, list[Source]] = {}
+    for file in every_source():
+        by_package.setdefault(package(file.module), []).append(file)
+    found = {name: ring for name, sources in by_package.items() if (ring := circle(sources))}
+    assert {name: ring for name, ring in found.items() if name not in WITH_CIRCLES} == {}
+
+
+def test_a_circle_is_noticed_also_where_it_closes_within_a_function() -> None:
+    first = source("shardwise.comm.one", "from shardwise.comm.two import f")
+    second = source("shardwise.comm.two", "def f():\n    from shardwise.comm import one")
+    assert set(circle([first, second])) == {"shardwise.comm.one", "shardwise.comm.two"}
+    assert circle([first, source("shardwise.comm.two", "from shardwise.comm import three")]) == []
 
 
 # ---------------------------------------------------------------- the rules notice
