@@ -67,11 +67,16 @@ def valued(partial: Tensor, value: Tensor) -> Tensor:
 
 def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
     """`tensor`, whose backward also runs those of others, with gradients of zero."""
-    needed = [end.reshape(-1)[:0] for end in ends if end.requires_grad]
+    needed = [nothing_of(end) for end in ends if end.requires_grad]
     if not needed:
         return tensor
     nothing = [end.new_empty(0) for end in needed]
     return cast(Tensor, linked(lambda t, *_: t.view_as(t), lambda grad: (grad, *nothing), tensor, *needed))
+
+
+def nothing_of(tensor: Tensor) -> Tensor:
+    """Nothing of a tensor but its place in the autograd graph, 1-D."""
+    return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor.autograd import replicated, summed
+from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
 from shardwise.sharded_tensor.ops.operands import anchor_of, check_group
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -119,7 +120,7 @@ class _Factor:
         """Empty, and depending on all that this rank has of it."""
         if isinstance(self.tensor, ShardedTensor):
             return anchor_of(self.tensor)
-        return self.tensor.reshape(-1)[:0]
+        return nothing_of(self.tensor)
 
 
 def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) -> Tensor:
@@ -151,8 +152,8 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
         metadata = held.metadata().map(shape, lambda box: _result_box(box, leader, other, shape))
         return held.with_tensors(made, metadata=metadata, anchor=anchor)
     whole = anchor.new_zeros(shape) + anchor.sum() if anchor.requires_grad or not made else None
-    for (box, _), part in zip(leader.local, made, strict=True):
-        placed = _padded(part, _result_box(box, leader, other, shape), shape)
+    for (box, _), product in zip(leader.local, made, strict=True):
+        placed = _padded(product, _result_box(box, leader, other, shape), shape)
         whole = placed if whole is None else whole + placed
     return summed(cast(Tensor, whole), group)
 
@@ -223,11 +224,7 @@ def _result_box(box: Box, leader: _Factor, other: _Factor, size: Sequence[int]) 
 
 def _supply(factor: _Factor, box: Box) -> Tensor:
     """The part of `factor` in `box`, which this rank has."""
-    mine, tensor = next((mine, tensor) for mine, tensor in factor.local if _contains(mine, box))
-    for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if length != mine.sizes[dim]:
-            tensor = tensor.narrow(dim, start - mine.offsets[dim], length)
-    return tensor
+    return next(part(mine, tensor, box) for mine, tensor in factor.local if _contains(mine, box))
 
 
 def _contains(outer: Box, inner: Box) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.autograd import nothing_of, replicated
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -57,7 +57,7 @@ def anchor_of(sharded: ShardedTensor) -> Tensor:
     """An empty 1-D tensor that depends on all that this rank has of `sharded`, with shards or without."""
     if not sharded.tensors:
         return sharded.anchor
-    empty = [_nothing_of(tensor) for tensor in sharded.tensors]
+    empty = [nothing_of(tensor) for tensor in sharded.tensors]
     return empty[0] if len(empty) == 1 else torch.cat(empty)
 
 
@@ -125,7 +125,7 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
     if whole.ndim == 0:
         return [whole] * count
     if not leader.tensors:
-        return [_nothing_of(whole)]
+        return [nothing_of(whole)]
     return [within(whole, box, size=metadata.size) for box in _boxes(leader, metadata)]
 
 
@@ -178,10 +178,6 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
         return anchor
     # Of another kind than a 1-D tensor: torch chooses the dtype of a result by tensors with dims first.
     return torch.cat([anchor, anchor.new_zeros(1)]).reshape(())
-
-
-def _nothing_of(tensor: Tensor) -> Tensor:
-    return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
 
 
 def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:

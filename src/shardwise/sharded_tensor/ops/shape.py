@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Box
-from shardwise.sharded_tensor.autograd import tied
+from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.arguments import probe
 from shardwise.sharded_tensor.ops.boxes import expand_box, reshape_boxes
@@ -92,13 +92,8 @@ def assembled(
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
     if tensors:
         return like.with_tensors([tied(tensors[0], beside), *tensors[1:]], metadata=metadata)
-    ends = [_end(tensor) for tensor in beside]
+    ends = [nothing_of(tensor) for tensor in beside]
     return like.with_tensors([], metadata=metadata, anchor=torch.cat(ends) if len(ends) > 1 else ends[0])
-
-
-def _end(tensor: Tensor) -> Tensor:
-    """Nothing of a tensor but its place in the autograd graph, 1-D."""
-    return tensor.narrow(0, 0, 0).reshape(-1) if tensor.ndim else tensor.reshape(1)[:0]
 
 
 # ---------------------------------------------------------------- dims in another order
@@ -121,7 +116,7 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     ).with_properties(memory_format=torch.contiguous_format)
     tensors = [tensor.permute(tuple(order)) for tensor in sharded.tensors]
     made: ShardedTensor = sharded.with_tensors(
-        tensors, metadata=places, anchor=None if tensors else _end(sharded.anchor)
+        tensors, metadata=places, anchor=None if tensors else nothing_of(sharded.anchor)
     )
     return made
 

@@ -13,7 +13,7 @@ equal values the first wins, as in torch.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box, Message
-from shardwise.sharded_tensor.autograd import all_reduced, linked, moved, summed, valued
+from shardwise.layout import Box, transfer
+from shardwise.sharded_tensor.autograd import all_reduced, linked, moved, nothing_of, summed, valued
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _NOWHERE = 1 << 62  # a float64 too, as which functions like `pad` take it
@@ -74,7 +74,7 @@ class Lookup:
 
 def stand_in(weight: ShardedTensor, extra: Sequence[Tensor] = ()) -> Tensor:
     """An empty tensor that depends on the table where this rank has none of it, and on all of `extra`."""
-    return torch.cat([weight.anchor, *(tensor.reshape(-1)[:0].to(weight.dtype) for tensor in extra)])
+    return torch.cat([weight.anchor, *(nothing_of(tensor).to(weight.dtype) for tensor in extra)])
 
 
 # ------------------------------------------------------------ a table cut in any way
@@ -143,7 +143,7 @@ def _greatest(table: Tensor, box: Box, look: Lookup) -> tuple[Tensor, Tensor]:
 def _rows_of(table: Tensor, box: Box, look: Lookup, first: Tensor) -> Tensor:
     """[bags, columns] the elements of `table` at the ids `first`; zero where these lie elsewhere."""
     if not look.ids.numel() or not table.numel():
-        return table.new_zeros(first.shape) + table.reshape(-1)[:0].sum()
+        return table.new_zeros(first.shape) + nothing_of(table).sum()
     row = look.ids[first.clamp(max=len(look.ids) - 1)] - box.offsets[0]
     inside = (first != _NOWHERE) & (row >= 0) & (row < box.sizes[0])
     found = table.gather(0, row.clamp(0, box.sizes[0] - 1).to(torch.int64))
@@ -178,50 +178,28 @@ def _better(value: Tensor, place: Tensor, best: Tensor, first: Tensor) -> Tensor
 # ------------------------------------------------------------ sharded ids
 
 
-@dataclass(frozen=True)
-class _Routes:
-    """What every shard of the table sends to every shard of the ids.
+def _routes(
+    weight: ShardedTensor, look: Lookup, ids: ShardedTensor
+) -> tuple[list[Tensor], list[list[Box]], list[list[Box]]]:
+    """By shard of the table, where the ids are whose rows it has; and by rank, what it makes, and wants.
 
-    A shard of the table has made `found[s]` rows, or all bags; those of one shard of the ids lie together.
-
-    Attributes:
-        found: by shard of the table, where the ids are whose rows it has.
-        source: this rank's boxes (rows made, columns), one for each of its shards of the table.
-        target: for every shard of the table in order, for each of this rank's shards of the ids, what comes.
-        messages: those of this rank.
+    A box is of one shard of the table, of the rows that it makes (one for each of its ids, or all bags) and
+    of its columns. Rows for one shard of the ids lie together; a rank wants for each of its own some of each
+    shard of the table, in their order.
     """
-
-    found: list[Tensor]
-    source: list[Box]
-    target: list[Box]
-    messages: list[Message]
-
-
-def _routes(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> _Routes:
     tables, batches = weight.metadata().shards_metadata, ids.metadata().shards_metadata
-    index = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(weight.process_group))}
-    me, held = dist.get_rank(), Counter(shard.rank for shard in batches)
     edges = torch.tensor([edge for shard in batches for edge in _span(shard.box, look, ids)])
-    routes = _Routes([look.within(shard.box) for shard in tables], [], [], [])
-    sources: Counter[int] = Counter()
-    for number, (table, found) in enumerate(zip(tables, routes.found, strict=True)):
-        columns = table.box.sizes[1]
-        cuts = torch.searchsorted(found.cpu(), edges) if look.mode == "row" else edges
-        if table.rank == me:
-            rows = len(found) if look.mode == "row" else look.bags
-            routes.source.append(Box((0, 0), (rows, columns)))
-        targets: Counter[int] = Counter()
+    found = [look.within(shard.box) for shard in tables]
+    made: dict[int, list[Box]] = defaultdict(list)
+    wanted: dict[int, list[Box]] = defaultdict(list)
+    for number, (table, at) in enumerate(zip(tables, found, strict=True)):
+        columns, by_row = table.box.sizes[1], look.mode == "row"
+        cuts = torch.searchsorted(at.cpu(), edges) if by_row else edges
+        made[table.rank].append(Box((number, 0, 0), (1, len(at) if by_row else look.bags, columns)))
         for batch, (begin, end) in zip(batches, cuts.view(-1, 2).tolist(), strict=True):
-            box = Box((begin, 0), (end - begin, columns))
-            if batch.rank == me:
-                routes.target.append(box)
-            if me in (table.rank, batch.rank) and not box.is_empty:
-                place = number * held[batch.rank] + targets[batch.rank]
-                message = Message(index[table.rank], index[batch.rank], box, sources[table.rank], place)
-                routes.messages.append(message)
-            targets[batch.rank] += 1
-        sources[table.rank] += 1
-    return routes
+            wanted[batch.rank].append(Box((number, begin, 0), (1, end - begin, columns)))
+    ranks = dist.get_process_group_ranks(weight.process_group)
+    return found, [made[rank] for rank in ranks], [wanted[rank] for rank in ranks]
 
 
 def _span(box: Box, look: Lookup, ids: ShardedTensor) -> tuple[int, int]:
@@ -238,23 +216,30 @@ def _rows(box: Box, ids: ShardedTensor) -> int:
 
 def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> ShardedTensor:
     """The result on the ranks that hold the ids, cut like them."""
-    routes, me = _routes(weight, look, ids), dist.get_rank()
-    tables = weight.metadata().shards_metadata
-    own = [found for shard, found in zip(tables, routes.found, strict=True) if shard.rank == me]
+    group, tables = weight.process_group, weight.metadata().shards_metadata
+    rank = group.rank()
+    found, made, wanted = _routes(weight, look, ids)
+    own = [at for shard, at in zip(tables, found, strict=True) if shard.rank == dist.get_rank()]
+    way: dict[str, Any] = {
+        "messages": transfer(made, wanted, rank=rank),
+        "source": made[rank],
+        "target": wanted[rank],
+        "group": group,
+    }
     sent, places = [], []
-    for table, box, found in zip(weight.tensors, weight.boxes, own, strict=True):
+    for table, box, at in zip(weight.tensors, weight.boxes, own, strict=True):
         if look.mode == "max":
-            places.append(_greatest(table, box, look)[1])
-            sent.append(_rows_of(table, box, look, places[-1]))
+            places.append(_greatest(table, box, look)[1].unsqueeze(0))
+            sent.append(_rows_of(table, box, look, places[-1][0]).unsqueeze(0))
         else:
-            sent.append(_partial(table, box, look, found))
+            sent.append(_partial(table, box, look, at).unsqueeze(0))
     extra = [] if look.weights is None else [look.weights]
-    way: dict[str, Any] = {"source": routes.source, "target": routes.target, "group": weight.process_group}
-    received, anchor = moved(sent, routes.messages, **way, anchor=stand_in(weight, extra))
+    received, anchor = moved(sent, **way, anchor=stand_in(weight, extra))
+    received = [tensor.squeeze(0) for tensor in received]
     first: list[Tensor] = []
     if look.mode == "max":
         no_place = torch.empty(0, dtype=torch.int64, device=anchor.device)
-        first, _ = moved(places, routes.messages, **way, anchor=no_place)
+        first = [tensor.squeeze(0) for tensor in moved(places, **way, anchor=no_place)[0]]
     boxes = [shard.box for shard in tables]
     step, results = len(ids.tensors), []
     for number, batch in enumerate(ids.boxes):
@@ -265,7 +250,7 @@ def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> Shard
             results.append(_first_greatest(boxes, parts, first[number::step], none))
             continue
         if look.mode == "row":
-            inside = [found[(found >= span[0]) & (found < span[1])] - span[0] for found in routes.found]
+            inside = [at[(at >= span[0]) & (at < span[1])] - span[0] for at in found]
             parts = [_spread(part, at, shape[0]) for part, at in zip(parts, inside, strict=True)]
         result = _joined(list(zip(boxes, parts, strict=True)), *shape, anchor)
         if look.mode == "mean":
