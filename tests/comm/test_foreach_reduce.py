@@ -212,14 +212,19 @@ def test_a_users_own_reduce_scatter_allocates_and_reduces() -> None:
 
 
 @on_ranks(2)
-def test_gradients_that_cannot_travel_together_are_refused_before_any_collective() -> None:
-    rank, how = dist.get_rank(), plan(dist.group.WORLD)
-    mixed = [torch.ones(4), torch.ones(4, dtype=BF16)]
+def test_gradients_of_several_dtypes_are_reduced_in_one() -> None:
+    mixed = [torch.full((4,), 1 + 2**-20), torch.ones(4, dtype=BF16)]
     with CommCounter() as counter:
-        with pytest.raises(ShardingError, match=rf"rank {rank}: .*share a dtype") as error:
-            foreach_reduce(mixed, [0, 0], how)
-        assert "torch.float32" in str(error.value)
-        assert "torch.bfloat16" in str(error.value)
+        result = foreach_reduce(mixed, [0, 0], plan(dist.group.WORLD))
+    assert counter.count("reduce_scatter") == 1
+    assert result.shard is not None
+    assert result.shard.tolist() == [1 + 2**-20] * 2 + [1.0] * 2
+
+
+@on_ranks(2)
+def test_gradients_that_cannot_be_cut_are_refused_before_any_collective() -> None:
+    rank, how = dist.get_rank(), plan(dist.group.WORLD)
+    with CommCounter() as counter:  # noqa: SIM117
         with pytest.raises(ShardingError, match=rf"rank {rank}: .*\(4, 3\) does not divide over 2 .*dim 1"):
             foreach_reduce([torch.ones(4, 3)], [1], how)
     assert counter.calls == []

@@ -463,6 +463,11 @@ def test_parameters_that_are_not_contiguously_sharded_are_refused_by_name() -> N
         flat(torch.optim.SGD, net, params=[{"params": [net.head.bias]}, {"params": net.head.bias}])
     with pytest.raises(ShardingError, match=r"give all parameters in params="):
         flat(torch.optim.SGD, net).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    low = Net()
+    low.head.weight.grad_dtype = torch.bfloat16
+    fully_shard(low, layout="contiguous")
+    with pytest.raises(ShardingError, match=r"'head\.weight' are kept in torch\.bfloat16"):
+        flat(torch.optim.SGD, low)
 
 
 @on_ranks(2)

@@ -190,6 +190,13 @@ def dtensor_spec(
     return shared_spec(mesh, placements, TensorMeta(shape, contiguous_stride(shape), dtype))
 
 
+def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The description of DTensors that differ from those of `spec` in dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return shared_spec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
+
+
 def spec_of(tensor: Tensor) -> DTensorSpec:
     """A DTensor's description, to wrap another local tensor alike."""
     return cast(DTensor, tensor)._spec
@@ -318,6 +325,21 @@ def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
     """The p-norm of each of many tensors, computed in `dtype`."""
     return torch._foreach_norm(list(tensors), p, dtype)
+
+
+# Unless told otherwise, FSDP2 sums gradients as their parameters keep them since 2.15, before as they come.
+SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
+
+
+def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
+    """What the user set as a leaf's `grad_dtype`, in a tuple; empty if nothing.
+
+    Before 2.15 torch does not say whether it was set: then the tensor's own dtype is nobody's choice.
+    """
+    with plain_attributes():
+        found = tensor.grad_dtype
+        chosen = getattr(tensor, "_has_grad_dtype_override", found != tensor.dtype)
+    return (found,) if chosen else ()
 
 
 # Sets what autograd compares, when it reads a saved tensor, with what it was when it was saved.

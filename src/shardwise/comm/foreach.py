@@ -206,15 +206,17 @@ def foreach_reduce(
     false. Empties `grads`, so that gradients are freed as soon as they are copied.
 
     Args:
-        grads: this rank's unsharded gradients, all of one dtype; consumed.
+        grads: this rank's unsharded gradients; consumed.
         dims: the dim on which each is cut; a dim other than 0 must divide evenly.
         shard_numel: elements of one rank's padded pieces together, if the caller knows.
         partial: what an earlier call without all-reduce left.
 
     Raises:
-        ShardingError: gradients of several dtypes, or a dim that does not divide.
+        ShardingError: a dim that does not divide.
     """
     ranks = how.shard_group.size() if how.shard_group is not None else 1
+    if len({grad.dtype for grad in grads}) > 1:
+        grads[:] = [grad.to(how.dtype) for grad in grads]
     rows = _rows_first(grads, dims, ranks)
     grads.clear()
     numel = _shard_numel(rows, ranks) if shard_numel is None else shard_numel
@@ -301,9 +303,6 @@ def _divide(shard: Tensor, how: Reduction) -> Tensor:
 
 def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
     """The gradients with the dim that is cut moved, piece by piece, to the front."""
-    dtypes = {grad.dtype for grad in grads}
-    if len(dtypes) != 1:
-        raise ShardingError(f"{here()}: gradients reduced together must share a dtype, got {dtypes}")
     rows = list(grads)
     if not any(dims) or ranks == 1:
         return rows

@@ -143,7 +143,7 @@ class ContiguousGroup(ParamGroup):
 
     def _settle(self) -> None:
         """Choose which rows lie where; once, since optimizer state follows the rows."""
-        specs = [param.layout_spec(self.policy.param_dtype) for param in self.params]
+        specs = [param.layout_spec() for param in self.params]
         if not self.shards:
             rank, ranks = place_over(self.cut_groups)
             self.layout = ContiguousLayout(specs, ranks=ranks, rank=rank)

@@ -23,7 +23,7 @@ from shardwise.comm.foreach import Reduction, current_stream, finish_reduction, 
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.reduction import GradReducer
+from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
 from shardwise.fsdp.rows import RowsParam
 from shardwise.layout import ContiguousSegment
 from shardwise.sharded_parameter import ShardedRows
@@ -36,6 +36,7 @@ class _Members:
 
     segment: ContiguousSegment
     params: list[RowsParam]
+    kind: Kind
     numel: int  # of the gathered buffer
     plain: bool  # no tensor-parallel ones
     gaps: list[tuple[int, int]]  # padding: (begin, size) in elements
@@ -100,6 +101,7 @@ class ContiguousReducer(GradReducer):
         return _Members(
             segment,
             params,
+            kind_of(params),
             segment.unsharded_numel,
             plain=all(param.tp_spec is None for param in params),
             gaps=_gaps(segment),
@@ -127,7 +129,7 @@ class ContiguousReducer(GradReducer):
         taken = []
         for index, members in enumerate(self._members):
             complete = False
-            if self.accumulates or not members.plain or self.group.settings.reduce_unused:
+            if not members.plain or self.group.settings.reduce_unused:
                 grads = [self.taken_from(param) for param in members.params]
                 found = sum([grad is not None for grad in grads])
             else:
@@ -140,7 +142,6 @@ class ContiguousReducer(GradReducer):
                     complete = not missing
             if found:
                 taken.append(_Taken(index, members, grads, complete))
-        self.accumulates = False
         return taken
 
     def reduce(self, taken: list[_Taken], *, streams: CommStreams | None) -> list[ReduceResult]:
@@ -157,10 +158,7 @@ class ContiguousReducer(GradReducer):
         self, taken: _Taken, streams: CommStreams | None, results: list[ReduceResult]
     ) -> None:
         members, index = taken.members, taken.index
-        segment = members.segment
-        plan = self._plans.get((segment.dtype, segment.gather_dtype)) or self._plan(
-            segment.dtype, segment.gather_dtype, streams
-        )
+        plan = self._plans.get(members.kind) or self._plan(members.kind, streams)
         params = members.params
         if not taken.complete:
             pairs = zip(params, taken.grads, strict=True)
@@ -207,9 +205,10 @@ class ContiguousReducer(GradReducer):
             filled, empty = [p for p in filled if p in params], [p for p in empty if p in params]
             if len(filled) < len(members.filled) and self.group.settings.all_reduce_hook is None:
                 self._check_unused([p for p in members.filled if p not in params], shard)
-        if ShardedRows.any_hooked and any(param.sharded.hooked for param in params):
+        hooked = ShardedRows.any_hooked and any(param.sharded.hooked for param in params)
+        if hooked or members.kind[1] is None:
             given = params if params is members.params else set(params)
-            self._give_hooked([param for param in members.registered if param in given], shard)
+            self._give_one_by_one([param for param in members.registered if param in given], shard)
             return
         with _compat.plain_attributes():
             for param in empty:
@@ -224,14 +223,14 @@ class ContiguousReducer(GradReducer):
             else:
                 sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
 
-    def _give_hooked(self, params: list[RowsParam], shard: Tensor) -> None:
-        """The same where hooks of the user run; these may communicate, so ranks keep one order."""
+    def _give_one_by_one(self, params: list[RowsParam], shard: Tensor) -> None:
+        """The same where dtypes differ or hooks of the user run; these may communicate, in one order."""
         begin = shard.storage_offset()
         for param in params:
             grad = param.no_rows
             if grad is None:
                 local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
-                grad = ShardedRows.wrap(local, param.piece)
+                grad = ShardedRows.wrap(local.to(param.kept_dtype or local.dtype), param.piece)
             changed = cast(ShardedRows, param.change_grad(grad))
             earlier = cast("ShardedRows | None", param.sharded.grad)
             if earlier is None:

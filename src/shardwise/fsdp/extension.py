@@ -24,7 +24,6 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.parameter import EvenParam
-from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.mesh import shard_mesh
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -47,7 +46,6 @@ class ExtendedParam:
         self,
         param: EvenParam,
         *,
-        policy: MixedPrecisionPolicy,
         device: torch.device,
     ) -> None:
         if param.placement.dim != 0:
@@ -55,7 +53,7 @@ class ExtendedParam:
                 f"{here()}: '{param.name}' is a tensor subclass and can only be sharded on dim 0,"
                 f" not {param.placement.dim}"
             )
-        self.param, self.policy, self.device = param, policy, device
+        self.param, self.device = param, device
         self.mesh = shard_mesh(param.info)
         self.padded_shape = param.placement.padded_shape(tuple(param.shape), ranks=param.ranks)
         local = param.local
@@ -101,7 +99,7 @@ class ExtendedParam:
             inputs, metadata = hook(self.mesh)
         elif count == 5:
             stride = _compat.contiguous_stride(param.shape)
-            inputs, metadata = hook(self.mesh, param.shape, stride, param.module(), self.policy)
+            inputs, metadata = hook(self.mesh, param.shape, stride, param.module(), param.policy)
         else:
             raise ShardingError(
                 f"{here()}: {PRE} of '{param.name}' takes {count} arguments; expected (mesh) or"
@@ -138,7 +136,7 @@ class ExtendedParam:
                 param.unsharded = param.wrap_unsharded(whole)
             return
         gathered = tuple(t.view(-1, *s[1:]) for t, s in zip(self.outputs, self.shapes, strict=True))
-        dtype = self.policy.param_dtype or param.sharded.dtype
+        dtype = param.policy.param_dtype or param.sharded.dtype
         hook = self._hook(POST, self.padded)
         if param.unsharded is not None:
             for tensor in self.inner:

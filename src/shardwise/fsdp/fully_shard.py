@@ -152,13 +152,13 @@ def fully_shard(
             f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass its"
             " blocks as a list, then shard the module itself without group_small"
         )
-    for run in _runs(modules, group_small, mp_policy.param_dtype, options["ignored"]):
+    for run in _runs(modules, group_small, mp_policy, options["ignored"]):
         _shard_together(run, **options)
     return cast(list[FSDPModule], module)
 
 
 def _runs(
-    modules: list[nn.Module], least: int, dtype: torch.dtype | None, ignored: set[nn.Parameter]
+    modules: list[nn.Module], least: int, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
 ) -> list[list[nn.Module]]:
     """Consecutive modules that gather at least `least` bytes together; the last run may be smaller."""
     runs: list[list[nn.Module]] = []
@@ -169,9 +169,10 @@ def _runs(
             gathered = 0
         runs[-1].append(one)
         params = {p for m in _managed_modules([one]) for p in m.parameters(recurse=False)} - ignored
-        gathered += sum(
-            p.numel() * (dtype if dtype and p.is_floating_point() else p.dtype).itemsize for p in params
-        )
+        for param in params:
+            dtype = policy.for_param(param, name="a parameter").param_dtype
+            computed = dtype if dtype is not None and param.is_floating_point() else param.dtype
+            gathered += param.numel() * computed.itemsize
     return runs
 
 
@@ -204,6 +205,7 @@ def _shard_together(
                 module=one.places[0][0],
                 placement=placement,
                 info=own,
+                policy=policy.for_param(one.param, name=one.name),
             )
             for one, placement, own in members
         ]

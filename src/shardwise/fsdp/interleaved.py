@@ -68,7 +68,7 @@ class InterleavedGroup(ParamGroup):
     def _extend(self) -> dict[int, ExtendedParam]:
         """The parameters that keep memory of their own, by index."""
         return {
-            i: ExtendedParam(p, policy=self.policy, device=self.device)
+            i: ExtendedParam(p, device=self.device)
             for i, p in enumerate(self.params)
             if stays_out_of_buffer(p)
         }
@@ -123,7 +123,7 @@ class InterleavedGroup(ParamGroup):
             param.adopt()
         packed = [p for i, p in enumerate(self.params) if i not in self.extended]
         layout = InterleavedLayout(
-            [p.layout_spec(self.policy.param_dtype) for p in packed],
+            [p.layout_spec() for p in packed],
             ranks=self.ranks,
             rank=self.params[0].rank,
             align_bytes=self.align_bytes,

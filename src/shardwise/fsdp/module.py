@@ -134,9 +134,16 @@ class FSDPModule(ModuleSettings):
         for group in self._groups():
             group.abandon_gather()
             group.reshard()
+        # Gradients whose dtype the user chose keep it.
+        chosen = [param for group in self._groups() for param in group.params if param.chosen_grad_dtype]
+        grads = [param.sharded.grad for param in chosen]
+        for param in chosen:
+            param.sharded.grad = None
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for group in self._groups():
             group.pack()
+        for param, grad in zip(chosen, grads, strict=True):
+            param.sharded.grad = None if grad is None else grad.to(param.sharded.device)
         return result
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from shardwise.sharded_parameter import ShardedRows
@@ -68,10 +69,12 @@ class ShardedParam(ABC):
         owners: where it is registered.
         module: the first of the modules that own it.
         info: the data-parallel axes.
+        policy: its dtypes.
     """
 
     sharded: nn.Parameter
     placement: EvenShard | RaggedShard | Owned
+    grads_are_alike: bool  # of the stored dtype
 
     def __init__(
         self,
@@ -81,11 +84,14 @@ class ShardedParam(ABC):
         owners: list[Owner],
         module: nn.Module,
         info: DataParallelMeshInfo,
+        policy: MixedPrecisionPolicy,
     ) -> None:
         self.name = name
         self.owners = owners
         self.module = weakref.ref(module)
         self.info = info
+        self.policy = policy
+        self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
@@ -109,7 +115,7 @@ class ShardedParam(ABC):
                 f" but '{self.name}' is a plain tensor; distribute the module first"
             )
         self.unsharded: nn.Parameter | None = None
-        self.accumulated: Tensor | None = None  # unsharded gradient in reduce dtype, not yet reduced
+        self.accumulates = False  # the next gradients are not reduced
 
     @property
     @abstractmethod
@@ -133,26 +139,59 @@ class ShardedParam(ABC):
         """The stored dtype."""
         return self.sharded.dtype
 
-    def gather_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype in which the parameter computes under a policy's `param_dtype`."""
-        dtype = self.dtype
-        return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which the parameter computes."""
+        dtype, computed = self.dtype, self.policy.param_dtype
+        return computed if computed is not None and dtype.is_floating_point else dtype
 
     def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
         """The unsharded form over memory `whole`, made once."""
         if self.tp_spec is not None:
-            meta = self.tp_spec.tensor_meta
-            assert meta is not None
-            meta = _compat.TensorMeta(meta.shape, meta.stride, whole.dtype)
-            spec = _compat.shared_spec(self.tp_spec.mesh, self.tp_spec.placements, meta)
-            whole = _compat.dtensor(whole, spec)
-        return nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+            whole = _compat.dtensor(whole, _compat.spec_as(self.tp_spec, whole.dtype))
+        made = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self.settle_leaf(made)
+        return made
 
     def rename(self, name: str) -> None:
         """Take the name that the root module gives the parameter."""
         self.name = name
 
     # Gradients
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are accumulated and reduced; None: in whatever they come."""
+        if self.policy.reduce_dtype is None and self.chosen_grad_dtype:
+            return self.chosen_grad_dtype[0]
+        return self.policy.sum_dtype(stored=self.dtype, computed=self.gather_dtype)
+
+    @property
+    def kept_dtype(self) -> torch.dtype | None:
+        """The dtype of the sharded gradient; None: of the reduction."""
+        return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
+
+    def settle_grad_dtype(self) -> None:
+        """Learn what the user set as the sharded form's `grad_dtype`, or set it again after a conversion."""
+        found = _compat.chosen_grad_dtype(self.sharded)
+        if found or not self.chosen_grad_dtype:
+            self.chosen_grad_dtype = found
+        else:
+            self.sharded.grad_dtype = self.chosen_grad_dtype[0]
+        self.grads_are_alike = self.kept_dtype == self.dtype
+
+    def settle_leaf(self, leaf: nn.Parameter) -> None:
+        """Let autograd leave gradients on the unsharded form in the dtype in which they are summed.
+
+        It would make a copy of each to widen it. So gradients that are reduced next stay as they come, and
+        the reduction's copy widens them; those added to a wider sum need no copy either.
+        """
+        wanted = self.sum_dtype
+        if wanted == leaf.dtype or not leaf.is_floating_point():
+            return
+        widens = wanted is not None and wanted.itemsize > leaf.dtype.itemsize and self.tp_spec is None
+        as_they_come = widens and (not self.accumulates or leaf.grad is not None)
+        leaf.grad_dtype = None if as_they_come or not _compat.SUMS_AS_KEPT else wanted
 
     @property
     def has_grad_hooks(self) -> bool:
@@ -216,6 +255,7 @@ class EvenParam(ShardedParam):
         dim = self.placement.dim
         piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
         self.sharded = _compat.dtensor_parameter(piece, spec, requires_grad=param.requires_grad)
+        self.settle_grad_dtype()
         self._know_again()  # gradients share the spec: DTensor hashes each object once
         self.shard_shape = torch.Size(box.sizes)
         self.shard_stride = _compat.contiguous_stride(box.sizes)
@@ -317,6 +357,7 @@ class EvenParam(ShardedParam):
         current = owner.parameters[owner.name]
         if current is not None and (current is self.sharded or current is self.unsharded):
             self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
+            self.settle_grad_dtype()
             self._know_again()  # `Module.to` changes dtypes within the object
             return
         if not isinstance(current, DTensor) or current.shape != self.sharded.shape:
@@ -328,6 +369,7 @@ class EvenParam(ShardedParam):
         self.sharded = current
         self.unsharded = None
         self.show(current)
+        self.settle_grad_dtype()
         self._know_again()
 
     @property
@@ -359,6 +401,7 @@ class EvenParam(ShardedParam):
         else:
             requires_grad = self.sharded.requires_grad
             self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)
+            self.settle_grad_dtype()
             self.show(self.sharded)
         self._know_again()
 
@@ -366,17 +409,16 @@ class EvenParam(ShardedParam):
     def local(self) -> Tensor:
         return _compat.local_tensor(self.sharded)
 
-    def layout_spec(self, param_dtype: torch.dtype | None) -> ParamSpec:
-        dtype = self.sharded.dtype
-        return ParamSpec(self.name, tuple(self.shape), dtype, self.gather_dtype(param_dtype), self.placement)
+    def layout_spec(self) -> ParamSpec:
+        return ParamSpec(self.name, tuple(self.shape), self.dtype, self.gather_dtype, self.placement)
 
     def set_sharded_grad(self, shard: Tensor) -> None:
         """Set, or add to, the sharded parameter's gradient."""
         grad = self.sharded.grad
-        if grad is None:
-            if EvenParam.grads_are_traced:
-                shard = own_storage(shard)
+        if grad is None and self.grads_are_alike and not EvenParam.grads_are_traced:
             self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
+        elif grad is None:
+            self.sharded.grad = self.as_grad(shard)
         else:
             local = _compat.local_tensor(grad)
             local += shard
@@ -385,7 +427,10 @@ class EvenParam(ShardedParam):
         """A part of a reduced buffer as a gradient of the sharded form."""
         if EvenParam.grads_are_traced:
             shard = own_storage(shard)
-        return _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
+        spec, begin = self.spec, _compat.local_tensor(self.sharded)
+        if shard.dtype != begin.dtype:
+            spec, begin = _compat.spec_as(spec, shard.dtype), begin.new_empty(0, dtype=shard.dtype)
+        return _compat.dtensor_at(shard, spec, begin=begin)
 
 
 def own_storage(piece: Tensor) -> Tensor:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
 
 MaybeDtype = torch.dtype | None
 
@@ -16,15 +21,37 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: dtype of gathered parameters, and so of computation; None keeps the stored one.
         reduce_dtype: dtype of gradient reduction, and of accumulation without synchronisation;
-            None reduces in the dtype of the gradients.
+            None takes a parameter's `grad_dtype` if that is set, else its stored dtype; before torch 2.15,
+            whose FSDP2 did so, that of the computation.
         output_dtype: floating-point outputs of forward are cast to it; None leaves them.
         cast_forward_inputs: cast floating-point inputs of forward to `param_dtype`.
+        param_dtype_override_fn: called with each parameter that `fully_shard` manages; returns the stored
+            dtype, to gather and compute in that, or None for `param_dtype`. Ranks must answer alike.
     """
 
     param_dtype: MaybeDtype = None
     reduce_dtype: MaybeDtype = None
     output_dtype: MaybeDtype = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
+
+    def for_param(self, param: nn.Parameter, *, name: str) -> MixedPrecisionPolicy:
+        """The policy of one parameter, which has its `param_dtype` and no more function."""
+        if self.param_dtype_override_fn is None:
+            return self
+        dtype = self.param_dtype_override_fn(param)
+        if dtype not in (None, self.param_dtype, param.dtype):
+            raise ShardingError(
+                f"{here()}: param_dtype_override_fn must return None, param_dtype ({self.param_dtype}) or the"
+                f" stored dtype ({param.dtype}) for '{name}', got {dtype!r}"
+            )
+        return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
+
+    def sum_dtype(self, *, stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients are accumulated and reduced if their parameter has no `grad_dtype`."""
+        return self.reduce_dtype or (stored if _compat.SUMS_AS_KEPT else computed)
 
 
 @dataclass(frozen=True)

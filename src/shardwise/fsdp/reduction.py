@@ -8,6 +8,7 @@ give      views of the reduced shard become, or add to, the sharded parameters' 
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from shardwise.fsdp.strategy import Held
 from shardwise.mesh import FSDPMeshInfo
 
 Taken = list[tuple[ShardedParam, Tensor]]
+Kind = tuple[torch.dtype, torch.dtype | None]  # of the reduction and its result; None: by parameter
 
 
 @dataclass
@@ -46,15 +48,21 @@ class GradReducer(ABC):
     group: ParamGroup
     partials: dict[Any, Tensor] = field(default_factory=dict)
     offload_events: list[torch.Event] = field(default_factory=list)
-    accumulates: bool = False  # do parameters hold gradients of earlier backwards?
     unsynced: bool = False  # did the latest backward leave its gradients where they were?
-    _plans: dict[tuple[torch.dtype, torch.dtype], Reduction] = field(default_factory=dict)
+    _plans: dict[Kind, Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
+    _synced: bool = True  # do leaves expect to be reduced?
 
     def forget_plans(self) -> None:
         """The group's settings or streams changed."""
         self._plans.clear()
         self._events.clear()
+        if self._synced is not self.group.settings.reduce_grads:
+            self._synced = self.group.settings.reduce_grads
+            for param in self.group.params:
+                param.accumulates = not self._synced
+                if param.unsharded is not None:
+                    param.settle_leaf(param.unsharded)
 
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
         """Before a reduction; see `comm.order`.
@@ -78,36 +86,23 @@ class GradReducer(ABC):
             )
         self.group.announce(found)
 
-    def accumulate(self) -> None:
-        """Add this backward's gradients to those kept in the reduction's dtype."""
-        for param in self.group.params:
-            if param.accumulated is not None and param.unsharded is not None:
-                grad = param.unsharded.grad
-                if grad is not None:
-                    param.accumulated += grad.detach()
-                    param.unsharded.grad = None
-
     def keep(self) -> None:
-        """Without synchronisation: keep gradients unsharded, in the reduction's dtype."""
-        wanted = self.group.policy.reduce_dtype
-        if wanted is None or wanted == self.group.policy.param_dtype:
-            return
+        """Without synchronisation: keep gradients unsharded, in the dtype in which they are summed."""
         for param in self.group.params:
-            grad = None if param.unsharded is None else param.unsharded.grad
-            if grad is not None and grad.dtype != wanted:
-                assert param.unsharded is not None
-                param.unsharded.grad = None
-                param.accumulated = grad.to(wanted)
-                self.accumulates = True
+            leaf, wanted = param.unsharded, param.sum_dtype
+            if leaf is None or leaf.grad is None or wanted == leaf.dtype:
+                continue
+            if wanted is not None and leaf.grad.dtype != wanted:
+                grad, leaf.grad = leaf.grad.to(wanted), None
+                leaf.grad_dtype = wanted
+                leaf.grad = grad
+            param.settle_leaf(leaf)
 
     def taken_from(self, param: ShardedParam) -> Tensor | None:
         """The gradient of one parameter, which is left without."""
         unsharded = param.unsharded
         if unsharded is None:
             return None
-        if param.accumulated is not None:
-            grad, param.accumulated = param.accumulated, None
-            return param.plain_grad(grad)
         if (found := unsharded.grad) is not None:
             unsharded.grad = None
             return found if param.tp_spec is None else param.plain_grad(found)
@@ -117,7 +112,8 @@ class GradReducer(ABC):
 
     def plan_for(self, stored: torch.dtype, computed: torch.dtype) -> Reduction:
         """How gradients of these dtypes are reduced, without streams."""
-        return self._plans.get((stored, computed)) or self._plan(stored, computed, None)
+        kind = (self.group.policy.sum_dtype(stored=stored, computed=computed), stored)
+        return self._plans.get(kind) or self._plan(kind, None)
 
     @abstractmethod
     def giver(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
@@ -146,14 +142,14 @@ class GradReducer(ABC):
             return None, shard_group
         return shard_group, replicate_group
 
-    def _plan(self, stored: torch.dtype, computed: torch.dtype, streams: CommStreams | None) -> Reduction:
+    def _plan(self, kind: Kind, streams: CommStreams | None) -> Reduction:
         group, settings, info = self.group, self.group.settings, self.group.info
         shard_group, replicate_group = self._groups()
         if isinstance(info, FSDPMeshInfo) and shard_group is not None:
             shard_group = info.reduce_scatter_process_group or shard_group
         outer = group.strategy.replicate_axis
         scatters_twice = outer is not None and outer.gradient is Held.SHARD
-        dtype = group.policy.reduce_dtype or computed
+        dtype, result_dtype = kind
         device_group = shard_group or replicate_group
         assert device_group is not None
         factors = divide_factors(
@@ -168,7 +164,7 @@ class GradReducer(ABC):
             shard_group=shard_group,
             replicate_group=replicate_group,
             dtype=dtype,
-            result_dtype=stored,
+            result_dtype=result_dtype or dtype,
             factors=factors,
             comm=settings.reduce_scatter,
             device=group.device,
@@ -179,7 +175,7 @@ class GradReducer(ABC):
             hook_stream=settings.all_reduce_hook_stream,
             replicate_scatter=settings.reduce_scatter if scatters_twice else None,
         )
-        self._plans[stored, computed] = plan
+        self._plans[kind] = plan
         return plan
 
     def _to_home(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
@@ -205,13 +201,36 @@ class GradReducer(ABC):
         self.finish()
         self.partials.clear()
         for param in self.group.params:
-            param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
 
+def kind_of(params: Sequence[ShardedParam]) -> Kind:
+    """How the gradients of parameters are reduced in one reduction: in the dtype that holds all of theirs."""
+    sums = {param.sum_dtype or param.gather_dtype for param in params}
+    kept = {param.kept_dtype for param in params}
+    return functools.reduce(torch.promote_types, sums), kept.pop() if len(kept) == 1 else None
+
+
+@dataclass
 class InterleavedReducer(GradReducer):
     """Gradients cut into rows by rank, side by side in the reduce-scatter's input."""
+
+    _kinds: dict[ShardedParam, Kind] = field(default_factory=dict)
+    _one_kind: Kind | None = None  # if all parameters have the same
+    _layout: Any = None  # of the group, when `_kinds` were found
+
+    def _find_kinds(self) -> None:
+        self._layout = self.group.layout
+        together: dict[Any, list[ShardedParam]] = {}
+        for param in self.group.params:
+            usual = param.policy.sum_dtype(stored=param.dtype, computed=param.gather_dtype)
+            together.setdefault((param.dtype, usual), []).append(param)
+        self._kinds = {}
+        for params in together.values():
+            self._kinds.update(dict.fromkeys(params, kind_of(params)))
+        kinds = set(self._kinds.values())
+        self._one_kind = kinds.pop() if len(kinds) == 1 else None
 
     def take(self) -> Taken:
         taken: Taken = []
@@ -221,14 +240,22 @@ class InterleavedReducer(GradReducer):
         return taken
 
     def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
-        """One reduction for each pair of stored and gradient dtype, in order of first appearance."""
-        batches: dict[tuple[torch.dtype, torch.dtype], Taken] = {}
-        for param, grad in taken:
-            batches.setdefault((param.sharded.dtype, grad.dtype), []).append((param, grad))
+        """One reduction for each stored dtype and dtype of summing, in order of first appearance."""
+        if self._layout is not self.group.layout:
+            self._find_kinds()
+        batches: dict[Kind, Taken] = {}
+        if self._one_kind is not None:
+            batches[self._one_kind] = taken[:]
+        else:
+            for param, grad in taken:
+                batches.setdefault(self._kinds[param], []).append((param, grad))
         taken.clear()
         results = []
-        for (stored, computed), batch in batches.items():
-            plan = self._plans.get((stored, computed)) or self._plan(stored, computed, streams)
+        for kind, batch in batches.items():
+            plan = self._plans.get(kind) or self._plan(kind, streams)
+            if kind[1] is None:  # those that are kept alike side by side, as in FSDP2
+                kept = list(dict.fromkeys(param.kept_dtype for param, _ in batch))
+                batch.sort(key=lambda pair: kept.index(pair[0].kept_dtype))
             results.append(self._reduce_batch(batch, plan))
         return results
 
@@ -237,7 +264,7 @@ class InterleavedReducer(GradReducer):
         grads = [grad for _, grad in batch]
         batch.clear()
         if self.group.orders:
-            self.announce(plan, params, of=(plan.result_dtype, grads[0].dtype))
+            self.announce(plan, params, of=(plan.result_dtype, plan.dtype))
         key: tuple[str, ...] = ()
         partial = None
         if self.partials or not plan.all_reduce:
@@ -285,6 +312,8 @@ class InterleavedReducer(GradReducer):
         with nullcontext() if hooked else _compat.plain_attributes():
             for param in params:
                 piece = shard.as_strided(param.shard_shape, param.shard_stride, offset)
+                if not param.grads_are_alike:
+                    piece = piece.to(param.kept_dtype or piece.dtype)
                 if hooked:
                     piece = _compat.local_tensor(param.change_grad(param.as_grad(piece)))
                 param.set_sharded_grad(piece)

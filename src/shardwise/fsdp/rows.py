@@ -72,9 +72,9 @@ class RowsParam(ShardedParam):
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype if self.is_packed else self.whole.dtype
 
-    def layout_spec(self, param_dtype: torch.dtype | None) -> ParamSpec:
-        gathered = self.gather_dtype(param_dtype)
-        return ParamSpec(self.name, tuple(self.shape), self.dtype, gathered, self.placement, self.trainable)
+    def layout_spec(self) -> ParamSpec:
+        shape = tuple(self.shape)
+        return ParamSpec(self.name, shape, self.dtype, self.gather_dtype, self.placement, self.trainable)
 
     def settle(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
         """Say which rows this rank holds; `move_to` gives them memory."""
@@ -115,7 +115,14 @@ class RowsParam(ShardedParam):
             requires_grad = self.trainable if sharded is None else sharded.requires_grad
             self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
             self.show(self.sharded)
-        self.no_rows = None if local.numel() else ShardedRows.wrap(torch.empty_like(local), self.piece)
+        self.settle_grad_dtype()
+
+    def settle_grad_dtype(self) -> None:
+        super().settle_grad_dtype()
+        local = self.sharded._local_tensor
+        kept = self.kept_dtype or self.sum_dtype or self.gather_dtype
+        empty = torch.empty_like(local, dtype=kept)
+        self.no_rows = None if local.numel() else ShardedRows.wrap(empty, self.piece)
 
     def rename(self, name: str) -> None:
         super().rename(name)
@@ -130,6 +137,7 @@ class RowsParam(ShardedParam):
             return
         if current is not None and (current is self.sharded or current is self.unsharded):
             self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
+            self.settle_grad_dtype()
             return
         if isinstance(current, DTensor) and current.shape == self.global_shape:
             current = self._our_rows(current)
@@ -144,6 +152,7 @@ class RowsParam(ShardedParam):
         self.sharded = current
         self.unsharded = None
         self.show(current)
+        self.settle_grad_dtype()
 
     @torch.no_grad()
     def _our_rows(self, other: DTensor) -> ShardedParameter:

@@ -84,7 +84,7 @@ def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
     classes = ", ".join(type(ref()).__name__ for ref in state.modules)
     segments = group.layout.segments
     gathered = sum(one.unsharded_numel * one.gather_dtype.itemsize for one in segments)
-    used = sum(param.numel * param.gather_dtype(group.policy.param_dtype).itemsize for param in group.params)
+    used = sum(param.numel * param.gather_dtype.itemsize for param in group.params)
     return GroupReport(
         module=state.name or classes,
         parameters={

@@ -290,8 +290,6 @@ class FSDPState(ModuleState):
         for group, reducer in self.in_reverse:
             settings = group.settings
             reducer.unsynced = not settings.reduce_grads
-            if reducer.accumulates:
-                reducer.accumulate()
             if not settings.reduce_grads:
                 if settings.reshard_after_backward:
                     group.reshard()

@@ -86,6 +86,8 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
         return "CPU offloading"
     if settings.reduce_grads and not settings.all_reduce_grads and group.replicates:
         return "set_requires_all_reduce(False)"
+    if any(param.chosen_grad_dtype for param in group.params):
+        return "parameters with a grad_dtype"
     return group.untraceable()
 
 

@@ -134,6 +134,10 @@ def test_what_cannot_be_traced_leaves_the_graph_and_is_named() -> None:
 
     with pytest.raises(Unsupported, match="custom all-gather Mine"):
         train(replace(SMALL, shard=with_mine), eager=False, exactly=True)
+    low = Mlp()
+    next(low.parameters()).grad_dtype = torch.bfloat16
+    with pytest.raises(Unsupported, match="parameters with a grad_dtype"):
+        torch.compile(fully_shard(low), backend="eager", fullgraph=True)(batch(0, 4, 5))
     partly = replace(SMALL, shard=with_mine, compile=compiled("aot_eager", fullgraph=False), steps=2)
     torch.compiler.reset()
     eager, found = (train(partly, eager=eager, exactly=True) for eager in (True, False))

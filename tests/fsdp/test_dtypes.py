@@ -1,0 +1,43 @@
+"""Dtypes of single parameters: what conversions keep, and what is refused. Numbers are in `parity`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp.models import Net, raises_on_every_rank, step
+from ranks import on_ranks
+from shardwise import MixedPrecisionPolicy, ShardingError, fully_shard
+
+LAYOUTS = ["interleaved", "contiguous"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chosen_grad_dtype_and_its_gradients_outlive_conversions(layout: str) -> None:
+    net = Net(blocks=1)
+    net.head.weight.grad_dtype = torch.bfloat16
+    for module in (net.blocks[0], net):
+        fully_shard(module, layout=layout)
+    assert net.head.weight.grad_dtype is torch.bfloat16
+    net.inner.bias.grad_dtype = torch.bfloat16  # also on the sharded one, before the first forward
+    step(net)
+    before = {name: param.grad.full_tensor() for name, param in net.named_parameters()}
+    net.double()
+    for name, param in net.named_parameters():
+        assert param.dtype is torch.float64
+        chosen = name in ("head.weight", "inner.bias")
+        assert param.grad.dtype is param.grad_dtype is (torch.bfloat16 if chosen else torch.float64)
+        assert torch.equal(param.grad.full_tensor(), before[name].to(param.grad.dtype))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_override_that_is_neither_the_stored_nor_the_computed_dtype_is_refused(layout: str) -> None:
+    net = Net(blocks=1)
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(net, mp_policy=policy, layout=layout))
+    assert "'inner.weight'" in message
+    assert "torch.float32" in message
+    assert type(net.inner.weight) is nn.Parameter
