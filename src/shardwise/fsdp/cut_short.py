@@ -75,7 +75,7 @@ def check_eager_gradients(group: ParamGroup) -> None:
     """Raise if eager backwards without synchronisation left gradients that a compiled one cannot add to."""
     for param in group.params:
         whole = param.unsharded
-        if param.accumulated is not None or (whole is not None and whole.grad is not None):
+        if whole is not None and whole.grad is not None:
             raise LifecycleError(
                 f"{here()}: an eager pass left a gradient of '{param.name}' that was not reduced, and a"
                 f" compiled one follows. {_TOGETHER}"
