@@ -76,9 +76,18 @@ from shardwise._compat.compiler import (
     why_untraceable,
     with_backward,
 )
+from shardwise._compat.gradients import (
+    SUMS_AS_KEPT,
+    chosen_grad_dtype,
+    grad_hooks,
+    hook_gradient,
+    plain_attributes,
+    post_accumulate_grad_hooks,
+)
 
 __all__ = [
     "AOT_EAGER",
+    "SUMS_AS_KEPT",
     "DTensorSpec",
     "FakeTensor",
     "StorageInfo",
@@ -91,17 +100,20 @@ __all__ = [
     "aot_then",
     "aoti_compile",
     "aoti_load",
+    "chosen_grad_dtype",
     "chunk_cat",
     "compiled_frame",
     "compiler_in_use",
     "concatenate_meshes",
     "dtensor",
     "flatten_mesh",
+    "grad_hooks",
     "graph_breaks",
     "graphs_traced",
     "group_allocator",
     "group_of_sharded_tensor",
     "group_ranks",
+    "hook_gradient",
     "in_backward",
     "in_compiled_autograd",
     "inductor",
@@ -109,6 +121,7 @@ __all__ = [
     "is_functional",
     "local_tensor",
     "only_inlined",
+    "plain_attributes",
     "post_accumulate_grad_hooks",
     "queue_backward_callback",
     "reduce_scatter_single",
@@ -327,21 +340,6 @@ def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Seq
     return torch._foreach_norm(list(tensors), p, dtype)
 
 
-# Unless told otherwise, FSDP2 sums gradients as their parameters keep them since 2.15, before as they come.
-SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
-
-
-def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
-    """What the user set as a leaf's `grad_dtype`, in a tuple; empty if nothing.
-
-    Before 2.15 torch does not say whether it was set: then the tensor's own dtype is nobody's choice.
-    """
-    with plain_attributes():
-        found = tensor.grad_dtype
-        chosen = getattr(tensor, "_has_grad_dtype_override", found != tensor.dtype)
-    return (found,) if chosen else ()
-
-
 # Sets what autograd compares, when it reads a saved tensor, with what it was when it was saved.
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
@@ -389,19 +387,6 @@ def in_backward() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` once when the current backward pass has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-# Hooks by `register_post_accumulate_grad_hook`, which autograd does not run for gradients we set: a
-# dict by handle, or None.
-post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
-    "_post_accumulate_grad_hooks"
-)
-
-
-# Hooks by `register_hook`, which autograd does not run for gradients we set either.
-grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = attrgetter(
-    "_backward_hooks"
-)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -508,24 +493,6 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the checks for torch.func, whose transforms cannot pass a sharded module."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
-
-
-# Within it, torch does not look for `__torch_function__` by name at every attribute of a tensor subclass.
-plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
-
-
-def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Call `hook` with the gradient of `tensor`, the result of an op; `register_hook` without a handle.
-
-    The handle costs more than the hook, and nobody removes these.
-    """
-    node: Any = tensor.grad_fn
-    if node is None or tensor._backward_hooks is not None:
-        tensor.register_hook(hook)
-        return
-    tensor._backward_hooks = hooks = OrderedDict()
-    hooks[-1] = hook  # handles count up from 0
-    node._register_hook_dict(tensor)
 
 
 # sharded_tensor: nn.Module.to asks it whether a parameter may take other memory and keep its identity.
