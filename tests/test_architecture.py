@@ -26,7 +26,6 @@ ORDER = [
     "mesh",
     "layout",
     "comm",
-    "sharded_parameter",
     "sharded_tensor",
     "fsdp",
     "optim",

@@ -24,7 +24,7 @@ from shardwise.mesh import (
     HSDPMeshInfo,
 )
 from shardwise.optim import clip_grad_norm_
-from shardwise.sharded_parameter import ShardedParameter
+from shardwise.sharded_tensor.rows import ShardedParameter
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -34,7 +34,7 @@ from shardwise import fully_shard
 from shardwise.checkpoint import load, save
 from shardwise.errors import ShardingError
 from shardwise.layout import Owned
-from shardwise.sharded_parameter import ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 WORDS, WIDTH = 7, 6
 

@@ -25,7 +25,7 @@ from shardwise.errors import ShardingError
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.module_state import state_of
 from shardwise.optim import flat
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 ONE_AXIS = ["ddp", "zero1", "zero2", "fsdp"]
 TWO_AXES = ["hsdp", "hierarchical_fsdp"]

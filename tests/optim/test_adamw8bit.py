@@ -31,7 +31,7 @@ from shardwise.errors import ShardingError
 from shardwise.layout import Box
 from shardwise.optim import adamw8bit
 from shardwise.optim.adamw8bit import AdamW8bit, code_book, dequantise, quantise
-from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
 CPU = torch.device("cpu")
 # In 8 bits: blocks that fill rows, short last blocks, rows shorter than a block, more dims than two. In fp32:

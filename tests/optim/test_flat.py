@@ -29,7 +29,7 @@ from shardwise.checkpoint import load, save
 from shardwise.errors import ShardingError
 from shardwise.fsdp.optimizer_watch import Steps
 from shardwise.optim import FlatOptimizer, flat
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 Make = Callable[..., Optimizer]
 ELEMENTWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [

@@ -26,7 +26,7 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, Owned
 from shardwise.optim.muon import Muon, _Cut, assign, newton_schulz
-from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
 SHAPES = [(8, 8), (24, 8), (8, 24), (7, 5), (1, 6), (40, 32)]
 BF16_BYTES = 2

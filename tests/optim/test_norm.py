@@ -26,7 +26,7 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_, get_total_norm
 from shardwise.optim.norm import _local_by_axes
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 NORMS = [1.0, 1.5, 2.0, 3.0, math.inf]
 TIGHT = {"rtol": 1e-12, "atol": 1e-14}

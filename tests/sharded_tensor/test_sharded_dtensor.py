@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from ranks import on_ranks
-from sharded_parameter.pieces import FOUR_RANKS, parameter, replicated, uneven
-from sharded_parameter.pieces import sharded as sharded_rows
+from sharded_tensor.rows.pieces import FOUR_RANKS, parameter, replicated, uneven
+from sharded_tensor.rows.pieces import sharded as sharded_rows
 from shardwise import _compat, sharded_tensor
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.layout import Box
-from shardwise.sharded_parameter import Piece, ShardedRows
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -33,7 +32,8 @@ from shardwise.sharded_tensor import (
     shard_tensor,
 )
 from shardwise.sharded_tensor.dtensor import _table, from_dtensor, to_dtensor
-from shardwise.sharded_tensor.rows import from_rows, to_rows
+from shardwise.sharded_tensor.rows import Piece, ShardedRows
+from shardwise.sharded_tensor.rows.boxes import from_rows, to_rows
 
 SHAPES = [(7,), (8, 3), (5, 6), (1, 9), (0, 4), (3, 0), (4, 5, 3), (16,), (13, 11), (2, 1, 6)]
 

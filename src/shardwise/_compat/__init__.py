@@ -429,7 +429,7 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     return tensor
 
 
-# sharded_parameter: a tensor with a shape, dtype and device but no memory of its own.
+# sharded_tensor.rows: a tensor with a shape, dtype and device but no memory of its own.
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 

@@ -37,8 +37,8 @@ from shardwise.fsdp.strategy import Held
 from shardwise.fsdp.traced import Cut
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
 from shardwise.mesh import FSDPMeshInfo
-from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
-from shardwise.sharded_parameter.piece import place_over
+from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows.piece import place_over
 
 PADDING_TO_WARN_OF = 0.1
 _NOTHING = torch.empty(0)

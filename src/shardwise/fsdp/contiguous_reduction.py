@@ -26,8 +26,8 @@ from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
 from shardwise.fsdp.rows import RowsParam
 from shardwise.layout import ContiguousSegment
-from shardwise.sharded_parameter import ShardedRows
-from shardwise.sharded_parameter.shard import declare
+from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows.shard import declare
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.parameter import EvenParam, own_storage
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 _REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
 _GATHERED = (

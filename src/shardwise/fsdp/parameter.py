@@ -27,7 +27,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 
 @dataclass

@@ -17,8 +17,8 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.extension import POST, PRE
 from shardwise.fsdp.parameter import ParamPlacement, ShardedParam
 from shardwise.layout import Box, ContiguousLayout, Owned, ParamSpec, Place, RaggedShard
-from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
-from shardwise.sharded_parameter.piece import part_of
+from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows.piece import part_of
 
 
 class RowsParam(ShardedParam):

@@ -29,7 +29,7 @@ from torch.optim.adamw import adamw
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.optim.local import local_of
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 SMALL_NUMEL = 4096  # parameters of fewer elements keep fp32 moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")

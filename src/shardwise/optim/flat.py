@@ -37,7 +37,7 @@ from shardwise.optim.by_name import (
     loaded_options,
     named_state,
 )
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # no part of a name, to torch's checkpoints too
 

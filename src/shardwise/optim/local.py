@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 
 def local_of(tensor: Tensor) -> Tensor:

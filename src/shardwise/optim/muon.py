@@ -31,7 +31,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
 from shardwise.optim.local import local_of
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 LR_FACTORS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from shardwise import _compat
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_parameter import ShardedRows
-from shardwise.sharded_parameter.shard import merged
 from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows.shard import merged
 
 Axes = tuple[dist.ProcessGroup, ...]
 _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits

@@ -38,7 +38,8 @@ from shardwise.sharded_tensor.module import (
     state_dict_hook,
 )
 from shardwise.sharded_tensor.pickling import load_with_process_group
-from shardwise.sharded_tensor.rows import from_rows, to_rows
+from shardwise.sharded_tensor.rows import RowShard, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows.boxes import from_rows, to_rows
 from shardwise.sharded_tensor.spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -59,8 +60,11 @@ __all__ = [
     "PlacementSpec",
     "RaggedShardingSpec",
     "RemoteDevice",
+    "RowShard",
     "Shard",
     "ShardMetadata",
+    "ShardedParameter",
+    "ShardedRows",
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",

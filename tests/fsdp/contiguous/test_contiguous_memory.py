@@ -16,7 +16,7 @@ from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.module_state import state_of
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 

@@ -28,7 +28,7 @@ from shardwise import (
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
 from shardwise.layout import Owned, RaggedShard
-from shardwise.sharded_parameter import ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 

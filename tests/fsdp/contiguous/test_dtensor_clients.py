@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from ranks import RankPool, on_ranks
 from shardwise import ShardedParameter, fully_shard
 from shardwise.errors import ShardingError
-from shardwise.sharded_parameter import RowShard, ShardedRows
+from shardwise.sharded_tensor.rows import RowShard, ShardedRows
 
 INPUT = torch.arange(10.0).view(2, 5) / 10
 

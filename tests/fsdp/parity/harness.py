@@ -44,7 +44,7 @@ from torch.func import functional_call
 import shardwise
 import shardwise.comm
 from fsdp.parity.models import ROWS, Batch, Task
-from shardwise.sharded_parameter import ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 STEPS = 5
 OURS: ModuleType = shardwise

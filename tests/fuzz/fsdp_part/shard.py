@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from fuzz.fsdp_part.model import Model, Spec
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 OURS: ModuleType = shardwise
 TORCHS: ModuleType = torch_fsdp

@@ -30,10 +30,10 @@ from shardwise.errors import CheckpointError
 from shardwise.files.manifest import sync
 from shardwise.files.tensors import DTYPES, NAMES
 from shardwise.layout import Box
-from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_tensor.dtensor import from_dtensor
 from shardwise.sharded_tensor.move import describe
-from shardwise.sharded_tensor.rows import from_rows
+from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows.boxes import from_rows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _MOST_HEADER = 100_000_000  # bytes that readers of the format accept

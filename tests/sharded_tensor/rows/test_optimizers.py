@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 SHAPES = [(7, 5), (3,), (1, 4), (5, 2, 3)]
 FORMS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}]

@@ -17,7 +17,7 @@ from shardwise import _compat
 from shardwise._compat.dtensors import OwnSpec
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
-from shardwise.sharded_parameter.row_shard import RowShard
+from shardwise.sharded_tensor.rows.row_shard import RowShard
 
 
 @dataclass(frozen=True, eq=False)

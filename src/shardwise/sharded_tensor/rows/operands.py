@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_parameter import convert
-from shardwise.sharded_parameter.piece import Piece, local_part
-from shardwise.sharded_parameter.tensor import ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import convert
+from shardwise.sharded_tensor.rows.piece import Piece, local_part
+from shardwise.sharded_tensor.rows.tensor import ShardedParameter, ShardedRows
 
 _HINTS = {
     **dict.fromkeys(

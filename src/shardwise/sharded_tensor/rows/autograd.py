@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_parameter import convert
-from shardwise.sharded_parameter.piece import Piece, local_part
+from shardwise.sharded_tensor.rows import convert
+from shardwise.sharded_tensor.rows.piece import Piece, local_part
 
 
 class ToLocal(torch.autograd.Function):

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.watch import announced
-from shardwise.sharded_parameter.convert import gather_tensor_parallel
-from shardwise.sharded_parameter.operands import refuse, rows
-from shardwise.sharded_parameter.piece import Piece
-from shardwise.sharded_parameter.registry import Handler
-from shardwise.sharded_parameter.tensor import ShardedRows
+from shardwise.sharded_tensor.rows.convert import gather_tensor_parallel
+from shardwise.sharded_tensor.rows.operands import refuse, rows
+from shardwise.sharded_tensor.rows.piece import Piece
+from shardwise.sharded_tensor.rows.registry import Handler
+from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 Groups = Sequence[dist.ProcessGroup]
 SUM, PRODUCT, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from shardwise.sharded_parameter.elementwise import OTHERS, RANDOM, UNTAGGED, elementwise, elementwise_
-from shardwise.sharded_parameter.elementwise import random as random_new
-from shardwise.sharded_parameter.elementwise import random_ as random_in_place
-from shardwise.sharded_parameter.lists import LISTS, foreach
-from shardwise.sharded_parameter.operands import refuse
-from shardwise.sharded_parameter.reductions import REDUCTIONS
-from shardwise.sharded_parameter.registry import Handler, register
+from shardwise.sharded_tensor.rows.elementwise import OTHERS, RANDOM, UNTAGGED, elementwise, elementwise_
+from shardwise.sharded_tensor.rows.elementwise import random as random_new
+from shardwise.sharded_tensor.rows.elementwise import random_ as random_in_place
+from shardwise.sharded_tensor.rows.lists import LISTS, foreach
+from shardwise.sharded_tensor.rows.operands import refuse
+from shardwise.sharded_tensor.rows.reductions import REDUCTIONS
+from shardwise.sharded_tensor.rows.registry import Handler, register
 
 
 @register

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_parameter.operands import is_foreign, local_operand, refuse, result_piece, rows
-from shardwise.sharded_parameter.piece import Piece
-from shardwise.sharded_parameter.reductions import MAX, all_reduced, combine_powers
-from shardwise.sharded_parameter.registry import Handler
-from shardwise.sharded_parameter.tensor import ShardedRows
+from shardwise.sharded_tensor.rows.operands import is_foreign, local_operand, refuse, result_piece, rows
+from shardwise.sharded_tensor.rows.piece import Piece
+from shardwise.sharded_tensor.rows.reductions import MAX, all_reduced, combine_powers
+from shardwise.sharded_tensor.rows.registry import Handler
+from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 _pieces: Callable[[Any], Piece] = attrgetter("piece")
 _locals: Callable[[Any], Tensor] = attrgetter("_local_tensor")

@@ -21,7 +21,7 @@ from shardwise import _compat
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
-from shardwise.sharded_parameter.piece import Piece, local_part
+from shardwise.sharded_tensor.rows.piece import Piece, local_part
 
 
 @torch.no_grad()

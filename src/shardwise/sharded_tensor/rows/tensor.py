@@ -24,10 +24,10 @@ from shardwise import _compat
 from shardwise._compat.dtensors import OwnDTensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_parameter import autograd, convert
-from shardwise.sharded_parameter.piece import Piece, piece_of
-from shardwise.sharded_parameter.registry import HANDLERS, handler_of
-from shardwise.sharded_parameter.row_shard import RowShard
+from shardwise.sharded_tensor.rows import autograd, convert
+from shardwise.sharded_tensor.rows.piece import Piece, piece_of
+from shardwise.sharded_tensor.rows.registry import HANDLERS, handler_of
+from shardwise.sharded_tensor.rows.row_shard import RowShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ranks import on_ranks
 from shardwise.errors import ShardingError
 from shardwise.layout import Box
-from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
 
 def lonely(local: Tensor) -> ShardedParameter:

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
-from shardwise.sharded_parameter import ShardedRows
-from shardwise.sharded_parameter.convert import overlaps
+from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows.convert import overlaps
 
 WHOLES = [
     torch.arange(35.0).view(7, 5),

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardwise.checkpoint
 from ranks import RankPool, on_ranks
-from shardwise.sharded_parameter import ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 WHOLE = {
     "weight": torch.arange(35.0).view(7, 5),

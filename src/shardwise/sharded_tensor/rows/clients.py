@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from shardwise._compat.dtensors import route_dtensors
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_parameter import convert
-from shardwise.sharded_parameter.autograd import FromLocal, IntoRows
-from shardwise.sharded_parameter.piece import local_part, piece_of
-from shardwise.sharded_parameter.row_shard import RowShard, is_cut_by_rows
-from shardwise.sharded_parameter.tensor import ShardedRows
+from shardwise.sharded_tensor.rows import convert
+from shardwise.sharded_tensor.rows.autograd import FromLocal, IntoRows
+from shardwise.sharded_tensor.rows.piece import local_part, piece_of
+from shardwise.sharded_tensor.rows.row_shard import RowShard, is_cut_by_rows
+from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 
 class _Rows:

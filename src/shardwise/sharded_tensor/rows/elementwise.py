@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_parameter import convert
-from shardwise.sharded_parameter.operands import is_foreign, local_operand, refuse, result_piece, rows
-from shardwise.sharded_parameter.operands import whole as whole_of
-from shardwise.sharded_parameter.piece import Piece, local_part
-from shardwise.sharded_parameter.registry import Handler
-from shardwise.sharded_parameter.tensor import ShardedRows
+from shardwise.sharded_tensor.rows import convert
+from shardwise.sharded_tensor.rows.operands import is_foreign, local_operand, refuse, result_piece, rows
+from shardwise.sharded_tensor.rows.operands import whole as whole_of
+from shardwise.sharded_tensor.rows.piece import Piece, local_part
+from shardwise.sharded_tensor.rows.registry import Handler
+from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 _KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
 

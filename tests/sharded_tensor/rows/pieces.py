@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.layout import Box
-from shardwise.sharded_parameter import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
 Cut = Callable[[Sequence[int]], Piece]
 

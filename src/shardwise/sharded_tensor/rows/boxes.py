@@ -16,10 +16,10 @@ from shardwise.comm.agree import agree, together
 from shardwise.comm.exchange import exchange
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
-from shardwise.sharded_parameter import ShardedRows
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.move import said_of
+from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 

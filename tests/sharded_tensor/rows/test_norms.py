@@ -18,7 +18,7 @@ from torch import Tensor
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
-from shardwise.sharded_parameter import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 NORMS = [0.0, 1.0, 1.5, 2.0, 3.0, math.inf]
