@@ -1,7 +1,12 @@
 """Move boxes of logical tensors between ranks at exactly the least bytes.
 
-A list of `Message`s says which box goes from whom to whom. All that one rank has for another travels as
-one point-to-point message of its bytes, one box after the other in the order of the list, each row by row:
+A list of `Message`s says which box goes from whom to whom. All that one rank has for another travels
+together, one box after the other in the order of the list, each row by row:
+
+    exchange    a point-to-point message for each pair of ranks, from and into the tensors that hold the boxes
+    AllToAll    one collective of the whole group, from and into memory of its own; and maybe back again
+
+The messages of `exchange`:
 
     one box that lies so in memory      sent from, or received into, the tensor itself
     several, or a strided one           through one flat buffer of this message's size
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -99,6 +105,72 @@ def exchange(
         if agreement is not None:
             agreement.settle()
         _exchange_in_batch(local, sends, receives, group)
+
+
+class AllToAll:
+    """Messages between all ranks of a group in one collective, from and into memory of its own.
+
+    For boxes that are made to be sent and used up once they came, such as those that another rank is to work
+    on: they are written into `outgoing`, read from `incoming`, and may go back the same way.
+
+    Attributes:
+        outgoing: this rank's messages to others, each with the memory to fill before `send`.
+        incoming: others' messages to this rank, each with the memory that is filled after it.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        *,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Lay out buffers; every rank of `group` makes one, of the same `dtype`. Local.
+
+        Args:
+            messages: those that name this rank; between two ranks in the same order on both.
+        """
+        rank, self._group = group.rank(), group
+        out = [one for one in messages if one.sender == rank != one.receiver]
+        out.sort(key=lambda one: one.receiver)
+        come = [one for one in messages if one.receiver == rank != one.sender]
+        come.sort(key=lambda one: one.sender)
+        self._sent, self.outgoing = _end_to_end(out, dtype, device)
+        self._received, self.incoming = _end_to_end(come, dtype, device)
+        self._sent_numel, self._received_numel = [0] * group.size(), [0] * group.size()
+        for one in out:
+            self._sent_numel[one.receiver] += one.box.numel
+        for one in come:
+            self._received_numel[one.sender] += one.box.numel
+
+    def send(self) -> dist.Work:
+        """Send what is in `outgoing`; `incoming` is there after the work's wait. Collective."""
+        work = dist.all_to_all_single(
+            self._received,
+            self._sent,
+            self._received_numel,
+            self._sent_numel,
+            group=self._group,
+            async_op=True,
+        )
+        return cast(dist.Work, work)
+
+    def send_back(self) -> None:
+        """Send what is in `incoming` back to where it came from, into `outgoing` there. Collective."""
+        dist.all_to_all_single(
+            self._sent, self._received, self._sent_numel, self._received_numel, group=self._group
+        )
+
+
+def _end_to_end(
+    messages: Sequence[Message], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[tuple[Message, Tensor]]]:
+    """A flat buffer, and the box of each message in it."""
+    sizes = [one.box.numel for one in messages]
+    buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
+    views = zip(messages, buffer.split(sizes), strict=True)
+    return buffer, [(one, view.view(one.box.sizes)) for one, view in views]
 
 
 def part(box: Box, tensor: Tensor, of: Box) -> Tensor:

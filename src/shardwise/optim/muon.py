@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim import Optimizer
 
 from shardwise import _compat
+from shardwise.comm.exchange import AllToAll, part
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box, EvenShard
+from shardwise.layout import Box, EvenShard, Message
 from shardwise.optim.local import local_of
 from shardwise.sharded_tensor.rows import ShardedRows
 
@@ -296,28 +297,23 @@ def assign(cuts: Sequence[_Cut]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank sends in the first exchange and gets back in the second, and the other way round.
+    """Which rows go to which worker, and back."""
 
-    Both lists are of (other rank, matrix), sorted: the order of the parts in the buffers on either side.
-    """
-
-    lent: list[tuple[int, int]]  # my rows of matrices that others work on
-    borrowed: list[tuple[int, int]]  # others' rows of the matrices that I work on
-    mine: list[int]  # the cut matrices that I work on
+    messages: list[Message]  # that this rank sends or gets; source and target are the matrix
+    mine: list[int]  # the cut matrices that this rank works on
     is_needed: bool  # does any rank send anything?
 
     @classmethod
     def of(cls, cuts: Sequence[_Cut]) -> _Plan:
-        rank = cuts[0].rank
-        workers = assign(cuts)
+        workers, rank = assign(cuts), cuts[0].rank
         cut = [i for i in range(len(cuts)) if len(cuts[i].holders) > 1]
-        mine = [i for i in cut if workers[i] == rank]
-        return cls(
-            lent=sorted((workers[i], i) for i in cut if rank in cuts[i].holders and workers[i] != rank),
-            borrowed=sorted((holder, i) for i in mine for holder in cuts[i].holders if holder != rank),
-            mine=mine,
-            is_needed=bool(cut),
-        )
+        messages = [
+            Message(holder, workers[i], box, i, i)
+            for i in cut
+            for holder, box in cuts[i].holders.items()
+            if holder != workers[i] and rank in (holder, workers[i])
+        ]
+        return cls(messages, mine=[i for i in cut if workers[i] == rank], is_needed=bool(cut))
 
 
 @dataclass(frozen=True)
@@ -357,74 +353,39 @@ class _Matrix:
 class _Exchange:
     """The cut matrices of one process group and step. Making it sends; `finish` works and sends back.
 
-    Both exchanges use the same two buffers: what came is overwritten by what it became.
+    Both ways use the same memory: what came is overwritten by what it became.
     """
 
     def __init__(self, matrices: list[_Matrix], plan: _Plan, *, dtype: torch.dtype) -> None:
         self.matrices, self.plan = matrices, plan
-        self.work: dist.Work | None = None
         if not plan.is_needed:
             return
-        cut, device = matrices[0].cut, matrices[0].local.device
-        self.group = cast(dist.ProcessGroup, cut.group)
-        self.lent = _Parts(
-            [(peer, matrices[i].cut.holders[cut.rank]) for peer, i in plan.lent], dtype, device
-        )
-        borrowed = [(peer, matrices[i].cut.holders[peer]) for peer, i in plan.borrowed]
-        self.borrowed = _Parts(borrowed, dtype, device)
-        for part, (_, i) in zip(self.lent.parts, plan.lent, strict=True):
-            part.copy_(matrices[i].direction())
-        self.work = _send(self.lent, self.borrowed, self.group, async_op=True)
+        group = cast(dist.ProcessGroup, matrices[0].cut.group)
+        self.moves = AllToAll(plan.messages, group=group, dtype=dtype, device=matrices[0].local.device)
+        for message, rows in self.moves.outgoing:
+            rows.copy_(matrices[message.source].direction())
+        self.work = self.moves.send()
 
     def finish(self) -> None:
-        if self.work is None:
+        if not self.plan.is_needed:
             return
         self.work.wait()
         borrowed: dict[int, list[tuple[Box, Tensor]]] = defaultdict(list)
-        for part, (peer, i) in zip(self.borrowed.parts, self.plan.borrowed, strict=True):
-            borrowed[i].append((self.matrices[i].cut.holders[peer], part))
+        for message, rows in self.moves.incoming:
+            borrowed[message.target].append((message.box, rows))
         for i in self.plan.mine:
             self._orthogonalise(self.matrices[i], borrowed[i])
-        _send(self.borrowed, self.lent, self.group, async_op=False)
-        for part, (_, i) in zip(self.lent.parts, self.plan.lent, strict=True):
-            self.matrices[i].apply(part)
+        self.moves.send_back()
+        for message, rows in self.moves.outgoing:
+            self.matrices[message.source].apply(rows)
 
     def _orthogonalise(self, matrix: _Matrix, borrowed: list[tuple[Box, Tensor]]) -> None:
-        own = matrix.cut.holders[matrix.cut.rank]
-        whole = self.borrowed.buffer.new_empty(matrix.cut.shape)
-        whole[_slices(own)].copy_(matrix.direction())
-        for box, part in borrowed:
-            whole[_slices(box)].copy_(part)
+        box, own = Box.whole(matrix.cut.shape), matrix.cut.holders[matrix.cut.rank]
+        whole = borrowed[0][1].new_empty(matrix.cut.shape)
+        part(box, whole, own).copy_(matrix.direction())
+        for theirs, rows in borrowed:
+            part(box, whole, theirs).copy_(rows)
         result = matrix.orthogonalised(whole)
-        for box, part in borrowed:
-            part.copy_(result[_slices(box)])
-        matrix.apply(result[_slices(own)])
-
-
-class _Parts:
-    """Boxes end to end in one buffer, in the order of the ranks they go to or come from."""
-
-    def __init__(self, boxes: list[tuple[int, Box]], dtype: torch.dtype, device: torch.device) -> None:
-        sizes = [box.numel for _, box in boxes]
-        self.buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
-        self.parts = [
-            flat.view(box.sizes) for flat, (_, box) in zip(self.buffer.split(sizes), boxes, strict=True)
-        ]
-        self.numel_by_rank: dict[int, int] = defaultdict(int)
-        for peer, box in boxes:
-            self.numel_by_rank[peer] += box.numel
-
-
-def _send(source: _Parts, target: _Parts, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-    """Every rank's parts to the ranks they are for. Collective over `group`."""
-    received, sent = (
-        [parts.numel_by_rank.get(rank, 0) for rank in range(group.size())] for parts in (target, source)
-    )
-    work = dist.all_to_all_single(
-        target.buffer, source.buffer, received, sent, group=group, async_op=async_op
-    )
-    return cast(dist.Work | None, work)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(map(slice, box.offsets, box.ends))
+        for theirs, rows in borrowed:
+            rows.copy_(part(box, result, theirs))
+        matrix.apply(part(box, result, own))
