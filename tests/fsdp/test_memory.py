@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,7 +16,9 @@ from shardwise.fsdp.module_state import state_of
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of unsharded buffers that exist now."""
     states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    return sum(full.untyped_storage().nbytes() for s in states for g in s.groups for full in g.full)
+    groups = [g for s in states for g in s.groups]
+    buffers = [b for g in groups for b in (g.full if hasattr(g, "full") else [b.full for b in g.buffers])]
+    return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
 
 @on_ranks(2)
@@ -25,6 +28,29 @@ def test_unsharded_memory_exists_only_inside_a_step() -> None:
     between = []
     step(model, then=lambda: between.append(gathered_bytes(model)))
     assert between == [root + block]  # the root, and the last block, which backward needs first
+    assert gathered_bytes(model) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_kept_storage_is_refilled_where_it_is(layout: str) -> None:
+    model, expected = sharded_net(layout=layout), sharded_net(layout=layout)
+    model.set_keep_unsharded_storage(True)
+    seen: list[int] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda m, *unused: seen.append(m.up.weight.data_ptr()))
+    for net in (model, expected):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            step(net)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen[:3] == seen[3:]
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+    assert gathered_bytes(model) >= 4 * sum(param.numel() for param in Net().parameters())
+    model.set_keep_unsharded_storage(False)
+    step(model)
     assert gathered_bytes(model) == 0
 
 

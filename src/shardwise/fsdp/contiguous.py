@@ -295,7 +295,8 @@ class ContiguousGroup(ParamGroup):
         self, buffer: _Buffer, group: dist.ProcessGroup, comm: AllGather, async_op: bool
     ) -> dist.Work | None:
         assert buffer.storage is not None
-        buffer.storage.resize_(buffer.nbytes)
+        if not self.holds_memory:
+            buffer.storage.resize_(buffer.nbytes)
         source = buffer.kept
         if source is None:
             source = buffer.held
@@ -400,6 +401,12 @@ class ContiguousGroup(ParamGroup):
     def _free_unsharded(self) -> None:
         if self.curtain is not None:
             self.curtain.close()
+        if self.settings.keep_unsharded_storage:
+            if self.streams is not None:  # the next gather overwrites what computation may still read
+                self.streams.all_gather.wait_stream(current_stream(self.device))
+            self.holds_memory = all(buffer.full.untyped_storage().nbytes() for buffer in self.buffers)
+            return
+        self.holds_memory = False
         if self.streams is not None:
             storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
             self.streams.free_later(self.buffers, storages, current_stream(self.device))

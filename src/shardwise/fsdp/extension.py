@@ -162,4 +162,6 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _resize(tensor: Tensor, numel: int) -> None:
-    tensor.untyped_storage().resize_(numel * tensor.element_size())
+    storage, size = tensor.untyped_storage(), numel * tensor.element_size()
+    if storage.nbytes() != size:  # else it would move
+        storage.resize_(size)

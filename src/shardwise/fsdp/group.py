@@ -67,6 +67,7 @@ class GroupSettings:
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True
+    keep_unsharded_storage: bool = False
     divide_factor: float | None = None
     force_sum: bool = False
     reduce_unused: bool = False
@@ -125,6 +126,7 @@ class ParamGroup(ABC):
         self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
         self.gather: AllGatherResult | None = None
         self.curtain: Curtain | None = None  # once there is unsharded memory, if it is ever freed
+        self.holds_memory = False  # though resharded; a storage that is resized moves, to the same size too
         self.gathered_at = -1  # the count of optimizer steps when last gathered
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.shard_group, _ = info.process_groups

@@ -270,8 +270,9 @@ class InterleavedGroup(ParamGroup):
             return None
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
-        for full in self.full:
-            full.untyped_storage().resize_(full.nbytes)
+        if not self.holds_memory:
+            for full in self.full:
+                full.untyped_storage().resize_(full.nbytes)
         self._copy_out(result, plan)
         for extended in self.extended.values():
             with torch.no_grad():
@@ -349,6 +350,10 @@ class InterleavedGroup(ParamGroup):
     def _free_unsharded(self) -> None:
         if self.curtain is not None:
             self.curtain.close()
+        if self.settings.keep_unsharded_storage:
+            self.holds_memory = all(full.untyped_storage().nbytes() for full in self.full)
+            return
+        self.holds_memory = False
         for full in self.full:
             full.untyped_storage().resize_(0)
         for extended in self.extended.values():

@@ -112,6 +112,13 @@ class ModuleSettings(nn.Module):
         """Whether backward frees the parameters. False saves gathers between accumulation steps."""
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding leaves the memory of whole parameters allocated, for the next gather to refill.
+
+        Their addresses then stay the same from step to step, as CUDA graphs need. Costs that memory.
+        """
+        self._set(recurse, keep_unsharded_storage=keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's parameters; False if it does not need them."""
         self._set(False, unshard_in_backward=unshard_in_backward)
