@@ -44,6 +44,8 @@ def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
 
 def given(names: list[str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments in the order of `names`, None for what is not given."""
+    if not kwargs and args and len(args) <= len(names) and isinstance(args[0], ShardedTensor):
+        return [*args, *[None] * (len(names) - len(args))]
     found = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         found[name if name in names else _ALIASES.get(name, name)] = value
