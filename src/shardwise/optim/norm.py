@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
+from shardwise.comm.extremes import extreme
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import ShardedTensor
@@ -159,21 +160,19 @@ def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:
 
 
 def _all_reduce(totals: Tensor, group: dist.ProcessGroup, *, infinite: bool) -> Tensor:
-    """The totals over `group`. A backend's MAX may drop NaN, so for infinity that travels beside."""
+    """The totals over `group`: sums, or maxima for infinity."""
     if not infinite:
-        _in_place(totals, dist.ReduceOp.SUM, group)
-        return totals
-    both = torch.stack([totals.nan_to_num(nan=0.0, posinf=math.inf), totals.isnan().to(totals.dtype)])
-    _in_place(both, dist.ReduceOp.MAX, group)
-    return both[0].masked_fill(both[1] > 0, math.nan)
+        return _in_place(totals, dist.ReduceOp.SUM, group)
+    return extreme(totals, lambda each: _in_place(each, dist.ReduceOp.MAX, group), largest=True)
 
 
-def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         dist.all_reduce(totals, op=op, group=group)
-        return
+        return totals
     with announced(group, "reduce norms"):
         dist.all_reduce(totals, op=op, group=group)
+    return totals
 
 
 def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:

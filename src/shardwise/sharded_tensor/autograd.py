@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
+from shardwise.comm import extremes
 from shardwise.comm.agree import Agreement
 from shardwise.comm.exchange import exchange, part
 from shardwise.layout import Box, Message, transfer
@@ -104,13 +105,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
 def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
     """The greatest or least of every rank's elements, NaN where one is NaN; no gradient. Collective."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
-    if not tensor.is_floating_point():
-        return all_reduced(tensor, group, op)
-    worst, sign = (-torch.inf, 1) if largest else (torch.inf, -1)
-    no_number = tensor.isnan()  # a backend's maximum may lose it: it travels beside
-    both = torch.stack([tensor.masked_fill(no_number, worst), no_number.to(tensor.dtype) * sign])
-    value, no_number = all_reduced(both, group, op).unbind()
-    return value.masked_fill(no_number != 0, torch.nan)
+    return extremes.extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
 
 def moved(

@@ -1,8 +1,4 @@
-"""Entries of torch's distributed checkpoints, and torch's state-dict functions.
-
-Every rank writes and reads its own shards, so that any other cut, number of ranks or kind of tensor reads
-what was written. Shards without elements are left out; of a tensor without elements the holder of the first
-shard writes all, so that checkpoints know it at all.
+"""Sharded tensors in torch's distributed checkpoints, and in torch's state-dict functions.
 
 `torch.distributed.checkpoint.state_dict` gathers and cuts sharded tensors as it does DTensors, from when this
 module is imported.
@@ -12,16 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.metadata import TensorProperties as StoredProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box
+from shardwise.sharded_tensor import entries
 from shardwise.sharded_tensor.ops.operands import within
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -30,22 +24,15 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 @does(ShardedTensor.__create_write_items__)
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
     """What this rank writes to a checkpoint; nothing on some ranks."""
-    size = sharded.metadata().size
-    properties = StoredProperties.create_from_tensor(sharded.anchor.detach())
-    return [
-        WriteItem(
-            index=MetadataIndex(name, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-        )
-        for chunk in _chunks(sharded)
-    ]
+    return entries.write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
 @does(ShardedTensor.__create_chunk_list__)
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """What this rank writes and reads."""
-    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(sharded)]
+    """What this rank writes and reads; of a tensor without elements, the holder of its first shard."""
+    ranks = [shard.rank for shard in sharded.metadata().shards_metadata]
+    first = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
+    return entries.chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())
 
 
 @does(ShardedTensor.__get_tensor_shard__)
@@ -60,16 +47,6 @@ def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
         f"{here()}: expected a shard at {index.offset} of a tensor of shape {tuple(sharded.metadata().size)},"
         f" found {sharded.boxes}"
     )
-
-
-def _boxes(sharded: ShardedTensor) -> list[Box]:
-    """This rank's boxes with elements; the whole of a tensor without, on the holder of its first shard."""
-    metadata = sharded.metadata()
-    if metadata.size.numel():
-        return [box for box in sharded.boxes if not box.is_empty]
-    ranks = [shard.rank for shard in metadata.shards_metadata]
-    holder = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
-    return [Box.whole(metadata.size)] if holder == dist.get_rank() else []
 
 
 def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Row ranges to whole tensors, to other row ranges, to DTensors, and to entries of torch's checkpoints.
+"""Row ranges to whole tensors, other row ranges and DTensors, and back.
 
 Two ways of cutting rows over one process group differ by who sends which rows to whom: the intersections
 of intervals. One all-to-all moves each row at most once.
@@ -12,8 +12,6 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -247,30 +245,3 @@ def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
         with announced(group, f"add up a gradient\nof shape {list(piece.shape)}"):
             dist.all_reduce(value, group=group)
     return value
-
-
-# Entries of torch's distributed checkpoints
-
-
-def chunks(piece: Piece) -> list[ChunkStorageMetadata]:
-    """What this rank writes and reads: nothing where it holds no rows.
-
-    Of a tensor without elements the first rank holds all, so that checkpoints know it at all.
-    """
-    nobody = piece.shape.numel() == 0
-    if piece.box.is_empty and not (nobody and piece.rank == 0):
-        return []
-    box = Box.whole(piece.shape) if nobody else piece.box
-    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))]
-
-
-def write_items(name: str, local: Tensor, piece: Piece) -> list[WriteItem]:
-    """What this rank writes to a checkpoint."""
-    return [
-        WriteItem(
-            MetadataIndex(name, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(local), piece.shape),
-        )
-        for chunk in chunks(piece)
-    ]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
+from shardwise.comm import extremes
 from shardwise.comm.watch import announced
 from shardwise.sharded_tensor.rows.convert import gather_tensor_parallel
 from shardwise.sharded_tensor.rows.operands import refuse, rows
@@ -33,27 +34,22 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
-    """The ranks' values combined, elementwise, in their dtype. Collective over `groups`.
-
-    A backend's MAX may drop NaN, so for extremes that travels beside.
-    """
+    """The ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
     if not groups:
         return value
-    extreme = reduce in (MAX, MIN)
     if value.is_floating_point():
         wide = torch.promote_types(value.dtype, torch.float32)
     else:
         wide = value.dtype if value.is_complex() else torch.int64
-    sent = value.to(wide)
-    if extreme and value.is_floating_point():
-        worst, flag = (-math.inf, 1) if reduce == MAX else (math.inf, -1)
-        sent = torch.stack([sent.masked_fill(sent.isnan(), worst), sent.isnan().to(wide) * flag])
-    sent = sent.clone(memory_format=torch.contiguous_format)
-    for group in groups:
-        sent = all_reduced(sent, reduce, group)
-    if extreme and value.is_floating_point():
-        sent = sent[0].masked_fill(sent[1] != 0, math.nan)
-    return sent.to(value.dtype)
+
+    def over_groups(sent: Tensor) -> Tensor:
+        for group in groups:
+            sent = all_reduced(sent, reduce, group)
+        return sent
+
+    if reduce in (MAX, MIN):
+        return extremes.extreme(value.to(wide), over_groups, largest=reduce == MAX).to(value.dtype)
+    return over_groups(value.to(wide, copy=True, memory_format=torch.contiguous_format)).to(value.dtype)
 
 
 def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:

@@ -24,6 +24,7 @@ from shardwise import _compat
 from shardwise._compat.dtensors import OwnDTensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
+from shardwise.sharded_tensor import entries
 from shardwise.sharded_tensor.rows import autograd, convert
 from shardwise.sharded_tensor.rows.piece import Piece, piece_of
 from shardwise.sharded_tensor.rows.registry import HANDLERS, handler_of
@@ -272,10 +273,10 @@ class ShardedRows(OwnDTensor):
     # torch.distributed.checkpoint's protocol for tensors that know their parts
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        return convert.write_items(name, self._local_tensor, self.piece)
+        return entries.write_items(name, self.__create_chunk_list__(), self.shape, like=self._local_tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return convert.chunks(self.piece)
+        return entries.chunks([self.box], self.shape, is_first=self.piece.rank == 0)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self._local_tensor
