@@ -127,7 +127,6 @@ class Order:
         self.asking = False
         self.verdict: str | None = None
         self._posted: str | None = None
-        self._said_left = False
         self._told: Node | None = None
         self._posts = itertools.count()
 
@@ -145,13 +144,17 @@ class Order:
 
     def begin_pass(self, event: Event) -> None:
         """Announce that a root module's forward begins."""
-        if self.left is not None or self._said_left:
-            self.abandoned.append(self.passes)
-        self.left = self.backward_thread = None
-        if self._said_left:
-            self.post()
+        if self.left is not None or self.backward_thread is not None:
+            self._abandon_pass()
         self.advance(event)
         self._end_pass()
+
+    def _abandon_pass(self) -> None:
+        left = self.left or self._left_backward()
+        self.left = self.backward_thread = None
+        if left is not None:
+            self.abandoned.append(self.passes)
+            self.post()
 
     def _end_pass(self) -> None:
         self.ended[self.passes] = self.at
@@ -215,14 +218,12 @@ class Order:
         if self.at is not self._told:  # at length, as where ranks differ it is shown
             self._told = self.at
             self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
-        left = self.left or self._left_backward()
-        self._said_left = left is not None
         record = {
             "passes": self.passes,
             "depth": self.at.depth,
             "digest": self.at.digest.hex(),
             "event": self.doing(),
-            "left": left,
+            "left": self.left or self._left_backward(),
             "verdict": self.verdict,
             "frame": _frame(),
             "posts": next(self._posts),

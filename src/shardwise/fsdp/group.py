@@ -243,7 +243,7 @@ class ParamGroup(ABC):
         resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
         return "\n".join(
             [
-                f"group '{self.name}', {self.strategy}, which {resharded} after forward",
+                f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward",
                 *[f"'{self.name}' with {chosen}" for chosen in self._chosen()],
                 self.layout_words,
             ]
