@@ -21,6 +21,7 @@ from shardwise.tensor_parallel import tensor_parallel_transformation
 from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best, choose, price
 from shardwise.tensor_parallel.explain import counts
 from shardwise.tensor_parallel.exploring import explore, repeated
+from shardwise.tensor_parallel.program import read
 from shardwise.tensor_parallel.space import STYLES, Space
 
 CHEAP = Prices(latency=1e-9)  # for tiny models, which are not worth a collective otherwise
@@ -124,7 +125,7 @@ def program(name: str) -> ExportedProgram:
 
 @functools.cache
 def space(name: str, ranks: int) -> Space:
-    return explore(program(name), ranks)
+    return explore(read(program(name)), ranks)
 
 
 def layer_styles(plan: ChosenPlan, prefix: str) -> dict[str, str]:

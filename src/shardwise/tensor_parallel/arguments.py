@@ -56,6 +56,8 @@ def check_device(device_type: Any) -> None:
 
 
 def check_strategies(strategies: Any) -> None:
+    if strategies == "auto":
+        return
     if isinstance(strategies, Mapping):
         wrong = next((name for name in strategies if not isinstance(name, str)), None)
         if wrong is None:

@@ -36,6 +36,7 @@ from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.exploring import explore
+from shardwise.tensor_parallel.program import read
 from shardwise.tensor_parallel.space import STYLES, Space, State, Use
 
 _SCALE = 1e6  # the objective's largest coefficient, far above the solver's tolerances of 1e-6
@@ -186,7 +187,7 @@ def choose(
     Raises:
         ShardingError: fewer than one rank, a program without tensors, or a budget that no plan meets.
     """
-    return best(explore(program, world_size), prices=prices, memory_budget=memory_budget)
+    return best(explore(read(program), world_size), prices=prices, memory_budget=memory_budget)
 
 
 def best(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from shardwise import _compat
+from shardwise.tensor_parallel.nodes import op_of
 from shardwise.tensor_parallel.placement import same_size
 
 aten: Any = torch.ops.aten
@@ -62,7 +63,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _normalize(graph: fx.Graph, node: fx.Node) -> None:
-    name = _name(node)
+    name = op_of(node)
     if name in _DROPPED:
         graph.erase_node(node)
         return
@@ -134,7 +135,7 @@ def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
         return None if weight is None else (node.args[0], weight)
     if name == "bmm":
         right = node.args[1]
-        while isinstance(right, fx.Node) and _name(right) in ("view", "expand", "reshape", "unsqueeze"):
+        while isinstance(right, fx.Node) and op_of(right) in ("view", "expand", "reshape", "unsqueeze"):
             right = right.args[0]
         weight = _transposed(right)
         return None if weight is None or len(weight.meta["val"].shape) != 2 else (node.args[0], weight)
@@ -143,7 +144,7 @@ def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
 
 def _transposed(node: Any) -> fx.Node | None:
     """The parameter of which `node` is the transpose."""
-    if not isinstance(node, fx.Node) or _name(node) not in ("permute", "t", "transpose", "numpy_T"):
+    if not isinstance(node, fx.Node) or op_of(node) not in ("permute", "t", "transpose", "numpy_T"):
         return None
     source = node.args[0]
     is_matrix = isinstance(source, fx.Node) and source.op == "placeholder" and source.meta["val"].ndim == 2
@@ -152,7 +153,3 @@ def _transposed(node: Any) -> fx.Node | None:
 
 def _is_vector(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.meta["val"].ndim == 1
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "").split(".")[0]

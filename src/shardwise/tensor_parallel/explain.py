@@ -22,7 +22,8 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from shardwise.comm.kinds import FUNCTIONAL, form_of
-from shardwise.tensor_parallel.placement import Split
+from shardwise.tensor_parallel.nodes import calls_of
+from shardwise.tensor_parallel.placement import Split, local_shape
 from shardwise.tensor_parallel.state import placement_from_json, record_of
 
 
@@ -108,9 +109,7 @@ def explain(program: ExportedProgram) -> Explanation:
         placement = placement_from_json(entry["placement"])
         itemsize = getattr(torch, entry["dtype"]).itemsize
         whole = math.prod(entry["shape"])
-        here = whole
-        if isinstance(placement, Split):
-            here = whole // max(1, entry["shape"][placement.dim]) * placement.size(record["rank"])
+        here = math.prod(local_shape(placement, entry["shape"], record["rank"]))
         rows.append(
             ParameterRow(
                 name,
@@ -152,10 +151,8 @@ def _collectives(graph: fx.Graph) -> Iterator[CollectiveRow]:
         value = node.meta.get("val")
         sizes = list(value.shape) if isinstance(value, Tensor) else []
         known = isinstance(value, Tensor) and all(isinstance(size, int) for size in sizes)
-        stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-        module = [str(entry[0]) for entry in stack.values()][-1:] or [""]
         size = math.prod(sizes) * value.element_size() if known else None
-        yield CollectiveRow(kind, size, module[0], node.name)
+        yield CollectiveRow(kind, size, (calls_of(node) or [""])[-1], node.name)
 
 
 def _text(placement: Any, rank: int) -> str:

@@ -14,51 +14,45 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
-from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.export.graph_signature import InputKind
 from torch.fx.node import map_arg
 
 from shardwise.comm.kinds import GATHER, sent_bytes
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel import arguments, state, transform
-from shardwise.tensor_parallel.canonical import canonical, functional
 from shardwise.tensor_parallel.explain import collective_kind
 from shardwise.tensor_parallel.heads import column_ranges
+from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, several
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
-from shardwise.tensor_parallel.placement import REPLICATE, Partial, Placement, Split, hint
-from shardwise.tensor_parallel.rules import name_of
+from shardwise.tensor_parallel.placement import REPLICATE, Partial, Placement, Split, hint, local_shape
+from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs
 from shardwise.tensor_parallel.space import STYLES, Group, Space, State, Step, Use
-from shardwise.tensor_parallel.styles import Plan
+from shardwise.tensor_parallel.state import fake_mode_of
 
 _MOST = 256  # combinations of states of an operation's inputs
 
 
-def explore(program: ExportedProgram, ranks: int) -> Space:
-    """What plans for `ranks` ranks can make of `program`, which stays as it is. Local; no weights are needed.
+def explore(whole: Whole, ranks: int) -> Space:
+    """What plans for `ranks` ranks can make of a program, which stays as it is. Local; no weights are needed.
 
     Raises:
         ShardingError: fewer than one rank, or a program without tensors.
     """
-    arguments.check_whole(program)
     if ranks < 1:
         raise ShardingError(f"a plan needs at least one rank, got world_size={ranks}")
-    program = functional(program)
-    graph = canonical(program)
-    parameters = transform.parameters_of(program, graph)
-    aliases = transform.untie(program, graph, parameters)
-    made = _Exploration(ranks, state.fake_mode_of(program), parameters, graph)
-    groups = _groups(program, made, aliases)
+    made = _Exploration(whole, ranks)
+    groups = _groups(made)
     for group in groups:
         made.begin(group)
-    for node in graph.nodes:
+    for node in whole.graph.nodes:
         if node.op == "output":
-            made.outputs(node, program.graph_signature)
+            made.outputs(node)
         else:
             made.visit(node)
-    sizes = {x.name: _nbytes(node) for node, x in parameters.items() if node not in aliases}
+    sizes = {x.name: nbytes(node) for node, x in whole.parameters.items() if node not in whole.aliases}
     used = {name for step in made.steps for use in step.uses for name, _ in use.placed}
     unused = sum(size for name, size in sizes.items() if name not in used)
     return Space(ranks, groups, tuple(made.steps), unused, made.start, sizes)
@@ -76,7 +70,7 @@ class _Local:
 
 
 _States = dict[State, _Local]
-_Builds = Callable[[Partition], None]
+_Builds = Callable[[Partition], Any]
 _Placed = tuple[tuple[int, tuple[int, ...]], ...]  # of the inputs, which are placed here, and ranks' bytes
 _Found = tuple[list[tuple[Use, _Placed]], list[_States]]
 
@@ -84,11 +78,10 @@ _Found = tuple[list[tuple[Use, _Placed]], list[_States]]
 class _Exploration:
     """Goes through the program once, knowing of each value all states that it can be in at this point."""
 
-    def __init__(
-        self, ranks: int, fake_mode: Any, parameters: dict[fx.Node, Parameter], graph: fx.Graph
-    ) -> None:
-        self.ranks, self.fake_mode, self.parameters = ranks, fake_mode, parameters
-        self.number = {node: index for index, node in enumerate(graph.nodes)}
+    def __init__(self, whole: Whole, ranks: int) -> None:
+        self.whole, self.ranks, self.parameters = whole, ranks, whole.parameters
+        self.number = {node: index for index, node in enumerate(whole.graph.nodes)}
+        self.fake_mode = fake_mode_of(whole.program)
         self.states: dict[fx.Node, _States] = {}
         self.start: dict[int, State] = {}
         self.steps: list[Step] = []
@@ -108,26 +101,14 @@ class _Exploration:
                 self.states[node] = {first: _Local(node.meta.get("val"))}
                 self.start[self.number[node]] = first
             return
-        self._step(node.all_input_nodes, node, lambda p: self._build(p, node))
+        self._step(node.all_input_nodes, node, lambda p: build(p, node))
 
-    def _build(self, p: Partition, node: fx.Node) -> None:
-        transform.reword(p, node)
-        transform.build(p, node, strict=False)
-
-    def outputs(self, node: fx.Node, signature: ExportGraphSignature) -> None:
+    def outputs(self, node: fx.Node) -> None:
         """Each output is a step of its own."""
-        by_name = {parameter.name: each for each, parameter in self.parameters.items()}
-        for spec, value in zip(signature.output_specs, node.args[0], strict=True):  # type: ignore[arg-type]
-            if not isinstance(value, fx.Node):
-                continue
-            owner = by_name.get(spec.target or "") if spec.kind in transform.WRITES else None
-
-            def build(p: Partition, value: fx.Node = value, owner: fx.Node | None = owner) -> None:
-                where = None if owner is None else p.parameters[owner].placement
-                p.take(value, where or REPLICATE)
-
-            inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
-            self._step(inputs, None, build)
+        for value, owner in outputs(self.whole, node):
+            if isinstance(value, fx.Node):
+                inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
+                self._step(inputs, None, partial(output, value=value, owner=owner))
 
     def _step(self, inputs: list[fx.Node], node: fx.Node | None, build: _Builds) -> None:
         outcome = inputs if node is None else [*inputs, node]
@@ -176,12 +157,10 @@ class _Exploration:
         cut: Any = None
         if any(own and len(each) > 1 for own, each in zip(owned, states, strict=True)):
             # how a weight is cut depends on what is done with the result
-            name = name_of(node).removeprefix("aten::").partition(".")[0]
-            if name not in ("linear", "mm", "addmm"):
+            if op_of(node) not in ("linear", "mm", "addmm"):
                 return None
             shape = node.meta["val"].shape
-            p = Partition(0, self.ranks, "", self.fake_mode, {})
-            cut = column_ranges(p, node, shape[-1], dim=len(shape) - 1)
+            cut = column_ranges(self._partition([], []), node, shape[-1], dim=len(shape) - 1)
         return node.target, args, tuple(told), users, states, owned, cut
 
     def _combinations(self, inputs: list[fx.Node]) -> list[tuple[tuple[State, _Local], ...]]:
@@ -258,7 +237,7 @@ def _told(x: fx.Node) -> Any:
     """Sizes, strides and dtype of a value, or of several; None if there are none or they are symbolic."""
     value = x.meta.get("val")
     found = []
-    for each in value if isinstance(value, (tuple, list)) else (value,):
+    for each in several(value):
         if not isinstance(each, Tensor) or not all(isinstance(size, int) for size in each.shape):
             return None
         found.append((tuple(each.shape), each.stride(), each.dtype))
@@ -268,107 +247,75 @@ def _told(x: fx.Node) -> Any:
 # ------------------------------------------------------------ sizes
 
 
-def _bytes(value: Any) -> int:
-    return math.prod(map(hint, value.shape)) * int(value.element_size()) if isinstance(value, Tensor) else 0
-
-
-def _nbytes(node: fx.Node) -> int:
-    return _bytes(node.meta["val"])
-
-
 def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
     """Bytes of a parameter that a rank holds."""
-    if not isinstance(placement, Split):
-        return _nbytes(parameter)
-    size = hint(parameter.meta["val"].shape[placement.dim])
-    return _nbytes(parameter) // max(1, size) * placement.size(rank)
+    shape = local_shape(placement, _sizes(parameter), rank)
+    size: int = parameter.meta["val"].element_size()
+    return math.prod(shape) * size
 
 
 def _sent(node: fx.Node, kind: str, ranks: int) -> int:
     """Bytes that each rank sends, by the least that the collective can do with."""
-    source: Any = node.args[0]
-    return sent_bytes(kind, _nbytes(node) if kind == GATHER else _nbytes(source), ranks=ranks)
-
-
-_PRODUCTS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "addbmm")
+    return sent_bytes(kind, nbytes(node if kind == GATHER else args_of(node)[0]), ranks=ranks)
 
 
 def _flops(node: fx.Node) -> int:
     """Of a product, a convolution or attention; other operations count as nothing."""
-    name = name_of(node).removeprefix("aten::").partition(".")[0]
-    args: Any = node.args
-    if name in _PRODUCTS:
-        left = args[1] if name in ("addmm", "baddbmm", "addbmm") else args[0]
-        return 2 * _numel(node) * hint(left.meta["val"].shape[-1])
-    if "convolution" in name or name in ("conv1d", "conv2d", "conv3d"):
-        return 2 * _numel(node) * math.prod(map(hint, args[1].meta["val"].shape[1:]))
-    if "scaled_dot_product" in name:
-        keys = hint(args[1].meta["val"].shape[-2])
-        return 2 * keys * (_numel(args[0]) + _numel(args[0]) // _last(args[0]) * _last(args[2]))
+    op, args = op_of(node), args_of(node)
+    if op in ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "addbmm"):
+        left = args[op in ("addmm", "baddbmm", "addbmm")]
+        return 2 * math.prod(_sizes(node)) * _sizes(left)[-1]
+    if "convolution" in op or op in ("conv1d", "conv2d", "conv3d"):
+        return 2 * math.prod(_sizes(node)) * math.prod(_sizes(args[1])[1:])
+    if "scaled_dot_product" in op:
+        q, k, v = map(_sizes, args[:3])
+        return 2 * k[-2] * math.prod(q[:-1]) * (q[-1] + v[-1])
     return 0
 
 
-def _numel(node: fx.Node) -> int:
-    value = node.meta["val"]
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    return math.prod(map(hint, first.shape))
-
-
-def _last(node: fx.Node) -> int:
-    return max(1, hint(node.meta["val"].shape[-1]))
+def _sizes(node: fx.Node) -> list[int]:
+    return [hint(size) for size in several(node.meta["val"])[0].shape]
 
 
 # ------------------------------------------------------------ what there is to choose
 
 
-def _groups(
-    program: ExportedProgram, made: _Exploration, aliases: dict[fx.Node, fx.Node]
-) -> tuple[Group, ...]:
+def _groups(made: _Exploration) -> tuple[Group, ...]:
     """The weights, those of repeated layers together, each with the vectors of its module."""
-    signature = program.graph_signature
-    kinds = {spec.target: spec.kind for spec in signature.input_specs}
-    written = transform._written(signature)
-    of_module: dict[str, list[fx.Node]] = defaultdict(list)
+    whole = made.whole
+    kinds = {spec.target: spec.kind for spec in whole.program.graph_signature.input_specs}
+    of_module: dict[str, list[str]] = defaultdict(list)
     weights: dict[str, fx.Node] = {}
-    for node, parameter in made.parameters.items():
-        is_parameter = kinds[parameter.name] == InputKind.PARAMETER and parameter.name not in written
-        if not is_parameter or node in aliases or not node.users:
+    for node, parameter in whole.parameters.items():
+        name = parameter.name
+        written = name in whole.written or kinds[name] != InputKind.PARAMETER
+        if written or node in whole.aliases or not node.users:
             continue
         if node.meta["val"].ndim >= 2:
-            weights[parameter.name] = node
+            weights[name] = node
         else:
-            of_module[parameter.name.rpartition(".")[0]].append(node)
+            of_module[name.rpartition(".")[0]].append(name)
     alike = repeated({name: _kind(node) for name, node in weights.items()})
     groups: dict[str, list[str]] = defaultdict(list)
     for name in weights:
         groups[alike[name]].append(name)
     found = []
     for names in groups.values():
-        states, vectors = [], []
-        for name in names:
-            states.append((weights[name], _first_states(made.parameters, weights[name], aliases)))
-            for vector in of_module.pop(name.rpartition(".")[0], []):
-                vectors.append(made.parameters[vector].name)
-                states.append((vector, _first_states(made.parameters, vector, aliases)))
-        numbered = tuple((made.number[node], by_style) for node, by_style in states)
-        found.append(Group(tuple(names), tuple(vectors), numbered))
+        vectors = {name: of_module.pop(name.rpartition(".")[0], []) for name in names}
+        states = tuple(
+            (made.number[whole.named[each]], _first_states(whole.named[each], each))
+            for name in names
+            for each in (name, *vectors[name])
+        )
+        found.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), states))
     return tuple(found)
 
 
-def _first_states(
-    parameters: dict[fx.Node, Parameter], node: fx.Node, aliases: dict[fx.Node, fx.Node]
-) -> tuple[State, ...]:
+def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
     """A parameter's state before its first use, for each style; in the word that fits that use."""
-    found = []
-    for style in STYLES:
-        own = {node: Parameter(parameters[node].name, node)}
-        asked = {} if style == STYLES[0] else {own[node].name: style}
-        if node.meta["val"].ndim >= 2:
-            transform._give_styles(Plan(styles=asked), own, aliases, [])
-        else:
-            own[node].style = asked.get(own[node].name)
-        found.append(State(None, style=own[node].style))
-    return tuple(found)
+    module = name.rpartition(".")[0]
+    styles = [at_first_use(parameter, style, module)[1] for style in STYLES[1:]]
+    return tuple(State(None, style=style) for style in (None, *styles))
 
 
 def _kind(weight: fx.Node) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from shardwise.tensor_parallel.nodes import args_of, op_of, several
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import Ranges, even, groups, hint, normal
 
@@ -89,8 +90,7 @@ class _Tracker:
         if stretch.count > 1 or stretch.shared > 1:
             yield stretch
         for user in node.users:
-            name = getattr(user.target, "__name__", "").split(".")[0]
-            value = user.meta.get("val")
+            name, value = op_of(user), user.meta.get("val")
             if name in _PARTS and user.args[0] is node:
                 yield from self._parts(user, name, dim, stretch)
             elif name in _ATTENTION and node in user.args[1:3]:
@@ -123,15 +123,15 @@ class _Tracker:
                 yield from self.follow(user, at, stretch)
 
     def _parts(self, user: fx.Node, name: str, dim: int, stretch: Stretch) -> Iterator[Stretch]:
-        along = part_dim(user, name, len(self.p.shape(user.args[0])))  # type: ignore[arg-type]
+        along = part_dim(user, len(self.p.shape(args_of(user)[0])))
         value: Any = user.meta["val"]
-        several = isinstance(value, (tuple, list))
         pieces: list[tuple[fx.Node, Tensor, int]] = []
-        at = 0
-        for index, piece in enumerate(value if several else ()):
-            pieces += [(item, piece, at) for item in user.users if item.args[1] == index]
-            at += 1 if name == "unbind" else hint(piece.shape[along])
-        if not several:
+        if isinstance(value, (tuple, list)):
+            at = 0
+            for index, piece in enumerate(value):
+                pieces += [(item, piece, at) for item in user.users if item.args[1] == index]
+                at += 1 if name == "unbind" else hint(piece.shape[along])
+        else:
             begin = user.args[2] if len(user.args) > 2 else 0
             begin = begin if isinstance(begin, int) else 0
             pieces = [(user, value, begin % stretch.count if along == dim and begin < 0 else begin)]
@@ -178,29 +178,27 @@ class _Tracker:
     def _taken_apart(self, node: fx.Node, dim: int) -> bool:
         """Are elements of `dim` selected one by one, as the three of a fused projection are?"""
         for user in node.users:
-            name = getattr(user.target, "__name__", "").split(".")[0]
             ndim = len(self.p.shape(node))
-            if name in ("transpose", "permute"):
+            if op_of(user) in ("transpose", "permute"):
                 found = self._taken_apart(user, order_of(user, ndim).index(dim))
             else:
-                found = name in _PARTS and part_dim(user, name, ndim) == dim and _singly(user, name, dim)
+                found = op_of(user) in _PARTS and part_dim(user, ndim) == dim and _singly(user, dim)
             if found:
                 return True
         return False
 
 
-def _singly(user: fx.Node, name: str, dim: int) -> bool:
+def _singly(user: fx.Node, dim: int) -> bool:
     """Does `user` take elements of a dim one by one?"""
-    value: Any = user.meta["val"]
-    pieces = value if isinstance(value, (tuple, list)) else [value]
-    return name in ("unbind", "select") or all(hint(piece.shape[dim]) == 1 for piece in pieces)
+    pieces = several(user.meta["val"])
+    return op_of(user) in ("unbind", "select") or all(hint(piece.shape[dim]) == 1 for piece in pieces)
 
 
 def _is_repeated(node: fx.Node) -> bool:
     """Is `node` an expanded value, maybe copied?"""
-    while getattr(node.target, "__name__", "").split(".")[0] in ("clone", "contiguous", "to", "_to_copy"):
-        node = node.args[0]  # type: ignore[assignment]
-    return getattr(node.target, "__name__", "").split(".")[0] == "expand"
+    while op_of(node) in ("clone", "contiguous", "to", "_to_copy"):
+        node = args_of(node)[0]
+    return op_of(node) == "expand"
 
 
 def order_of(node: fx.Node, ndim: int) -> list[int]:
@@ -217,9 +215,9 @@ def order_of(node: fx.Node, ndim: int) -> list[int]:
     return order
 
 
-def part_dim(node: fx.Node, name: str, ndim: int) -> int:
+def part_dim(node: fx.Node, ndim: int) -> int:
     """The dim along which a split, a slice or another of `_PARTS` takes parts."""
     rest = node.args[1:]
-    place = 0 if name in ("slice", "narrow", "select", "unbind") else 1
+    place = 0 if op_of(node) in ("slice", "narrow", "select", "unbind") else 1
     given: Any = rest[place] if len(rest) > place else node.kwargs.get("dim", 0)
     return int(given) % ndim

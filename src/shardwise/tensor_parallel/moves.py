@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature
 
 from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.nodes import calls_of
 from shardwise.tensor_parallel.partition import Partition, Value, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, even
 from shardwise.tensor_parallel.styles import REPLICATED, Layout, Plan
@@ -58,8 +59,7 @@ def _is_activation(node: fx.Node, signature: ExportGraphSignature) -> bool:
 
 def _call_of(node: fx.Node, module: str) -> str | None:
     """Which call of `module` a node belongs to."""
-    calls = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
-    return next((name for name in calls if name.partition("@")[0] == module), None)
+    return next((call for call in calls_of(node) if call.partition("@")[0] == module), None)
 
 
 def leave(plan: Plan, graph: fx.Graph) -> Moves:

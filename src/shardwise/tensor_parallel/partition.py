@@ -12,7 +12,7 @@ summed first, so that no two of them sum it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.placement import (
+    PARTIAL,
     REPLICATE,
     Interval,
     Partial,
@@ -31,8 +32,10 @@ from shardwise.tensor_parallel.placement import (
     Split,
     even,
     hint,
+    local_shape,
 )
 
+Placements = Placement | tuple[Placement, ...]  # of one value, or of several results
 aten: Any = torch.ops.aten
 c10d = _compat.functional_collectives
 
@@ -45,7 +48,7 @@ class Value:
     """
 
     node: Any
-    placement: Placement | tuple[Placement, ...]
+    placement: Placements
 
 
 @dataclass
@@ -62,16 +65,6 @@ class Parameter:
     node: fx.Node
     style: str | None = None
     placement: Placement | None = None
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """An operation without a rule, whose inputs were gathered: what it is, and what that costs."""
-
-    node: str
-    op: str
-    source: str
-    gathered_bytes: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Partition:
     parameters: dict[fx.Node, Parameter]
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, Value] = field(default_factory=dict)
-    replicated: list[Replicated] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     building: fx.Node | None = None  # the operation whose rule is at work; None where the plan moves a value
     gathers: list[Gathered] = field(default_factory=list)  # by operations
     waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # see `rules.loss`
@@ -127,7 +120,18 @@ class Partition:
             result = op(*map_arg(args, _value), **map_arg(kwargs, _value))
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
+        if self.building is not None:
+            _name_source(node, self.building)
         return node
+
+    def locally(self, node: fx.Node, inputs: Mapping[Any, Placement], placement: Placements) -> None:
+        """The node as it is, on `inputs` at their placements, all others whole; its value at `placement`."""
+
+        def taken(x: fx.Node) -> Any:
+            return self.take(x, inputs.get(x, REPLICATE))
+
+        made = self.emit(node.target, *map_arg(node.args, taken), **map_arg(node.kwargs, taken))
+        self.keep(node, made, placement)
 
     def repeat(self, node: fx.Node) -> None:
         """The node as it is in the whole program, on whole inputs."""
@@ -136,8 +140,7 @@ class Partition:
         target: Any = aten.reshape.default if str(node.target) in views else node.target
         made = self.graph.call_function(target, args, kwargs)
         made.meta.update(node.meta)
-        value = node.meta.get("val")
-        self.keep(node, made, (REPLICATE,) * len(value) if isinstance(value, (tuple, list)) else REPLICATE)
+        self.keep(node, made, REPLICATE)
 
     def is_whole(self, node: fx.Node) -> bool:
         """Are all inputs of `node` whole on every rank, and no parameter of them waits to be cut?"""
@@ -150,15 +153,9 @@ class Partition:
                 return False
         return True
 
-    def like(self, node: fx.Node, placement: Placement) -> Any:
-        """`placement`, once for each result of `node`."""
-        value = node.meta["val"]
-        return (placement,) * len(value) if isinstance(value, (tuple, list)) else placement
-
     def cut_of(self, *nodes: Any) -> Split | None:
         """How the first of `nodes` that is cut is cut; rather one of which ranks share nothing."""
-        cuts = [at for node in nodes if isinstance(at := self.placement(node), Split)]
-        return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
+        return rather_disjoint([at for node in nodes if isinstance(at := self.placement(node), Split)])
 
     def is_spread(self, x: fx.Node, dim: int, size: Any) -> bool:
         """Is the one element of a dim of `x` used for all of `size` elements of a result?"""
@@ -179,18 +176,19 @@ class Partition:
         stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
         return stack
 
-    def keep(self, node: fx.Node, made: Any, placement: Placement | tuple[Placement, ...]) -> None:
-        """The value of `node` is that of `made`, at `placement`."""
+    def keep(self, node: fx.Node, made: Any, placement: Placements) -> None:
+        """The value of `node` is that of `made`, at `placement`; of several results, each is."""
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)) and not isinstance(placement, tuple):
+            placement = (placement,) * len(value)
         if isinstance(placement, Split):
             size = self.shape(node)[placement.dim]
             if isinstance(size, int) and all(held == ((0, size),) for held in placement.ranges):
                 placement = REPLICATE
         if isinstance(made, fx.Node):
-            for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
-                if name in node.meta:
-                    made.meta.setdefault(name, node.meta[name])
+            _name_source(made, node)
             if placement == REPLICATE and "val" in node.meta:
-                made.meta["val"] = node.meta["val"]
+                made.meta["val"] = value
         self.values[node] = Value(made, placement)
 
     def take(self, node: Any, placement: Placement = REPLICATE) -> Any:
@@ -208,12 +206,19 @@ class Partition:
             return value.node
         key = (node, placement)
         if key not in self._moved:
-            self._moved[key] = self._move(node, value, placement)
+            user, self.building = self.building, None  # what moves a value is not of the module that takes it
+            self._moved[key] = self._move(node, value, placement, user)
+            self.building = user
         return self._moved[key]
 
     def take_all(self, args: Any) -> Any:
         """`args` of a node, every value in it replicated."""
         return map_arg(args, self.take)
+
+    def stays(self, x: fx.Node) -> Placement:
+        """Where an input is: terms of a sum stay so if this is their one use."""
+        at = self.placement(x)
+        return REPLICATE if at == PARTIAL and not self.may_stay_partial(x) else at
 
     def is_gathered(self, node: fx.Node) -> bool:
         """Is the whole of a value that is cut there already, for another user?"""
@@ -235,11 +240,10 @@ class Partition:
         value.placement = placement
         if isinstance(placement, Split):
             whole = node.meta["val"]
-            sizes = list(whole.shape)
-            sizes[placement.dim] = placement.size(self.rank)
+            shape = local_shape(placement, whole.shape, self.rank)
             with self.fake_mode:
                 value.node.meta["val"] = torch.empty(
-                    sizes, dtype=whole.dtype, device=whole.device, requires_grad=whole.requires_grad
+                    shape, dtype=whole.dtype, device=whole.device, requires_grad=whole.requires_grad
                 )
             for view in [view for view, source in self.transposed.items() if source is node]:
                 made: Any = self.values[view].node
@@ -253,7 +257,7 @@ class Partition:
         self.transposed[node] = source
         self.keep(node, self.emit(aten.t.default, self.values[source].node), REPLICATE)
 
-    def _move(self, node: fx.Node, value: Value, target: Placement) -> fx.Node:
+    def _move(self, node: fx.Node, value: Value, target: Placement, user: fx.Node | None) -> fx.Node:
         source = value.placement
         assert isinstance(value.node, fx.Node)
         if isinstance(target, Partial):
@@ -269,7 +273,7 @@ class Partition:
                 return self.inside(value.node, source, target)
             if (node, REPLICATE) not in self._moved:
                 self._moved[node, REPLICATE] = self.all_gather(value.node, source)
-                self.gathers += [Gathered(node, self.building)] if self.building is not None else []
+                self.gathers += [] if user is None else [Gathered(node, user)]
             whole = self._moved[node, REPLICATE]
             if target == REPLICATE:
                 return whole
@@ -366,6 +370,18 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
+def _name_source(made: fx.Node, node: fx.Node) -> None:
+    """`made` comes from the code that `node` does, unless it is said already."""
+    for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
+        if name in node.meta:
+            made.meta.setdefault(name, node.meta[name])
+
+
+def rather_disjoint(cuts: Sequence[Split]) -> Split | None:
+    """The first cut of which ranks share nothing, or the first one."""
+    return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
+
+
 def _in_order(split: Split, padded: int) -> list[tuple[int, int]]:
     """Where, in ranks' pieces padded to `padded` and laid end to end, the elements lie in their own order.
 
@@ -390,8 +406,3 @@ def _in_order(split: Split, padded: int) -> list[tuple[int, int]]:
         else:
             pieces.append((first + skip, last))
     return pieces
-
-
-def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
-    """`sizes` with another one at `dim`."""
-    return [*sizes[:dim], size, *sizes[dim + 1 :]]

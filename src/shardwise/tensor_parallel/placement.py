@@ -101,6 +101,18 @@ Placement = Replicate | Partial | Split
 REPLICATE, PARTIAL = Replicate(), Partial()
 
 
+def local_shape(placement: Placement | None, shape: Sequence[Any], rank: int) -> list[Any]:
+    """The shape of a rank's part of a value."""
+    if not isinstance(placement, Split):
+        return list(shape)
+    return with_dim(shape, placement.dim, placement.size(rank))
+
+
+def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
+    """`sizes` with another one at `dim`."""
+    return [*sizes[:dim], size, *sizes[dim + 1 :]]
+
+
 def shares(count: int, ranks: int) -> list[Interval]:
     """`count` things over `ranks` as evenly as possible, the first ranks having one more."""
     least, more = divmod(count, ranks)

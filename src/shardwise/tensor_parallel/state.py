@@ -31,7 +31,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.device import here_for
 from shardwise.tensor_parallel.partition import Partition
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
 from shardwise.tensor_parallel.styles import Plan
 
 RECORD = "shardwise.tensor_parallel"  # key in graph_module.meta["custom"]
@@ -83,10 +83,7 @@ def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
     Of a tensor without memory (on meta, or fake) it is one on meta.
     """
     if whole.is_meta or _compat.is_fake(whole):
-        sizes = [*whole.shape]
-        if isinstance(placement, Split):
-            sizes[placement.dim] = placement.size(rank)
-        made = torch.empty(sizes, dtype=whole.dtype, device="meta")
+        made = torch.empty(local_shape(placement, whole.shape, rank), dtype=whole.dtype, device="meta")
     elif isinstance(placement, Split):
         made = torch.cat(
             [whole.narrow(placement.dim, b, e - b) for b, e in intervals(placement, rank)], placement.dim

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from shardwise import _compat
+from shardwise.tensor_parallel.nodes import op_of, several
 from shardwise.tensor_parallel.operators import ops
 from shardwise.tensor_parallel.partition import Partition, aten, c10d
 from shardwise.tensor_parallel.placement import REPLICATE, Interval, Placement, Split, normal
@@ -155,7 +156,7 @@ class _Pass:
 
     def _result(self, waited: fx.Node, started: fx.Node) -> None:
         """What a collective gives."""
-        p, name = self.p, _name(started)
+        p, name = self.p, op_of(started)
         x: Any = started.args[0]
         scatters = name == "reduce_scatter_tensor"
         if x in self.flows:
@@ -196,8 +197,7 @@ class _Pass:
 
 def _seen_as(node: fx.Node) -> Any:
     """The value that `node` is another view of."""
-    target = node.target
-    return node.args[0] if _compat.is_operator(target) and _name(node) in _VIEWS else None
+    return node.args[0] if _compat.is_operator(node.target) and op_of(node) in _VIEWS else None
 
 
 def _collective(node: fx.Node) -> fx.Node | None:
@@ -205,25 +205,15 @@ def _collective(node: fx.Node) -> fx.Node | None:
     return node.args[0] if node.target is c10d.wait_tensor.default else None  # type: ignore[return-value]
 
 
-def _name(node: fx.Node) -> str:
-    return str(_compat.schema(node.target).name).partition("::")[2]  # type: ignore[union-attr]
-
-
 def _is_value(node: Any) -> bool:
     """Does `node` give a tensor, or several?"""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) or (
-        isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value)
-    )
+    return any(isinstance(value, Tensor) for value in several(node.meta.get("val")))
 
 
 def _has_gradient(node: Any) -> bool:
     """Has `node` a value of a dtype that gradients exist for?"""
-    if not isinstance(node, fx.Node):
-        return False
-    value = node.meta.get("val")
-    several = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in several)
+    values = several(node.meta.get("val")) if isinstance(node, fx.Node) else ()
+    return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:

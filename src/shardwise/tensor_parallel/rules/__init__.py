@@ -1,6 +1,6 @@
 """What every operation does to placements, and what it becomes on one rank."""
 
-from shardwise.tensor_parallel.rules import (
+from shardwise.tensor_parallel.rules import (  # noqa: F401 -- each registers its rules
     attention,
     backward,
     embedding,
@@ -10,25 +10,10 @@ from shardwise.tensor_parallel.rules import (
     norms,
     random,
     spatial,
+    views,
 )
 from shardwise.tensor_parallel.rules.parts import getitem
 from shardwise.tensor_parallel.rules.pointwise import is_pointwise, pointwise
-from shardwise.tensor_parallel.rules.registry import find, name_of, rule
+from shardwise.tensor_parallel.rules.registry import find, rule
 
-__all__ = [
-    "attention",
-    "backward",
-    "embedding",
-    "find",
-    "getitem",
-    "indexing",
-    "is_pointwise",
-    "linear",
-    "loss",
-    "name_of",
-    "norms",
-    "pointwise",
-    "random",
-    "rule",
-    "spatial",
-]
+__all__ = ["find", "getitem", "is_pointwise", "pointwise", "rule"]

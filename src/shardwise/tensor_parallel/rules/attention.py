@@ -9,30 +9,28 @@ import torch
 from torch import fx
 
 from shardwise import _compat
-from shardwise.tensor_parallel.partition import Partition, aten
+from shardwise.tensor_parallel.nodes import args_of, is_tensor
+from shardwise.tensor_parallel.partition import Partition, aten, rather_disjoint
 from shardwise.tensor_parallel.placement import Split
 from shardwise.tensor_parallel.rules.random import dropped
-from shardwise.tensor_parallel.rules.registry import rule
-from shardwise.tensor_parallel.rules.views import is_tensor
+from shardwise.tensor_parallel.rules.registry import aten_rule
 
 
-@rule(
-    "aten::scaled_dot_product_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_attention_math",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
+@aten_rule(
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
 )
 def attention(p: Partition, node: fx.Node) -> None:
-    q, k, v = node.args[:3]
-    assert isinstance(q, fx.Node)
+    q, k, v = args_of(node)[:3]
     batch = len(p.shape(q)) - 2
-    cuts = [at for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < batch]
-    cut = next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
+    cut = rather_disjoint([a for x in (q, k, v) if isinstance(a := p.placement(x), Split) and a.dim < batch])
     composite = node.target is aten.scaled_dot_product_attention.default
     if cut is None or (not composite and _dropout(node)):
         return p.repeat(node)
-    heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]  # type: ignore[arg-type]
+    heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]
     if heads != key_heads and cut.dim == batch - 1:
         return _grouped(p, node, group=heads // key_heads)
     return _emit(p, node, cut, p.take(k, cut), p.take(v, cut))
@@ -51,12 +49,12 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
     q, _, _, *rest = node.args
     others = [mask_for(p, x, cut, q) for x in rest]
     kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | changed
-    return p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), p.like(node, cut))
+    return p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), cut)
 
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
     """As products and softmax: a kernel that drops weights would draw for this rank's heads alone."""
-    args: Any = [*node.args, *(None, 0.0, False)[len(node.args) - 3 :]]
+    args = [*args_of(node), *(None, 0.0, False)[len(node.args) - 3 :]]
     q, keys, _, mask, share, is_causal = args
     here = p.take(q, cut)
     heads, key_heads = (each.meta["val"].shape[-3] for each in (here, k))
@@ -87,12 +85,11 @@ def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
 
 def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
     """Fewer heads of keys than of queries: each rank has the key heads that its queries use."""
-    q, k, v = node.args[:3]
-    at = p.placement(q)
-    dim = len(p.shape(q)) - 3  # type: ignore[arg-type]
+    q, k, v = args_of(node)[:3]
+    at, dim = p.placement(q), len(p.shape(q)) - 3
     if not isinstance(at, Split) or at.dim != dim:
-        at = p.evenly(q, dim)  # type: ignore[arg-type]
-    needed, whole_groups = key_heads(p, at, group=group, count=p.hints(k)[dim])  # type: ignore[arg-type]
+        at = p.evenly(q, dim)
+    needed, whole_groups = key_heads(p, at, group=group, count=p.hints(k)[dim])
     alone = all(needed.size(rank) == 1 for rank in range(p.ranks))
     if whole_groups or alone:
         return _emit(p, node, at, p.take(k, needed), p.take(v, needed))

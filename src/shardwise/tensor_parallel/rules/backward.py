@@ -13,12 +13,19 @@ from typing import Any
 
 from torch import fx
 
-from shardwise.tensor_parallel.partition import Partition, aten, with_dim
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split
+from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
+from shardwise.tensor_parallel.partition import Partition, aten
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, with_dim
 from shardwise.tensor_parallel.rules.attention import for_queries, key_heads, mask_for
-from shardwise.tensor_parallel.rules.loss import as_dtype, by_intervals, class_dim, loss_weights, own_index
-from shardwise.tensor_parallel.rules.registry import rule
-from shardwise.tensor_parallel.rules.views import is_tensor
+from shardwise.tensor_parallel.rules.loss import (
+    among_own,
+    as_dtype,
+    by_intervals,
+    class_dim,
+    loss_weights,
+    own_index,
+)
+from shardwise.tensor_parallel.rules.registry import aten_rule
 
 _NONE, _MEAN = 0, 1  # reductions
 
@@ -26,11 +33,10 @@ _NONE, _MEAN = 0, 1  # reductions
 # ------------------------------------------------------------ losses and softmax
 
 
-@rule("aten::nll_loss_backward", "aten::nll_loss2d_backward")
+@aten_rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(p: Partition, node: fx.Node) -> None:
     """Each row's gradient is one number at the target's place: on the rank that has it."""
-    args: Any = node.args
-    gradient, x, target, weight, reduction, ignored, total = args
+    gradient, x, target, weight, reduction, ignored, total = args_of(node)
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
         return p.repeat(node)
@@ -55,10 +61,9 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
     return p.keep(node, made, at)
 
 
-@rule("aten::_log_softmax_backward_data", "aten::_softmax_backward_data")
+@aten_rule("_log_softmax_backward_data", "_softmax_backward_data")
 def softmax_backward(p: Partition, node: fx.Node) -> None:
-    args: Any = node.args
-    gradient, result, along, dtype = args
+    gradient, result, along, dtype = args_of(node)
     at = p.cut_of(result, gradient)
     dim = along % max(1, len(p.shape(gradient)))
     if at is None or (at.dim == dim and not by_intervals(at, dim)):
@@ -66,15 +71,15 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
     here, below = p.take(gradient, at), p.take(result, at)
     if at.dim != dim:
         return p.keep(node, p.emit(node.target, here, below, dim, dtype), at)
-    if "log" in str(node.target):
-        total = _row_sums(p, gradient, dim)
-        if total is None:
-            total = p.all_reduce(p.emit(aten.sum.dim_IntList, here, [dim], True))
+    logarithm = "log" in op_of(node)
+    total = _row_sums(p, gradient, dim) if logarithm else None
+    if total is None:
+        term = here if logarithm else p.emit(aten.mul.Tensor, here, below)
+        total = p.all_reduce(p.emit(aten.sum.dim_IntList, term, [dim], True))
+    if logarithm:
         made = p.emit(aten.mul.Tensor, p.emit(aten.exp.default, below), total)
         made = p.emit(aten.sub.Tensor, here, made)
     else:
-        product = p.emit(aten.mul.Tensor, here, below)
-        total = p.all_reduce(p.emit(aten.sum.dim_IntList, product, [dim], True))
         made = p.emit(aten.mul.Tensor, p.emit(aten.sub.Tensor, here, total), below)
     return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), at)
 
@@ -82,7 +87,7 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
 def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
     """Sums of a loss's gradient along the cut dim, which are known whole."""
     source: Any = gradient
-    while source not in p.row_sums and str(source.target).split(".")[1:2] in (["view"], ["reshape"]):
+    while source not in p.row_sums and op_of(source) in ("view", "reshape"):
         source = source.args[0]
     known = p.row_sums.get(source)
     if known is None or source is gradient:
@@ -93,52 +98,47 @@ def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
 # ------------------------------------------------------------ norms
 
 
-@rule("aten::native_layer_norm_backward", "aten::_fused_rms_norm_backward")
+@aten_rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm_backward(p: Partition, node: fx.Node) -> None:
     """Over the last dims, which must be whole; each rank's rows add to the weights' gradients."""
-    args: Any = node.args
-    gradient, x, shape, *rest = args
+    gradient, x, shape, *rest = args_of(node)
     at = p.cut_of(x, gradient)
     if at is None or at.dim >= len(p.shape(x)) - len(shape) or not at.disjoint:
         return p.repeat(node)
-    count = 2 if "layer" in str(node.target) else 1  # means and deviations of rows, or these alone
-    statistics = [p.take(each, at) for each in rest[:count]]
-    here = p.take(gradient, at), p.take(x, at), shape, *statistics
-    made = p.emit(node.target, *here, *map(p.take, rest[count:]))
-    return p.keep(node, made, (at, *[PARTIAL] * (len(node.meta["val"]) - 1)))
+    statistics = rest[: 2 if "layer" in op_of(node) else 1]  # means and deviations of rows, or these alone
+    weights = [PARTIAL] * (len(node.meta["val"]) - 1)
+    return p.locally(node, dict.fromkeys([gradient, x, *statistics], at), (at, *weights))
 
 
 # ------------------------------------------------------------ attention
 
 
-@rule(
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-    "aten::_scaled_dot_product_flash_attention_backward",
-    "aten::_scaled_dot_product_efficient_attention_backward",
-    "aten::_scaled_dot_product_cudnn_attention_backward",
+@aten_rule(
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
 )
 def attention_backward(p: Partition, node: fx.Node) -> None:
     """Every head by itself: the gradients are cut as the queries, keys and values are."""
-    args: Any = node.args
-    _, q, k, v = args[:4]
-    at = p.cut_of(q, args[0], k, v)
+    gradient, q, k, v = args_of(node)[:4]
+    at = p.cut_of(q, gradient, k, v)
     heads = [p.hints(x)[-3] for x in (q, k, v)]
     if at is None or at.dim > 1 or (at.dim == 1 and len(set(heads)) > 1):
         return _grouped(p, node, at, group=heads[0] // heads[1]) if heads[1] == heads[2] else p.repeat(node)
-    return p.keep(node, _attention(p, node, at, p.take(k, at), p.take(v, at)), p.like(node, at))
+    return p.keep(node, _attention(p, node, at, p.take(k, at), p.take(v, at)), at)
 
 
 def _attention(p: Partition, node: fx.Node, at: Split, k: fx.Node, v: fx.Node) -> fx.Node:
-    args: Any = node.args
-    others = [_with_heads(p, x, at, args[1]) for x in args[4:]]
-    kwargs = {name: _with_heads(p, x, at, args[1]) for name, x in node.kwargs.items()}
-    return p.emit(node.target, p.take(args[0], at), p.take(args[1], at), k, v, *others, **kwargs)
+    gradient, q, _, _, *rest = args_of(node)
+    others = [_with_heads(p, x, at, q) for x in rest]
+    kwargs = {name: _with_heads(p, x, at, q) for name, x in node.kwargs.items()}
+    return p.emit(node.target, p.take(gradient, at), p.take(q, at), k, v, *others, **kwargs)
 
 
 def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> None:
     """Fewer heads of keys: where several ranks use one, each has a term of its gradient."""
-    args: Any = node.args
-    q, k, v = args[1:4]
+    _, q, k, v = args_of(node)[:4]
     if at is None or at.dim != 1 or at != p.placement(q) or any(len(held) > 1 for held in at.ranges):
         return p.repeat(node)
     count = p.shape(k)[1]
@@ -151,9 +151,8 @@ def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> No
     found = [p.emit(operator.getitem, made, place) for place in range(3)]
     begin, end = (*at.ranges[p.rank], (0, 0))[0]
     for place in (1, 2):  # of every head of queries, zeros where other ranks have them
-        every = p.emit(
-            aten.constant_pad_nd.default, found[place], [0, 0, 0, 0, begin, count * group - end], 0
-        )
+        padding = [0, 0, 0, 0, begin, count * group - end]
+        every = p.emit(aten.constant_pad_nd.default, found[place], padding, 0)
         apart = p.emit(aten.unflatten.int, every, 1, [count, group])
         found[place] = p.emit(aten.sum.dim_IntList, apart, [2])
     return p.keep(node, tuple(found), (at, PARTIAL, PARTIAL))
@@ -169,16 +168,15 @@ def _with_heads(p: Partition, x: Any, at: Split, q: fx.Node) -> Any:
 # ------------------------------------------------------------ parts and lookups
 
 
-@rule("aten::slice_backward", "aten::select_backward")
+@aten_rule("slice_backward", "select_backward")
 def part_backward(p: Partition, node: fx.Node) -> None:
     """A gradient among zeros: along another dim than the cut one."""
-    args: Any = node.args
-    gradient, sizes, dim, *rest = args
+    gradient, sizes, dim, *rest = args_of(node)
     at = p.cut_of(gradient)
     if at is None:
         return p.repeat(node)
     dim %= len(sizes)
-    there = at.on(at.dim + 1) if "select" in str(node.target) and at.dim >= dim else at
+    there = at.on(at.dim + (op_of(node) == "select_backward" and at.dim >= dim))
     if there.dim == dim or at.block is not None:
         return p.repeat(node)
     local = with_dim([p.take(size) for size in sizes], there.dim, there.size(p.rank))
@@ -186,39 +184,32 @@ def part_backward(p: Partition, node: fx.Node) -> None:
     return p.keep(node, made, there)
 
 
-@rule("aten::embedding_dense_backward")
+@aten_rule("embedding_dense_backward")
 def embedding_backward(p: Partition, node: fx.Node) -> None:
     """The gradient of a table, as the table is cut that the same ids were looked up in."""
-    gradient, ids, rows, padding, by_count = node.args
-    assert isinstance(ids, fx.Node)
-    at = _table_of(p, node, ids)
+    gradient, ids, _, padding, by_count = args_of(node)
+    at, last = _table_of(p, node, ids), len(p.shape(gradient)) - 1
     if not isinstance(at, Split):
         cut = p.cut_of(gradient)
-        last = len(p.shape(gradient)) - 1  # type: ignore[arg-type]
         if cut is None or cut.dim != last:
             return p.repeat(node)
         at = cut.on(1)
     if at.dim == 1:
-        here = p.take(gradient, at.on(len(p.shape(gradient)) - 1))  # type: ignore[arg-type]
-        made = p.emit(node.target, here, p.take(ids), rows, padding, by_count)
-        return p.keep(node, made, at)
+        return p.locally(node, {gradient: at.on(last)}, at)
     if len(at.ranges[p.rank]) > 1:
         return p.repeat(node)
     begin, end = (*at.ranges[p.rank], (0, 0))[0]
-    index = p.emit(aten.sub.Tensor, p.take(ids), begin)
-    below, above = p.emit(aten.lt.Scalar, index, 0), p.emit(aten.ge.Scalar, index, end - begin)
-    elsewhere = p.emit(aten.logical_or.default, below, above)
     # what other ranks have goes to one more row, which is left out then
-    local = p.emit(aten.masked_fill.Scalar, index, elsewhere, end - begin)
-    hole = padding - begin if begin <= padding < end else -1  # type: ignore[operator]
-    made = p.emit(node.target, p.take(gradient), local, end - begin + 1, hole, by_count)
+    local, _ = among_own(p, at, p.take(ids), hole=end - begin)
+    skipped = padding - begin if begin <= padding < end else -1
+    made = p.emit(node.target, p.take(gradient), local, end - begin + 1, skipped, by_count)
     return p.keep(node, p.emit(aten.slice.Tensor, made, 0, 0, end - begin), at)
 
 
 def _table_of(p: Partition, node: fx.Node, ids: fx.Node) -> Placement:
     """Where the table is that `ids` were looked up in, of the size of this gradient."""
     for user in ids.users:
-        if str(user.target).startswith("aten.embedding.") and user.args[1] is ids:
+        if op_of(user) == "embedding" and user.args[1] is ids:
             table: Any = user.args[0]
             if p.hints(table) == p.hints(node):
                 return p.placement(table)

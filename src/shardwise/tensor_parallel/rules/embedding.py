@@ -6,46 +6,36 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.tensor_parallel.nodes import args_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split
 from shardwise.tensor_parallel.rules.loss import own_index
-from shardwise.tensor_parallel.rules.registry import rule
+from shardwise.tensor_parallel.rules.registry import aten_rule
 
 
-@rule("aten::embedding")
+@aten_rule("embedding")
 def embedding(p: Partition, node: fx.Node) -> None:
-    weight, ids, *rest = node.args
-    assert isinstance(weight, fx.Node)
-    assert isinstance(ids, fx.Node)
+    weight, ids, *rest = args_of(node)
     parameter = p.parameters.get(weight)
-    style = parameter.style if parameter is not None else None
-    last = len(p.shape(node)) - 1
+    style, cut = (parameter.style, parameter.placement) if parameter is not None else (None, None)
+    if isinstance(cut, Split):
+        style = "row" if cut.dim == 0 else "column"
+    elif style is not None:
+        cut = p.evenly(weight, int(style == "column"))
+    if style == "row" and isinstance(cut, Split):
+        return _by_rows(p, node, cut, *rest)
+    if isinstance(cut, Split):
+        return p.locally(node, {weight: cut}, cut.on(len(p.shape(node)) - 1))
     at = p.placement(ids)
-    known = None if parameter is None else parameter.placement
-    if isinstance(known, Split):
-        style = "row" if known.dim == 0 else "column"
-    if style == "row":
-        return _by_rows(p, node, weight, ids, *rest)
-    if style == "column":
-        cut = known if isinstance(known, Split) else p.evenly(weight, 1)
-        made = p.emit(aten.embedding.default, p.take(weight, cut), p.take(ids), *rest)
-        return p.keep(node, made, cut.on(last))
     where: Placement = at if isinstance(at, Split) else REPLICATE
-    return p.keep(node, p.emit(aten.embedding.default, p.take(weight), p.take(ids, where), *rest), where)
+    return p.locally(node, {ids: where}, where)
 
 
 def _by_rows(
-    p: Partition,
-    node: fx.Node,
-    weight: fx.Node,
-    ids: fx.Node,
-    padding: Any = -1,
-    by_count: Any = False,
-    sparse: Any = False,
+    p: Partition, node: fx.Node, cut: Split, padding: Any = -1, by_count: Any = False, sparse: Any = False
 ) -> None:
     """Each rank looks up the ids whose rows it has; the others add nothing."""
-    known = p.parameters[weight].placement
-    cut = known if isinstance(known, Split) and known.dim == 0 else p.evenly(weight, 0)
+    weight, ids = args_of(node)[:2]
     table, index = p.take(weight, cut), p.take(ids)
     begin, end = (*cut.ranges[p.rank], (0, 0))[0]
     # one more row, of zeros, for ids of other ranks: where there is none, or where uses of a row are counted

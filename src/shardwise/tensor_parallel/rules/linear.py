@@ -11,38 +11,40 @@ from typing import Any
 from torch import fx
 
 from shardwise.tensor_parallel.heads import column_ranges
-from shardwise.tensor_parallel.partition import Partition, aten
+from shardwise.tensor_parallel.nodes import args_of, op_of
+from shardwise.tensor_parallel.partition import Partition, aten, rather_disjoint
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Partial, Placement, Split
-from shardwise.tensor_parallel.rules.registry import rule
+from shardwise.tensor_parallel.rules.registry import aten_rule, rule
 
 
-@rule("aten::linear")
+@aten_rule("linear")
 def linear(p: Partition, node: fx.Node) -> None:
-    x, weight, bias = (*node.args, None)[:3]
-    _product(p, node, x, weight, bias, out_dim=0, in_dim=1)
+    x, weight, bias = (*args_of(node), None)[:3]
+    return _product(p, node, x, weight, bias, out_dim=0)
 
 
-@rule("aten::addmm")
+@aten_rule("addmm")
 def addmm(p: Partition, node: fx.Node) -> None:
-    bias, x, weight = node.args[:3]
+    bias, x, weight = args_of(node)[:3]
     if node.kwargs or weight not in p.parameters:
-        return _general(p, node)
-    return _product(p, node, x, weight, bias, out_dim=1, in_dim=0)
+        return p.repeat(node)
+    return _product(p, node, x, weight, bias, out_dim=1)
 
 
-@rule("aten::mm")
-def mm(p: Partition, node: fx.Node) -> None:
-    x, weight = node.args[:2]
-    if weight not in p.parameters:
-        return _general(p, node)
-    return _product(p, node, x, weight, None, out_dim=1, in_dim=0)
+@aten_rule("mm", "matmul", "bmm")
+def product(p: Partition, node: fx.Node) -> None:
+    """By a parameter, or of activations: cut along a batch dim (heads), rows, columns or the summed dim."""
+    a, b = args_of(node)
+    styled = b in p.parameters and p.parameters[b].style is not None and len(p.shape(b)) == 2
+    if styled or (b in p.parameters and op_of(node) == "mm"):
+        return _product(p, node, a, b, None, out_dim=1)
+    at_a, at_b, out = _where(p, node, a, b)
+    return p.keep(node, p.emit(node.target, p.take(a, at_a), p.take(b, at_b)), out)
 
 
-def _product(
-    p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int, in_dim: int
-) -> None:
+def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int) -> None:
     """x @ weight + bias, where the weight is a parameter with a style, or any value."""
-    parameter = p.parameters.get(weight)
+    parameter, in_dim = p.parameters.get(weight), 1 - out_dim
     style, known = (parameter.style, parameter.placement) if parameter is not None else (None, None)
     if isinstance(known, Split):
         style = "column" if known.dim == out_dim else "row"
@@ -56,42 +58,33 @@ def _product(
         return made if bias is None else p.emit(aten.add.Tensor, made, bias)
 
     if style == "column":
-        cut = (
-            known
-            if isinstance(known, Split)
-            else Split(out_dim, column_ranges(p, node, p.hints(weight)[out_dim], dim=last))
-        )
+        cut = known
+        if not isinstance(cut, Split):
+            cut = Split(out_dim, column_ranges(p, node, p.hints(weight)[out_dim], dim=last))
         local_bias = None if bias is None else p.take(bias, cut.on(0))
-        p.keep(node, call(p.take(x), p.take(weight, cut), local_bias), cut.on(last))
-        return
+        return p.keep(node, call(p.take(x), p.take(weight, cut), local_bias), cut.on(last))
     if style == "row" or (isinstance(at, Split) and at.dim == last and p.placement(weight) != REPLICATE):
         cut = known if isinstance(known, Split) and known.disjoint else p.evenly(weight, in_dim)
         if isinstance(at, Split) and at.dim == last and at.disjoint and at.block is None and known is None:
             cut = at.on(in_dim)
         made = call(p.take(x, cut.on(last)), p.take(weight, cut), None)
         if bias is None:
-            p.keep(node, made, PARTIAL)
-        else:
-            p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(made), p.take(bias)), REPLICATE)
-        return
+            return p.keep(node, made, PARTIAL)
+        return p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(made), p.take(bias)), REPLICATE)
     where: Placement = at if isinstance(at, Split) and at.dim != last else REPLICATE
-    p.keep(node, call(p.take(x, where), p.take(weight), p.take(bias)), where)
+    return p.keep(node, call(p.take(x, where), p.take(weight), p.take(bias)), where)
 
 
 @rule("transformers::grouped_mm_fallback", "aten::_grouped_mm")
 def grouped(p: Partition, node: fx.Node) -> None:
     """Rows of x, each by the matrix [in, out] of its expert; all experts on every rank, each of them cut."""
-    x, weight, *rest = node.args
-    assert isinstance(weight, fx.Node)
-    wanted = expert_cut(p, weight)
-    ndim = len(p.shape(weight))
-    at = p.placement(weight) if wanted is None else wanted
-    if not isinstance(at, Split) or ndim != 3 or at.dim == 0:
+    x, weight = args_of(node)[:2]
+    at = expert_cut(p, weight) or p.placement(weight)
+    if not isinstance(at, Split) or len(p.shape(weight)) != 3 or at.dim == 0:
         return p.repeat(node)
-    others = [p.take(each) for each in rest], p.take_all(node.kwargs)
-    rows: Placement = REPLICATE if at.dim == 2 else at.on(1)
-    made = p.emit(node.target, p.take(x, rows), p.take(weight, at), *others[0], **others[1])
-    return p.keep(node, made, at.on(1) if at.dim == 2 else PARTIAL)
+    if at.dim == 2:
+        return p.locally(node, {weight: at}, at.on(1))
+    return p.locally(node, {x: at.on(1), weight: at}, PARTIAL)
 
 
 def expert_cut(p: Partition, weight: fx.Node) -> Split | None:
@@ -109,27 +102,14 @@ def expert_cut(p: Partition, weight: fx.Node) -> Split | None:
     return at.on(1) if isinstance(at, Split) and terms else p.evenly(weight, 1)
 
 
-@rule("aten::matmul", "aten::bmm")
-def _general(p: Partition, node: fx.Node) -> None:
-    """A product of two activations: cut along a batch dim (heads), rows, columns or the summed dim."""
-    a, b = node.args[-2:]
-    assert isinstance(b, fx.Node)
-    if node.target is aten.addmm.default:
-        return p.repeat(node)
-    if b in p.parameters and p.parameters[b].style is not None and len(p.shape(b)) == 2:
-        return _product(p, node, a, b, None, out_dim=1, in_dim=0)
-    at_a, at_b, out = _where(p, node, a, b)
-    return p.keep(node, p.emit(node.target, p.take(a, at_a), p.take(b, at_b)), out)
-
-
-@rule("aten::baddbmm")
+@aten_rule("baddbmm")
 def baddbmm(p: Partition, node: fx.Node) -> None:
     """A batch of products, and something added to each."""
-    first, a, b = node.args[:3]
+    first, a, b = args_of(node)[:3]
     at_a, at_b, out = _where(p, node, a, b)
     if isinstance(out, Partial):
         at_a = at_b = out = REPLICATE
-    added = p.aligned(first, out, p.shape(node)) if isinstance(out, Split) else REPLICATE  # type: ignore[arg-type]
+    added = p.aligned(first, out, p.shape(node)) if isinstance(out, Split) else REPLICATE
     made = p.emit(node.target, p.take(first, added), p.take(a, at_a), p.take(b, at_b), **node.kwargs)
     return p.keep(node, made, out)
 
@@ -145,8 +125,7 @@ def _where(p: Partition, node: fx.Node, a: Any, b: Any) -> tuple[Placement, Plac
         if isinstance(at, Split) and at.dim < ndim_x - 2:
             there = at.on(ndim - ndim_x + at.dim)
             batch += [] if p.is_spread(x, at.dim, p.shape(node)[there.dim]) else [there]
-    if batch:
-        cut = next((at for at in batch if at.disjoint), batch[0])
+    if (cut := rather_disjoint(batch)) is not None:
         return p.aligned(a, cut, p.shape(node)), p.aligned(b, cut, p.shape(node)), cut
     if isinstance(at_a, Split) and at_a.dim == ndim_a - 2:
         return at_a, REPLICATE, at_a.on(ndim - 2)

@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from shardwise.tensor_parallel.heads import order_of
+from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, regroup, same_size
-from shardwise.tensor_parallel.rules.registry import rule
-from shardwise.tensor_parallel.rules.views import is_tensor
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, regroup, same_size, with_dim
+from shardwise.tensor_parallel.rules.registry import aten_rule
 
 _HALF = (torch.float16, torch.bfloat16)
 _NLL = ("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
@@ -33,27 +33,29 @@ _NONE, _MEAN = 0, 1  # reductions
 # ------------------------------------------------------------ softmax
 
 
-@rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax")
+@aten_rule("softmax", "_softmax", "log_softmax", "_log_softmax")
 def softmax(p: Partition, node: fx.Node) -> None:
-    args: Any = node.args
-    x, dim = args[0], args[1] % max(1, len(p.shape(args[0])))
+    x, dim, *_ = args_of(node)
+    dim %= max(1, len(p.shape(x)))
     at = p.cut_of(x)
     if at is not None and at.dim != dim:
-        return p.keep(node, p.emit(node.target, p.take(x, at), *args[1:], **node.kwargs), at)
+        return p.locally(node, {x: at}, at)
     if at is None or not by_rows(p, x, dim):
         return p.repeat(node)
-    here = _less_maximum(p, x, at, dtype=node.meta["val"].dtype)
-    if not _name(node).endswith("log_softmax"):
-        powers = p.emit(aten.exp.default, here)
-        made = p.emit(aten.div.Tensor, powers, p.all_reduce(_row_sum(p, powers, dim)))
-        return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), at)
-    path = _to_loss(p, node, at)
-    if path is None:
-        total = p.all_reduce(_row_sum(p, p.emit(aten.exp.default, here), dim))
+    dtype = node.meta["val"].dtype
+    here = _less_maximum(p, x, at, dtype=dtype)
+    logarithm = op_of(node).endswith("log_softmax")
+    path = _to_loss(p, node, at) if logarithm else None
+    if path is not None:
+        p.waiting[path[-1]] = path
+        return p.keep(node, here, at)
+    powers = p.emit(aten.exp.default, here)
+    total = p.all_reduce(_row_sum(p, powers, dim))
+    if logarithm:
         made = p.emit(aten.sub.Tensor, here, p.emit(aten.log.default, total))
-        return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), at)
-    p.waiting[path[-1]] = path
-    return p.keep(node, here, at)
+    else:
+        made = p.emit(aten.div.Tensor, powers, total)
+    return p.keep(node, as_dtype(p, made, dtype), at)
 
 
 def by_rows(p: Partition, x: Any, dim: int) -> bool:
@@ -86,10 +88,6 @@ def as_dtype(p: Partition, here: fx.Node, dtype: torch.dtype) -> fx.Node:
     return here if here.meta["val"].dtype == dtype else p.emit(aten.to.dtype, here, dtype)
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
-
-
 # ------------------------------------------------------------ from a logarithm to the loss that it waits for
 
 
@@ -109,27 +107,27 @@ def _to_loss(p: Partition, node: fx.Node, at: Split) -> list[fx.Node] | None:
         found = _seen(p, user, seen[x])
         if found is None or found.block is not None:
             return None
-        turned = turned or _name(user) in ("transpose", "permute")
+        turned = turned or op_of(user) in ("transpose", "permute")
         seen[user] = found
 
 
 def _seen(p: Partition, user: fx.Node, at: Split) -> Split | None:
     """Where the result of `user` is cut if it is its input in another shape."""
-    name = _name(user)
+    name, x = op_of(user), args_of(user)[0]
     if name in ("contiguous", "clone", "alias", "detach"):
         return at
     if name in ("view", "reshape", "_unsafe_view") and not str(user.target).endswith("view.dtype"):
-        return regroup(at, p.shape(user.args[0]), p.shape(user))  # type: ignore[arg-type]
+        return regroup(at, p.shape(x), p.shape(user))
     if name in ("transpose", "permute"):
         return at.on(order_of(user, len(p.shape(user))).index(at.dim))
     return None
 
 
 def _is_loss(p: Partition, user: fx.Node, dim: int) -> bool:
-    args: Any = user.args
-    if _name(user) in _NLL:
-        return dim == class_dim(p, args[0]) and len(p.shape(args[1])) == len(p.shape(args[0])) - 1
-    return _name(user) == "gather" and is_chosen(p, user, dim)
+    if op_of(user) in _NLL:
+        x, target = args_of(user)[:2]
+        return dim == class_dim(p, x) and len(p.shape(target)) == len(p.shape(x)) - 1
+    return op_of(user) == "gather" and is_chosen(p, user, dim)
 
 
 def _summed(p: Partition, x: fx.Node, here: fx.Node, terms: Sequence[fx.Node], dim: int) -> list[fx.Node]:
@@ -155,8 +153,7 @@ def _end_waiting(p: Partition, x: fx.Node, logarithm: fx.Node) -> None:
         if all(user in waiting for user in each.users) or (each is x and len(x.users) == 1):
             continue
         here = p.take(each, at)
-        rows = p.shape(each)
-        rows[at.dim] = 1
+        rows = with_dim(p.shape(each), at.dim, 1)
         less = logarithm if each is x else p.emit(aten.reshape.default, logarithm, rows)
         p.keep(each, as_dtype(p, p.emit(aten.sub.Tensor, here, less), each.meta["val"].dtype), at)
 
@@ -166,8 +163,7 @@ def _end_waiting(p: Partition, x: fx.Node, logarithm: fx.Node) -> None:
 
 def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
     """Does the gather `node` take elements along `dim` from every row of its input, with int indices?"""
-    args: Any = node.args
-    x, along, index = args[:3]
+    x, along, index = args_of(node)[:3]
     if not is_tensor(index) or len(p.shape(index)) != len(p.shape(x)) or not p.shape(x):
         return False
     sizes = enumerate(zip(p.shape(index), p.shape(x), strict=True))
@@ -177,8 +173,7 @@ def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
 
 def choose(p: Partition, node: fx.Node) -> None:
     """x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
-    x, _, index = node.args[:3]
-    assert isinstance(x, fx.Node)
+    x, _, index = args_of(node)[:3]
     at = p.placement(x)
     assert isinstance(at, Split)
     here = p.take(x, at)
@@ -201,8 +196,7 @@ def chosen(p: Partition, here: fx.Node, at: Split, index: fx.Node, size: Any) ->
 
 def placed(p: Partition, node: fx.Node) -> None:
     """x.scatter(dim, index, value) along the cut dim, of one value a row: on the rank that has the place."""
-    x, _, index, value = node.args
-    assert isinstance(x, fx.Node)
+    x, _, index, value = args_of(node)
     at = p.placement(x)
     assert isinstance(at, Split)
     here, index = p.take(x, at), p.take(index)
@@ -220,19 +214,26 @@ def placed(p: Partition, node: fx.Node) -> None:
 def own_index(
     p: Partition, at: Split, index: fx.Node, size: Any, *, hole: int = 0, more: int = 0
 ) -> tuple[fx.Node, fx.Node]:
-    """Indices of a dim of `size` among this rank's elements; and which are those of other ranks: `hole`.
+    """As `among_own`, of a dim of `size`: what is no index of it is none of this rank's elements either.
 
-    What is no index of the whole dim is none of this rank's elements either, of which it has `more` than `at`
-    says: the operation that takes the result raises, and so on every rank.
+    The operation that takes the result, with `more` elements than `at` says, raises then on every rank.
     """
-    begin, end = (*at.ranges[p.rank], (0, 0))[0]
+    local, elsewhere = among_own(p, at, index, hole=hole)
+    nowhere = _outside(p, index, size)
+    return p.emit(aten.masked_fill.Scalar, local, nowhere, at.size(p.rank) + more), elsewhere
+
+
+def among_own(p: Partition, at: Split, index: fx.Node, *, hole: int) -> tuple[fx.Node, fx.Node]:
+    """Indices of the cut dim among this rank's elements; and which are those of other ranks: `hole`."""
+    begin, _ = (*at.ranges[p.rank], (0, 0))[0]
     local = p.emit(aten.sub.Tensor, index, begin)
-    below, above = p.emit(aten.lt.Scalar, local, 0), p.emit(aten.ge.Scalar, local, end - begin)
-    elsewhere = p.emit(aten.logical_or.default, below, above)
-    local = p.emit(aten.masked_fill.Scalar, local, elsewhere, hole)
+    elsewhere = _outside(p, local, at.size(p.rank))
+    return p.emit(aten.masked_fill.Scalar, local, elsewhere, hole), elsewhere
+
+
+def _outside(p: Partition, index: fx.Node, size: Any) -> fx.Node:
     below, above = p.emit(aten.lt.Scalar, index, 0), p.emit(aten.ge.Scalar, index, size)
-    nowhere = p.emit(aten.logical_or.default, below, above)
-    return p.emit(aten.masked_fill.Scalar, local, nowhere, end - begin + more), elsewhere
+    return p.emit(aten.logical_or.default, below, above)
 
 
 # ------------------------------------------------------------ losses
@@ -242,84 +243,83 @@ def class_dim(p: Partition, x: Any) -> int:
     return 1 if len(p.shape(x)) > 1 else 0
 
 
-@rule("aten::cross_entropy_loss")
+@aten_rule("cross_entropy_loss")
 def cross_entropy(p: Partition, node: fx.Node) -> None:
-    args: Any = [*node.args, *(None, None, _MEAN, -100, 0.0)[len(node.args) - 1 :]]
+    args = [*args_of(node), *(None, None, _MEAN, -100, 0.0)[len(node.args) - 1 :]]
     x, target, weight, reduction, ignored, smoothing = args
-    dim = class_dim(p, x)
-    if not by_rows(p, x, dim) or not isinstance(smoothing, (int, float)):
+    at, dim = p.placement(x), class_dim(p, x)
+    known = isinstance(smoothing, (int, float)) and isinstance(at, Split) and by_rows(p, x, dim)
+    by_probability = target.meta["val"].is_floating_point()
+    if not known or not (by_probability or len(p.shape(target)) == len(p.shape(x)) - 1):
         return p.repeat(node)
-    at = p.placement(x)
     assert isinstance(at, Split)
-    dtype = node.meta["val"].dtype
-    if target.meta["val"].is_floating_point():
-        here = _less_maximum(p, x, at, dtype=dtype)
-        rows = _of_probabilities(p, x, here, at, target, weight, smoothing)
-        made = rows if reduction == _NONE else p.emit(_over_rows(reduction), rows)
-        return p.keep(node, as_dtype(p, made, dtype), REPLICATE)
-    if len(p.shape(target)) != len(p.shape(x)) - 1:
-        return p.repeat(node)
+    dtype, classes = node.meta["val"].dtype, p.shape(x)[dim]
     here = _less_maximum(p, x, at, dtype=dtype)
-    index = p.emit(aten.unsqueeze.default, as_dtype(p, p.take(target), torch.int64), dim)
-    skipped = p.emit(aten.eq.Scalar, index, ignored)
-    terms = [chosen(p, here, at, p.emit(aten.masked_fill.Scalar, index, skipped, 0), p.shape(x)[dim])]
+    if by_probability:
+        made = _of_probabilities(p, x, here, at, target, weight, smoothing)
+        if reduction != _NONE:
+            made = p.emit(aten.mean.default if reduction == _MEAN else aten.sum.default, made)
+        return p.keep(node, as_dtype(p, made, dtype), REPLICATE)
+    index, skipped, term = _targets(p, x, here, at, target, ignored)
+    weighted = [_row_sum(p, _weighted(p, here, weight, at), dim)] if smoothing else []
+    logarithm, picked, *rest = _summed(p, x, here, [term, *weighted], dim)
+    loss, every = p.emit(aten.sub.Tensor, logarithm, picked), None
     if smoothing:
-        terms.append(_row_sum(p, _weighted(p, here, weight, at), dim))
-    logarithm, picked, *rest = _summed(p, x, here, terms, dim)
-    loss = p.emit(aten.sub.Tensor, logarithm, picked)
-    every = None
-    if smoothing:
-        classes = p.shape(x)[dim]
         total = classes if weight is None else p.emit(aten.sum.default, p.take(weight))
         every = p.emit(aten.sub.Tensor, p.emit(aten.mul.Tensor, logarithm, total), rest[0])
         every = p.emit(aten.mul.Tensor, every, smoothing / classes)
         loss = p.emit(aten.mul.Tensor, loss, 1 - smoothing)
-    made, _ = _of_rows(p, loss, index, dim, weight, reduction, ignored, every=every)
+    made, _ = _of_rows(p, loss, index, skipped, dim, weight, reduction, every=every)
     return p.keep(node, as_dtype(p, made, dtype), REPLICATE)
 
 
-@rule(*(f"aten::{name}" for name in _NLL))
+@aten_rule(*_NLL)
 def nll(p: Partition, node: fx.Node) -> None:
     """Of logarithms of probabilities; cross-entropy where these have waited."""
-    args: Any = [*node.args, *(None, _MEAN, -100)[max(0, len(node.args) - 2) :]]
+    args = [*args_of(node), *(None, _MEAN, -100)[max(0, len(node.args) - 2) :]]
     x, target, weight, reduction, ignored = args
     dim = class_dim(p, x)
     if x not in p.waiting and (not by_rows(p, x, dim) or len(p.shape(target)) != len(p.shape(x)) - 1):
         return p.repeat(node)
     at = p.placement(x)
     assert isinstance(at, Split)
-    index = p.emit(aten.unsqueeze.default, as_dtype(p, p.take(target), torch.int64), dim)
     here = p.take(x, at)
-    skipped = p.emit(aten.eq.Scalar, index, ignored)
-    term = chosen(p, here, at, p.emit(aten.masked_fill.Scalar, index, skipped, 0), p.shape(x)[dim])
+    index, skipped, term = _targets(p, x, here, at, target, ignored)
     if x in p.waiting:
         loss = p.emit(aten.sub.Tensor, *_summed(p, x, here, [term], dim))
     else:
         loss = p.emit(aten.neg.default, p.all_reduce(term))
-    made, total = _of_rows(p, loss, index, dim, weight, reduction, ignored)
-    value = node.meta["val"]
-    if not isinstance(value, (tuple, list)):
-        return p.keep(node, as_dtype(p, made, value.dtype), REPLICATE)
+    made, total = _of_rows(p, loss, index, skipped, dim, weight, reduction)
+    dtypes = [each.dtype for each in several(node.meta["val"])]
+    if len(dtypes) == 1:
+        return p.keep(node, as_dtype(p, made, dtypes[0]), REPLICATE)
     if reduction == _NONE:  # as torch says it then
         total = p.emit(aten.zeros_like.default, total)
-    return p.keep(
-        node, (as_dtype(p, made, value[0].dtype), as_dtype(p, total, value[1].dtype)), (REPLICATE, REPLICATE)
-    )
+    return p.keep(node, (as_dtype(p, made, dtypes[0]), as_dtype(p, total, dtypes[1])), REPLICATE)
+
+
+def _targets(
+    p: Partition, x: Any, here: fx.Node, at: Split, target: fx.Node, ignored: int
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Targets as indices of the cut dim, which are ignored, and this rank's terms of what they name."""
+    index = p.emit(aten.unsqueeze.default, as_dtype(p, p.take(target), torch.int64), at.dim)
+    skipped = p.emit(aten.eq.Scalar, index, ignored)
+    safe = p.emit(aten.masked_fill.Scalar, index, skipped, 0)
+    return index, skipped, chosen(p, here, at, safe, p.shape(x)[at.dim])
 
 
 def _of_rows(
     p: Partition,
     loss: fx.Node,
     index: fx.Node,
+    skipped: fx.Node,
     dim: int,
     weight: Any,
     reduction: int,
-    ignored: Any,
     *,
     every: fx.Node | None = None,
 ) -> tuple[fx.Node, fx.Node]:
     """The loss of whole rows, and the sum of their weights; `every`: what is added to weighted losses."""
-    skipped = p.emit(aten.eq.Scalar, index, ignored)
     weights = loss_weights(p, weight, index, skipped, dtype=loss.meta["val"].dtype)
     if weight is not None:
         loss = p.emit(aten.mul.Tensor, loss, weights)
@@ -348,8 +348,7 @@ def _weighted(p: Partition, here: fx.Node, weight: Any, at: Split) -> fx.Node:
     """This rank's elements by the weights of their classes."""
     if weight is None:
         return here
-    sizes = [1] * here.meta["val"].ndim
-    sizes[at.dim] = at.size(p.rank)
+    sizes = with_dim([1] * here.meta["val"].ndim, at.dim, at.size(p.rank))
     return p.emit(aten.mul.Tensor, here, p.emit(aten.reshape.default, p.take(weight, at.on(0)), sizes))
 
 
@@ -366,7 +365,3 @@ def _of_probabilities(
     logarithm, products, sums = _summed(p, x, here, terms, at.dim)
     found = p.emit(aten.sub.Tensor, p.emit(aten.mul.Tensor, logarithm, sums), products)
     return p.emit(aten.squeeze.dim, found, at.dim)
-
-
-def _over_rows(reduction: int) -> Any:
-    return aten.mean.default if reduction == _MEAN else aten.sum.default

@@ -7,146 +7,95 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, Split
-from shardwise.tensor_parallel.rules.registry import rule
-from shardwise.tensor_parallel.rules.views import is_tensor
+from shardwise.tensor_parallel.placement import PARTIAL
+from shardwise.tensor_parallel.rules.registry import aten_rule
 
-
-@rule("aten::layer_norm", "aten::native_layer_norm", "aten::rms_norm", "aten::_fused_rms_norm")
-def norm(p: Partition, node: fx.Node) -> None:
-    """Over the last dims, which must be whole."""
-    x, shape, *rest = node.args
-    assert isinstance(x, fx.Node)
-    assert isinstance(shape, (list, tuple))
-    at = p.cut_of(x)
-    if at is None or at.dim >= len(p.shape(x)) - len(shape):
-        return p.repeat(node)
-    made = p.emit(node.target, p.take(x, at), list(shape), *map(p.take, rest), **p.take_all(node.kwargs))
-    return p.keep(node, made, p.like(node, at))
-
-
-# Where the dim, or dims, that must be whole stand among the arguments; or how many of the last dims.
+# Operations whose results have the dims of their input: where among the arguments the dim, or dims, that must
+# be whole stand; or how many of the last dims must be whole.
 _DIM_AT = {
-    "_safe_softmax": 1,
-    "cumsum": 1,
-    "cumprod": 1,
-    "logcumsumexp": 1,
-    "sort": 1,
-    "argsort": 1,
-    "topk": 2,
-    "kthvalue": 2,
-    "flip": 1,
-    "roll": 2,
-    "glu": 1,
-    "diff": 2,
+    1: ("_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "flip", "glu"),
+    2: ("topk", "kthvalue", "roll", "diff"),
 }
+_DIM_AT_OF = {name: place for place, names in _DIM_AT.items() for name in names}
 _LAST = {
-    "tril": 2,
-    "triu": 2,
-    "max_pool1d": 1,
-    "max_pool2d": 2,
-    "max_pool2d_with_indices": 2,
-    "max_pool3d": 3,
-    "avg_pool1d": 1,
-    "avg_pool2d": 2,
-    "avg_pool3d": 3,
-    "adaptive_avg_pool1d": 1,
-    "adaptive_avg_pool2d": 2,
-    "_adaptive_avg_pool2d": 2,
-    "adaptive_max_pool2d": 2,
-    "upsample_nearest2d": 2,
-    "upsample_bilinear2d": 2,
-    "upsample_bicubic2d": 2,
-    "constant_pad_nd": -1,
-    "pad": -1,
+    1: ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d"),
+    2: (
+        *("tril", "triu", "max_pool2d", "max_pool2d_with_indices", "avg_pool2d", "adaptive_avg_pool2d"),
+        *("_adaptive_avg_pool2d", "adaptive_max_pool2d"),
+        *("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+    ),
+    3: ("max_pool3d", "avg_pool3d"),
 }
+_LAST_OF = {name: count for count, names in _LAST.items() for name in names}
+_SHAPES = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")  # as many as their shape has
+_PADS = ("constant_pad_nd", "pad")  # each of them twice in the padding
 
 
-@rule(*(f"aten::{name}" for name in (*_DIM_AT, *_LAST)))
+@aten_rule(*_DIM_AT_OF, *_LAST_OF, *_SHAPES, *_PADS)
 def along(p: Partition, node: fx.Node) -> None:
-    """Along some dims, which must be whole; the results have the same dims."""
-    x, *rest = node.args
-    assert isinstance(x, fx.Node)
-    name = str(node.target).split(".")[1]
-    ndim = len(p.shape(x))
+    """Along some dims, which must be whole."""
+    x = args_of(node)[0]
     at = p.cut_of(x)
-    if at is None or at.dim in _whole_dims(node, name, ndim):
+    if at is None or at.dim in _whole_dims(node, len(p.shape(x))):
         return p.repeat(node)
-    made = p.emit(node.target, p.take(x, at), *map(p.take, rest), **p.take_all(node.kwargs))
-    return p.keep(node, made, p.like(node, at))
+    return p.locally(node, {x: at}, at)
 
 
-def _whole_dims(node: fx.Node, name: str, ndim: int) -> set[int]:
-    args: Any = node.args
-    if name in _LAST:
-        count = _LAST[name] if _LAST[name] > 0 else len(args[1]) // 2
-        return set(range(ndim - count, ndim))
-    place = _DIM_AT[name]
-    given: Any = args[place] if len(args) > place else node.kwargs.get("dim", node.kwargs.get("dims", -1))
+def _whole_dims(node: fx.Node, ndim: int) -> set[int]:
+    args, op = args_of(node), op_of(node)
+    place = _DIM_AT_OF.get(op)
+    if place is not None:
+        given = args[place] if len(args) > place else node.kwargs.get("dim", node.kwargs.get("dims", -1))
+        return _dims(given, ndim)
+    count = _LAST_OF.get(op) or len(args[1]) // (2 if op in _PADS else 1)
+    return set(range(ndim - count, ndim))
+
+
+def _dims(given: Any, ndim: int) -> set[int]:
+    """The dims that an argument names; all of them where it names none."""
     if isinstance(given, bool) or given is None or given == []:
         return set(range(ndim))
     return {int(d) % ndim for d in (given if isinstance(given, (list, tuple)) else [given])}
 
 
-@rule(
-    *(f"aten::{name}" for name in ("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin")),
-    *(
-        f"aten::{name}"
-        for name in ("prod", "var", "var_mean", "std", "std_mean", "logsumexp", "count_nonzero")
-    ),
-    "aten::max.dim",
-    "aten::min.dim",
-    "aten::max",
-    "aten::min",
-    "aten::norm",
-    "aten::linalg_vector_norm",
-    "aten::median",
+@aten_rule(
+    *("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "max", "min", "median"),
+    *("prod", "var", "var_mean", "std", "std_mean", "logsumexp", "count_nonzero"),
+    *("norm", "linalg_vector_norm"),
 )
 def reduce(p: Partition, node: fx.Node) -> None:
     """Over some dims or all. A sum or mean over the cut dim is a term of the whole one."""
-    x: Any = node.args[0]
-    name = str(node.target).split(".")[1]
-    at = p.cut_of(x)
-    if name in ("max", "min") and len(node.args) > 1 and is_tensor(node.args[1]):
+    x, *rest = args_of(node)
+    op, at = op_of(node), p.cut_of(x)
+    if op in ("max", "min") and rest and is_tensor(rest[0]):
         return p.repeat(node)
-    if p.may_stay_partial(x) and name == "sum":
-        made = p.emit(node.target, p.take(x, PARTIAL), *map(p.take, node.args[1:]), **p.take_all(node.kwargs))
-        return p.keep(node, made, PARTIAL)
+    if p.may_stay_partial(x) and op == "sum":
+        return p.locally(node, {x: PARTIAL}, PARTIAL)
     if at is None:
         return p.repeat(node)
-    dims, keep = _reduced(node, name, len(p.shape(x)))
-    if at.dim in dims:
-        if name not in ("sum", "mean") or not at.disjoint:
-            return p.repeat(node)
-        return _terms(p, node, at, sorted(dims), keep=keep)
-    args = [p.take(x, at), *map(p.take, node.args[1:])]
-    made = p.emit(node.target, *args, **p.take_all(node.kwargs))
-    p.keep(node, made, p.like(node, at if keep else at.on(at.dim - sum(d < at.dim for d in dims))))
-    return None
+    dims, keep = _reduced(node, len(p.shape(x)))
+    if at.dim not in dims:
+        return p.locally(node, {x: at}, at if keep else at.on(at.dim - sum(d < at.dim for d in dims)))
+    counts = [p.shape(x)[d] for d in dims]
+    if op not in ("sum", "mean") or not at.disjoint or (op == "mean" and not _known(counts)):
+        return p.repeat(node)
+    made = p.emit(aten.sum.dim_IntList, p.take(x, at), sorted(dims), keep, dtype=node.meta["val"].dtype)
+    return p.keep(node, p.emit(aten.div.Tensor, made, math.prod(counts)) if op == "mean" else made, PARTIAL)
 
 
-def _reduced(node: fx.Node, name: str, ndim: int) -> tuple[set[int], bool]:
+def _known(sizes: list[Any]) -> bool:
+    return all(isinstance(size, int) for size in sizes)
+
+
+def _reduced(node: fx.Node, ndim: int) -> tuple[set[int], bool]:
     """Which dims of the input, and are they kept with one element each?"""
-    args: Any = node.args
-    place = 2 if name in ("norm", "linalg_vector_norm") else 1
-    given: Any = args[place] if len(args) > place else node.kwargs.get("dim")
+    args = args_of(node)
+    place = 2 if op_of(node) in ("norm", "linalg_vector_norm") else 1
+    given = args[place] if len(args) > place else node.kwargs.get("dim")
     if given is None or isinstance(given, bool) or given == []:
         return set(range(ndim)), False
     # var and std have a correction between the dims and this, or among the keyword arguments
     found = [a for a in args[place + 1 :] if isinstance(a, bool)]
-    keep = bool(found[-1]) if found else bool(node.kwargs.get("keepdim", False))
-    return {int(d) % ndim for d in (given if isinstance(given, (list, tuple)) else [given])}, keep
-
-
-def _terms(p: Partition, node: fx.Node, at: Split, dims: list[int], *, keep: bool) -> None:
-    """A sum of this rank's elements."""
-    x: Any = node.args[0]
-    mean = str(node.target).split(".")[1] == "mean"
-    counts = [p.shape(x)[d] for d in dims]
-    if mean and not all(isinstance(count, int) for count in counts):
-        return p.repeat(node)
-    dtype = node.meta["val"].dtype
-    made = p.emit(aten.sum.dim_IntList, p.take(x, at), dims, keep, dtype=dtype)
-    p.keep(node, p.emit(aten.div.Tensor, made, math.prod(counts)) if mean else made, PARTIAL)
-    return None
+    return _dims(given, ndim), bool(found[-1] if found else node.kwargs.get("keepdim", False))

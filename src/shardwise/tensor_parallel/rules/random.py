@@ -13,33 +13,29 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.tensor_parallel.nodes import args_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import Split
 from shardwise.tensor_parallel.rules.pointwise import pointwise
-from shardwise.tensor_parallel.rules.registry import rule
+from shardwise.tensor_parallel.rules.registry import aten_rule
 
 
-@rule("aten::dropout", "aten::native_dropout")
+@aten_rule("dropout", "native_dropout")
 def dropout(p: Partition, node: fx.Node) -> None:
-    args: Any = node.args
-    x, share, train = args
+    x, share, train = args_of(node)
     at = p.cut_of(x)
     if train is False:
         return pointwise(p, node)
     if at is None:
         return p.repeat(node)
     made, mask = dropped(p, p.take(x, at), at, p.shape(x), share)
-    return (
-        p.keep(node, made, at)
-        if node.target is aten.dropout.default
-        else p.keep(node, (made, mask), (at, at))
-    )
+    return p.keep(node, made if node.target is aten.dropout.default else (made, mask), at)
 
 
-@rule("aten::rand_like", "aten::randn_like", "aten::randint_like", "aten::bernoulli.p")
+@aten_rule("rand_like", "randn_like", "randint_like", "bernoulli.p")
 def like(p: Partition, node: fx.Node) -> None:
     """Values that do not depend on the input's."""
-    x: Any = node.args[0]
+    x = args_of(node)[0]
     at = p.cut_of(x)
     if at is None:
         return p.repeat(node)

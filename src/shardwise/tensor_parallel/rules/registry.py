@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import fx
 
 from shardwise import _compat
+from shardwise.tensor_parallel.nodes import name_of
 from shardwise.tensor_parallel.partition import Partition
 
 Rule = Callable[[Partition, fx.Node], None]
@@ -27,20 +28,15 @@ def rule(*names: str) -> Callable[[_R], _R]:
     """Register the decorated rule for operations by name, such as "aten::linear"."""
 
     def register(function: _R) -> _R:
-        for name in names:
-            RULES[name] = function
+        RULES.update(dict.fromkeys(names, function))
         return function
 
     return register
 
 
-def name_of(node: fx.Node) -> str:
-    """`aten::linear.default`, or the name of a Python function."""
-    target = node.target
-    schema = _compat.schema(target)
-    if schema is None:
-        return getattr(target, "__name__", str(target))
-    return f"{schema.name}.{schema.overload_name or 'default'}"
+def aten_rule(*names: str) -> Callable[[_R], _R]:
+    """Register the decorated rule for operations of aten, by names without "aten::"."""
+    return rule(*(f"aten::{name}" for name in names))
 
 
 def find(node: fx.Node) -> Rule | None:
@@ -54,6 +50,4 @@ def find(node: fx.Node) -> Rule | None:
 
 def _unless_whole(known: Rule, p: Partition, node: fx.Node) -> None:
     """The rule, where there is anything to decide."""
-    if p.is_whole(node):
-        return p.repeat(node)
-    return known(p, node)
+    return p.repeat(node) if p.is_whole(node) else known(p, node)

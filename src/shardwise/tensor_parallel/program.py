@@ -1,0 +1,183 @@
+"""The whole program as it is cut: read into one form, each of its operations built by the operation's rule.
+
+`transform` builds a rank's program from it, node by node; `exploring` builds every operation for every state
+that its inputs may come in. Both see the same graph and the same rules, so what the one finds the other does.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from shardwise import _compat
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.arguments import check_whole
+from shardwise.tensor_parallel.canonical import canonical, functional
+from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
+from shardwise.tensor_parallel.partition import Parameter, Partition, Value
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, pointwise
+from shardwise.tensor_parallel.state import fake_mode_of, tied
+
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER)
+# Outputs that belong to a parameter or buffer, and are as it is cut.
+_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+_WRITES = (*_MUTATIONS, OutputKind.GRADIENT_TO_PARAMETER)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A program in canonical form.
+
+    Attributes:
+        program: functional; its graph is not the one that is cut.
+        graph: canonical. Of placeholders that share a tensor, the first has all uses.
+        parameters: parameters and buffers, by placeholder.
+        aliases: placeholders without uses, each with the one whose tensor it shares.
+        dropped: names that strict export drops from the graph; the placeholder of the tensor's other name.
+        written: parameters and buffers that the program writes to.
+    """
+
+    program: ExportedProgram
+    graph: fx.Graph
+    parameters: dict[fx.Node, Parameter]
+    aliases: dict[fx.Node, fx.Node]
+    dropped: dict[str, fx.Node]
+    written: frozenset[str]
+
+    @property
+    def named(self) -> dict[str, fx.Node]:
+        """Placeholders by every name of a parameter or buffer."""
+        return {parameter.name: node for node, parameter in self.parameters.items()} | self.dropped
+
+    def partition(self, rank: int, ranks: int, *, group: str = "") -> Partition:
+        """The program of one rank, with nothing built of it yet."""
+        own = {node: Parameter(each.name, node, each.style) for node, each in self.parameters.items()}
+        return Partition(rank, ranks, group, fake_mode_of(self.program), own)
+
+
+def read(program: ExportedProgram) -> Whole:
+    """`program` in canonical form; it stays as it is.
+
+    Raises:
+        ShardingError: what is no exported program, or is one rank's already.
+    """
+    check_whole(program)
+    program = functional(program)
+    graph = canonical(program)
+    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    parameters = {
+        (node := placeholders[spec.arg.name]): Parameter(spec.target, node)
+        for spec in program.graph_signature.input_specs
+        if spec.kind in _STATE and spec.target is not None
+    }
+    by_name = {parameter.name: node for node, parameter in parameters.items()}
+    aliases, dropped = {}, {}
+    for name, first in tied(program).items():
+        if name in by_name and first in by_name:
+            aliases[by_name[name]] = by_name[first]
+        elif first in by_name:
+            dropped[name] = by_name[first]
+    for alias, node in aliases.items():
+        alias.replace_all_uses_with(node)
+    specs = program.graph_signature.output_specs
+    written = frozenset(spec.target for spec in specs if spec.kind in _MUTATIONS and spec.target is not None)
+    return Whole(program, graph, parameters, aliases, dropped, written)
+
+
+# ------------------------------------------------------------ styles, as parameters are used
+
+
+def at_first_use(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:
+    """The dim that `style` cuts where `module` uses `weight`, and the style that cuts it at its first use.
+
+    A table that is an embedding and the head's weight is cut along the vocabulary by "row" as the one and by
+    "column" as the other.
+    """
+    users = sorted(weight.users)  # in the graph's order
+    used = next((user for user in users if module in modules_of(user)[-1:]), users[0] if users else None)
+    dim = None if used is None else _dim(style, used, weight)
+    flips = dim is not None and _dim(style, users[0], weight) not in (dim, None)
+    return dim, {"column": "row", "row": "column"}[style] if flips else style
+
+
+def _dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
+    """The dim of a matrix that a style cuts where `user` uses it; None where that is not known."""
+    if weight.meta["val"].ndim != 2:
+        return None
+    stored = op_of(user) in ("embedding", "mm", "addmm")  # [rows, columns], [in, out]
+    return int(stored == (style == "column"))
+
+
+def _restyle(p: Partition, node: fx.Node) -> None:
+    """Give matrices that are cut already the style that this use of them calls that cut."""
+    for x in node.all_input_nodes:
+        parameter = p.parameters.get(x)
+        if parameter is not None and isinstance(at := parameter.placement, Split):
+            fitting = [style for style in ("column", "row") if _dim(style, node, x) == at.dim]
+            parameter.style = fitting[0] if fitting else parameter.style
+
+
+# ------------------------------------------------------------ node by node
+
+
+def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
+    """Build this rank's form of `node`: its inputs are in `p.values`, and so is its value then."""
+    _restyle(p, node)
+    if node.op in ("placeholder", "get_attr"):
+        target = str(node.target)
+        made = p.graph.placeholder(target) if node.op == "placeholder" else p.graph.get_attr(target)
+        if node.op == "placeholder":
+            made.name = target  # the signature's, though it may be that of a Python function ("input")
+        made.meta = copy.copy(node.meta)
+        p.values[node] = Value(made, REPLICATE)
+    elif node.target is operator.getitem:
+        getitem(p, node)
+    elif (known := find(node)) is not None:
+        known(p, node)
+    elif _compat.is_operator(node.target) and is_pointwise(node):
+        pointwise(p, node)
+    else:
+        _replicate(p, node, strict=strict)
+
+
+def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
+    """An operation without a rule, on whole inputs."""
+    cut = [x for x in node.all_input_nodes if x in p.values and p.values[x].placement != REPLICATE]
+    cut = [x for x in cut if is_tensor(x)]
+    if cut:
+        what = f"{name_of(node)} ({node.name}, {line_of(node)}) has no tensor-parallel rule"
+        size = sum(map(nbytes, cut))
+        if strict:
+            raise ShardingError(
+                f"{what} and would gather {size} bytes; register a rule, or pass strict=False"
+            )
+        p.warnings.append(
+            f"{what}: its inputs are gathered, {size} bytes a call; register a rule with"
+            " shardwise.tensor_parallel.rule"
+        )
+    p.repeat(node)
+
+
+def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
+    """What the program returns, each with the parameter or buffer that it is written to."""
+    named = whole.named
+    specs = whole.program.graph_signature.output_specs
+    values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
+    return [
+        (value, named.get(spec.target or "") if spec.kind in _WRITES else None)
+        for spec, value in zip(specs, values, strict=True)
+    ]
+
+
+def output(p: Partition, value: Any, owner: fx.Node | None) -> Any:
+    """An output of this rank: whole, or as the parameter that it is written to is cut."""
+    where: Placement | None = None if owner is None else p.parameters[owner].placement
+    return p.take(value, where or REPLICATE)
