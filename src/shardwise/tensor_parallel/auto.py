@@ -19,7 +19,6 @@ cost anything, nothing would be cut.
 
 from __future__ import annotations
 
-import io
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,13 +27,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import coo_array  # type: ignore[import-untyped]
 from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.explain import rendered
 from shardwise.tensor_parallel.exploring import explore
 from shardwise.tensor_parallel.program import read
 from shardwise.tensor_parallel.space import STYLES, Space, State, Use
@@ -133,20 +131,16 @@ class ChosenPlan:
 
     def table(self) -> str:
         """Every decision with its style and bytes, and what the best plan with another style costs more."""
-        table = Table(title=f"Plan for {self.world_size} ranks", show_footer=True)
-        table.add_column("parameter", "all parameters and buffers", overflow="fold")
-        table.add_column("style")
-        table.add_column("bytes per rank", f"{max(self.bytes_held):,}", justify="right")
-        table.add_column("bytes whole", f"{self.space.whole():,}", justify="right")
-        table.add_column("other styles")
+        rows = []
         for decision, others in zip(self.decisions, self.alternatives, strict=True):
             count = f" and {len(decision.names) - 1} like it" if len(decision.names) > 1 else ""
             why = ", ".join(f"{style} {_more_text(more)}" for style, more in others.items())
             here, whole = f"{decision.bytes_here:,}", f"{decision.bytes_whole:,}"
-            table.add_row(f"{decision.names[0]}{count}", decision.style, here, whole, why)
-        written = io.StringIO()
-        Console(width=140, file=written, color_system=None).print(table)
-        return written.getvalue() + self._totals()
+            rows.append((f"{decision.names[0]}{count}", decision.style, here, whole, why))
+        columns = {"parameter": "all parameters and buffers", "style": ""}
+        columns |= {"bytes per rank": f"{max(self.bytes_held):,}", "bytes whole": f"{self.space.whole():,}"}
+        columns |= {"other styles": ""}
+        return rendered(f"Plan for {self.world_size} ranks", columns, rows) + self._totals()
 
     def _totals(self) -> str:
         collectives = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items()) or "none"
@@ -160,8 +154,7 @@ class ChosenPlan:
             f"prices: {self.prices}\n"
         )
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
 
 def choose(

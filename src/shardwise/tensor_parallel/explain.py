@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,25 @@ class Explanation:
         return sum(row.bytes or 0 for row in self.collectives)
 
     def __str__(self) -> str:
-        written = io.StringIO()
-        console = Console(width=120, file=written, color_system=None)
-        console.print(_parameter_table(self))
-        console.print(_collective_table(self))
-        if self.unasked:
-            console.print(_unasked_table(self))
-        return written.getvalue()
+        parameters, calls, gathers = [], [], []
+        for row in self.parameters:
+            where = row.placement if row.tied is None else f"{row.placement}, is {row.tied}"
+            parameters.append(
+                (row.name, row.style or "", where, f"{row.bytes_here:,}", f"{row.bytes_whole:,}")
+            )
+        for call in self.collectives:
+            calls.append((call.kind, "by input" if call.bytes is None else f"{call.bytes:,}", call.module))
+        for each in self.unasked:
+            gathers.append((f"{each.op} ({each.node})", each.module, each.value, f"{each.bytes:,}"))
+        more = " and more" if any(call.bytes is None for call in self.collectives) else ""
+        columns = {"parameter": "total", "style": "", "placement": ""}
+        columns |= {"bytes here": f"{self.bytes_here:,}", "bytes whole": f"{self.bytes_whole:,}"}
+        text = rendered(f"Parameters of rank {self.rank} of {self.world_size}", columns, parameters)
+        columns = {"collective": f"{len(calls)}", "bytes": f"{self.bytes_sent:,}{more}", "module": ""}
+        text += rendered("Collectives of a call", columns, calls)
+        columns = dict.fromkeys(("operation", "module", "gathers", "bytes"), "")
+        title = "Gathered though no style or layout asks for it; strict=True refuses"
+        return text + rendered(title, columns, gathers) if gathers else text
 
 
 def explain(program: ExportedProgram) -> Explanation:
@@ -163,35 +175,13 @@ def _text(placement: Any, rank: int) -> str:
     return f"dim {placement.dim} [{held}{more}]"
 
 
-def _parameter_table(found: Explanation) -> Table:
-    table = Table(title=f"Parameters of rank {found.rank} of {found.world_size}", show_footer=True)
-    table.add_column("parameter", "total", overflow="fold")
-    table.add_column("style")
-    table.add_column("placement")
-    table.add_column("bytes here", f"{found.bytes_here:,}", justify="right")
-    table.add_column("bytes whole", f"{found.bytes_whole:,}", justify="right")
-    for row in found.parameters:
-        where = row.placement if row.tied is None else f"{row.placement}, is {row.tied}"
-        table.add_row(row.name, row.style or "", where, f"{row.bytes_here:,}", f"{row.bytes_whole:,}")
-    return table
-
-
-def _collective_table(found: Explanation) -> Table:
-    unknown = any(row.bytes is None for row in found.collectives)
-    total = f"{found.bytes_sent:,}{' and more' if unknown else ''}"
-    table = Table(title="Collectives of a call", show_footer=True)
-    table.add_column("collective", f"{len(found.collectives)}")
-    table.add_column("bytes", total, justify="right")
-    table.add_column("module", overflow="fold")
-    for row in found.collectives:
-        table.add_row(row.kind, "by input" if row.bytes is None else f"{row.bytes:,}", row.module)
-    return table
-
-
-def _unasked_table(found: Explanation) -> Table:
-    table = Table(title="Gathered though no style or layout asks for it; strict=True refuses")
-    for name in ("operation", "module", "gathers", "bytes"):
-        table.add_column(name, overflow="fold")
-    for row in found.unasked:
-        table.add_row(f"{row.op} ({row.node})", row.module, row.value, f"{row.bytes:,}")
-    return table
+def rendered(title: str, columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text. `columns`: the foot of each, by its head; numbers of bytes are flush right."""
+    table = Table(title=title, show_footer=True)
+    for head, foot in columns.items():
+        table.add_column(head, foot, overflow="fold", justify="right" if head.startswith("bytes") else "left")
+    for row in rows:
+        table.add_row(*row)
+    written = io.StringIO()
+    Console(width=140, file=written, color_system=None).print(table)
+    return written.getvalue()

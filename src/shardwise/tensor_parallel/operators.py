@@ -19,7 +19,7 @@ order: autograd goes through a program from its end to its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,84 +104,53 @@ def refused(gradient: Tensor) -> Tensor:
     )
 
 
-def _copy_of_first(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x)
+def _add_backward(op: Any, backward: Callable[..., Tensor], *, copies: int = 0) -> None:
+    """`op` is a copy of its input at `copies`; the first input's gradient is by `backward`, which gets the
+    result's, the first input's shape, and the inputs that are no tensors."""
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.known = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))
+        ctx.others = (None,) * (len(inputs) - 1)
+
+    op.register_fake(lambda *inputs: torch.empty_like(inputs[copies]))
+    op.register_autograd(
+        lambda ctx, gradient: (backward(gradient, *ctx.known), *ctx.others), setup_context=keep
+    )
 
 
-def _copy_of_second(x: Tensor, y: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(y)
-
-
-def _keep_rest(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.rest = inputs[1:]
-
-
-def _keep_size(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.size, ctx.rank = inputs[0].shape[0], inputs[2]
-
-
-def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.ranks, ctx.group = inputs[2:]
-
-
-def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    return None
-
-
-def _replicated_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return _sum(gradient, *ctx.rest), None
-
-
-def _repeated_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    dim, begins, sizes, places, total, group = ctx.rest
-    shape = list(gradient.shape)
-    shape[dim] = total
-    terms = gradient.new_zeros(shape)
+def _sum_shared(
+    gradient: Tensor,
+    shape: torch.Size,
+    dim: int,
+    begins: Sequence[int],
+    sizes: Sequence[int],
+    places: Sequence[int],
+    total: int,
+    group: str,
+) -> Tensor:
+    terms = gradient.new_zeros([*shape[:dim], total, *shape[dim + 1 :]])
     for begin, size, place in zip(begins, sizes, places, strict=True):
         terms.narrow(dim, place, size).copy_(gradient.narrow(dim, begin, size))
     sums = _sum(terms, group)
     made = gradient.clone()
     for begin, size, place in zip(begins, sizes, places, strict=True):
         made.narrow(dim, begin, size).copy_(sums.narrow(dim, place, size))
-    return made, None, None, None, None, None, None
+    return made
 
 
-def _once_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return (gradient if ctx.rest == (0,) else torch.zeros_like(gradient)), None
+def _all_parts(gradient: Tensor, shape: torch.Size, ranks: int, group: str) -> Tensor:
+    whole = c10d.all_gather_into_tensor(gradient.contiguous(), ranks, group)
+    parts: Tensor = c10d.wait_tensor(whole)
+    return parts
 
 
-def _summed_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return gradient, None
-
-
-def _gathered_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return gradient.narrow(0, ctx.rank * ctx.size, ctx.size), None, None
-
-
-def _scattered_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    whole = c10d.all_gather_into_tensor(gradient.contiguous(), ctx.ranks, ctx.group)
-    return c10d.wait_tensor(whole), None, None, None
-
-
-def _untrainable_backward(ctx: Any, gradient: Tensor) -> Any:
-    return refused(gradient)
-
-
-for _op, _backward, _setup in (
-    (replicated, _replicated_backward, _keep_rest),
-    (repeated, _repeated_backward, _keep_rest),
-    (once, _once_backward, _keep_rest),
-    (untrainable, _untrainable_backward, _nothing),
-):
-    _op.register_fake(_copy_of_first)
-    _op.register_autograd(_backward, setup_context=_setup)
-for _op, _backward, _setup in (
-    (summed, _summed_backward, _nothing),
-    (gathered, _gathered_backward, _keep_size),
-    (scattered, _scattered_backward, _keep_group),
-):
-    _op.register_fake(_copy_of_second)
-    _op.register_autograd(_backward, setup_context=_setup)
-refused.register_fake(_copy_of_first)
+_add_backward(replicated, lambda gradient, _, group: _sum(gradient, group))
+_add_backward(repeated, _sum_shared)
+_add_backward(once, lambda gradient, _, rank: gradient if rank == 0 else torch.zeros_like(gradient))
+_add_backward(untrainable, lambda gradient, _: refused(gradient))
+_add_backward(summed, lambda gradient, _: gradient, copies=1)
+_add_backward(gathered, lambda gradient, own, rank: gradient.narrow(0, rank * own[0], own[0]), copies=1)
+_add_backward(scattered, _all_parts, copies=1)
+refused.register_fake(torch.empty_like)
 
 ops: Any = torch.ops.shardwise  # as graphs call them: `ops.replicated.default`

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from shardwise.layout.regroup import Groups, regrouped
+
 Interval = tuple[int, int]
 Ranges = tuple[tuple[Interval, ...], ...]
 
@@ -172,26 +174,9 @@ def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
     return None
 
 
-def groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+def groups(old: Sequence[Any], new: Sequence[Any]) -> Groups:
     """Dims of `old` and of `new` that hold the same elements, as few at a time as possible."""
-    found: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        before, after = [i] if i < len(old) else [], [j] if j < len(new) else []
-        i, j = i + 1, j + 1
-        while not same_size(
-            one := math.prod(old[d] for d in before), other := math.prod(new[d] for d in after)
-        ):
-            if i < len(old) and (hint(one) < hint(other) or j >= len(new)):
-                before.append(i)
-                i += 1
-            elif j < len(new):
-                after.append(j)
-                j += 1
-            else:
-                break
-        found.append((before, after))
-    return found
+    return regrouped(old, new, same=same_size, hint=hint)
 
 
 def hint(size: Any) -> int:

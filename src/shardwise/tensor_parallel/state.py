@@ -11,6 +11,7 @@ until then.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.export.graph_signature import (
     TensorArgument,
     TokenArgument,
 )
+from torch.utils import _pytree as pytree
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
@@ -99,7 +101,7 @@ def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
     return placement.ranges[rank] or ((0, 0),)
 
 
-def shards_of(program: ExportedProgram, partition: Partition) -> tuple[dict[str, Any], dict[str, Any]]:
+def _shards(program: ExportedProgram, partition: Partition) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's state dict and constants, under the names of the whole program's."""
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
     first = tied(program)
@@ -130,14 +132,14 @@ def program_of(
     graph = partition.graph
     graph.eliminate_dead_code(_is_impure)
     _name_sources(graph)
-    state, constants = shards_of(program, partition)
-    module = fx.GraphModule(_submodules(program.graph_module, graph), graph)
+    state, constants = _shards(program, partition)
+    device = here_for(device_type)
+    module = fx.GraphModule(program.graph_module, graph)
+    for name, child in list(module.named_children()):  # graphs that this one calls
+        setattr(module, name, copy.deepcopy(child))
+    record = {**_record(program, partition, plan, device_type), "gathers": gathers}
     module.meta.update(program.graph_module.meta)
-    custom = dict(module.meta.get("custom") or {})
-    module.meta["custom"] = {
-        **custom,
-        RECORD: {**_record(program, partition, plan, device_type), "gathers": gathers},
-    }
+    module.meta["custom"] = {**(module.meta.get("custom") or {}), RECORD: record}
     return ExportedProgram(
         root=module,
         graph=graph,
@@ -145,41 +147,17 @@ def program_of(
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=list(program.module_call_graph),
-        example_inputs=_examples(program.example_inputs, here_for(device_type)),
+        example_inputs=pytree.tree_map(lambda x: _example(x, device), program.example_inputs),
         constants=constants,
         verifiers=program.verifiers,
     )
 
 
-def _examples(value: Any, device: torch.device) -> Any:
-    """Example inputs there; fake ones on meta: `torch.export.load` would unpickle those as any object."""
+def _example(value: Any, device: torch.device) -> Any:
+    """An example input there; a fake one on meta: `torch.export.load` would unpickle that as any object."""
     if isinstance(value, Tensor) and _compat.is_fake(value):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, Tensor):
-        return value if value.is_meta else value.to(device)
-    if isinstance(value, dict):
-        return {key: _examples(each, device) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_examples(each, device) for each in value)
-    return value
-
-
-def _submodules(whole: nn.Module, graph: fx.Graph) -> nn.Module:
-    """What the graph's get_attr nodes name, copied where it is a graph of its own."""
-    root = nn.Module()
-    for node in graph.find_nodes(op="get_attr"):
-        target = str(node.target)
-        found: Any = whole
-        for part in target.split("."):
-            found = getattr(found, part)
-        *path, last = target.split(".")
-        holder = root
-        for part in path:
-            if not hasattr(holder, part):
-                setattr(holder, part, nn.Module())
-            holder = getattr(holder, part)
-        setattr(holder, last, found)
-    return root
+    return value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
 
 
 def _name_sources(graph: fx.Graph) -> None:

@@ -1,14 +1,13 @@
 """Where the boxes of a tensor lie after a reshape, an index or an expansion: arithmetic on shapes alone.
 
-A reshape falls into groups of dims that hold each other's elements: (4, 6, 5) to (2, 2, 30) is 4 to (2, 2)
-and (6, 5) to 30. A box stays a box if it does in every group. Strides within a group agree nowhere but at
-its ends, so there a box must be one range of the flattened group, and that range a box of the new dims:
+A box stays a box in a reshape if it does in every group of dims that hold the same elements
+(`layout.regroup`). Strides within a group agree nowhere but at its ends, so there a box must be one range of
+the flattened group, and that range a box of the new dims:
 
     (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are no range
     24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are no box
 
-Dims of size 1 are in no group. An index with steps keeps boxes: in each dim, what is left of a range of
-elements is a range of the result's.
+An index with steps keeps boxes: in each dim, what is left of a range of elements is a range of the result's.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import math
 from collections.abc import Sequence
 
 from shardwise.layout import Box
+from shardwise.layout.regroup import Groups, regrouped
 
 Pick = int | range | None  # of a dim: one element, or several; None is a new dim of size 1
-_Groups = list[tuple[list[int], list[int]]]
 _Extent = tuple[int, int]  # offset and size
 
 
@@ -28,40 +27,11 @@ def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int
 
     None where the elements of a box make no box of `new`; of an empty box, where `new` is a scalar.
     """
-    groups = _groups(old, new)
+    groups = regrouped(old, new)
     return [_reshape_box(box, old, new, groups) for box in boxes]
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> _Groups:
-    """The dims, without those of size 1, in the smallest groups of equal products."""
-    left = [dim for dim, size in enumerate(old) if size != 1]
-    right = [dim for dim, size in enumerate(new) if size != 1]
-    if 0 in old:
-        return _groups_of_none(left, right, old, new)
-    found: _Groups = []
-    while left:
-        ours, theirs = [left.pop(0)], [right.pop(0)]
-        while (product := math.prod(old[d] for d in ours)) != (other := math.prod(new[d] for d in theirs)):
-            if product < other:
-                ours.append(left.pop(0))
-            else:
-                theirs.append(right.pop(0))
-        found.append((ours, theirs))
-    return found
-
-
-def _groups_of_none(left: list[int], right: list[int], old: Sequence[int], new: Sequence[int]) -> _Groups:
-    """For a tensor without elements, equal dims from both ends on; the others are one group."""
-    first: _Groups = []
-    last: _Groups = []
-    while left and right and old[left[0]] == new[right[0]]:
-        first.append(([left.pop(0)], [right.pop(0)]))
-    while left and right and old[left[-1]] == new[right[-1]]:
-        last.insert(0, ([left.pop()], [right.pop()]))
-    return [*first, (left, right), *last]
-
-
-def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: _Groups) -> Box | None:
+def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: Groups) -> Box | None:
     extents: list[_Extent] = [(0, size) for size in new]
     for ours, theirs in groups:
         if len(ours) == len(theirs) == 1 and old[ours[0]] == new[theirs[0]]:
