@@ -23,7 +23,7 @@ def regrouped(
     same: Callable[[Any, Any], bool] = operator.eq,
     hint: Callable[[Any], int] = int,
 ) -> Groups:
-    """Dims of `old` and of `new`, group by group. Of a tensor without elements, only equal dims at its ends part.
+    """Dims of `old` and of `new`, group by group; without elements, only equal dims at the ends part.
 
     Args:
         old, new: sizes, numbers or symbols; as many elements each.
