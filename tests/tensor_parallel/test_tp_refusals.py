@@ -200,12 +200,20 @@ class Devices(nn.Module):
         return torch.cond(y.sum() > 0, lambda y: y + torch.ones(6), lambda y: y.to("cpu").clone(), (y,))
 
 
+def graphs_of(program: ExportedProgram) -> list[fx.Graph]:
+    """Its graph, and those that this one calls."""
+    return [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+
+
 def test_programs_for_a_device_that_this_machine_lacks_can_be_made_saved_and_filled(tmp_path: Path) -> None:
     assert not torch.cuda.is_available()
     model, x = Devices(), torch.randn(3, 6)
-    made = [tensor_parallel_transformation(export(model, (x,)), rank, 2, "cuda", PLAN) for rank in range(2)]
+    whole = export(model, (x,))
+    before = [str(graph) for graph in graphs_of(whole)]
+    made = [tensor_parallel_transformation(whole, rank, 2, "cuda", PLAN) for rank in range(2)]
+    assert [str(graph) for graph in graphs_of(whole)] == before
     made[1].validate()
-    graphs = [m.graph for m in made[1].graph_module.modules() if isinstance(m, fx.GraphModule)]
+    graphs = graphs_of(made[1])
     nodes = [node for graph in graphs for node in graph.nodes]
     values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)]
     assert len(graphs) == 3
