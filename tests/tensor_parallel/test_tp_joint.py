@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,6 +96,7 @@ MODELS: dict[str, tuple[Build, dict[str, Any]]] = {
 }
 
 
+@functools.cache
 def exported(name: str) -> tuple[nn.Module, tuple[Tensor, ...], ExportedProgram]:
     torch.manual_seed(0)
     model = MODELS[name][0]()
@@ -114,6 +116,11 @@ def with_backward(program: ExportedProgram, *, core: bool = False) -> ExportedPr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _compat.with_backward(program, loss=0, decompositions=table)
+
+
+@functools.cache
+def joint_of(name: str) -> ExportedProgram:
+    return with_backward(exported(name)[2])
 
 
 def cut(program: ExportedProgram, name: str, rank: int, ranks: int, **how: Any) -> ExportedProgram:
@@ -160,10 +167,9 @@ def all_reduces(name: str, ranks: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_joint_program_is_cut_forward_and_backward(name):
-    model, args, program = exported(name)
-    joint = with_backward(program)
+    model, args, _ = exported(name)
     for ranks in (2, 4):
-        programs = [cut(joint, name, rank, ranks) for rank in range(ranks)]
+        programs = [cut(joint_of(name), name, rank, ranks) for rank in range(ranks)]
         for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
             check(model, args, each, returned, parts_of(each))
             assert counts(each) == all_reduces(name, ranks)
@@ -191,9 +197,7 @@ def test_a_program_cut_for_training_has_as_many_all_reduces_with_its_backward(na
 
 
 def test_training_changes_nothing_of_a_joint_program():
-    _, _, program = exported("GPT")
-    joint = with_backward(program)
-    one, other = (cut(joint, "GPT", 0, 2, training=training) for training in (False, True))
+    one, other = (cut(joint_of("GPT"), "GPT", 0, 2, training=training) for training in (False, True))
     assert [str(node) for node in one.graph.nodes] == [str(node) for node in other.graph.nodes]
 
 

@@ -73,25 +73,17 @@ def load_compiled(
     """
     place = Path(folder)
     ranks = package.ranks_of(place)
-    group = group or dist.group.WORLD
-    if group is None:
-        raise ShardingError("there is no default process group; call init_process_group first")
+    group = group or package.default_group()
     if not (place / COMPILED).is_file():
         raise ShardingError(f"{here()}: {place} has no compiled programs; compile_package it before the job")
     known = read_json(place / COMPILED)
-    own = dist.get_rank(group)
-    asked = own if rank is None else rank
-    if group.size() != ranks or asked != own:
-        raise ShardingError(
-            f"{here()}: {place} has programs for {ranks} ranks, asked for rank {asked} in a group of"
-            f" {group.size()}, in which this process is {own}"
-        )
+    rank = package.rank_in(place, ranks, group, rank=rank)
     if group.group_name != known["group"]:
         raise ShardingError(
             f"{here()}: {place} was compiled for a default group, by the name {known['group']!r}, not"
             f" {group.group_name!r}; load the program itself by `load`, and compile it by torch.compile"
         )
-    return _compat.aoti_load(str(package.whole_file(place, known["files"][own])))
+    return _compat.aoti_load(str(package.whole_file(place, known["files"][rank])))
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:

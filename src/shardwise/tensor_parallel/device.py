@@ -49,15 +49,17 @@ def move_state(program: ExportedProgram, device_type: str) -> None:
         if not isinstance(value, Tensor) or value.is_meta or _is_on(value.device, wanted):
             return value
         if id(value) not in made:
-            there = value.detach().to(wanted)
-            is_parameter = isinstance(value, nn.Parameter)
-            made[id(value)] = (
-                nn.Parameter(there, requires_grad=value.requires_grad) if is_parameter else there
-            )
+            made[id(value)] = as_is(value, value.detach().to(wanted))
         return made[id(value)]
 
     for store in (program.state_dict, program.constants):
         store.update({name: moved(value) for name, value in store.items()})
+
+
+def as_is(before: Tensor, made: Tensor) -> Tensor:
+    """`made` as a parameter if `before` is one, trained or not as that."""
+    is_parameter = isinstance(before, nn.Parameter)
+    return nn.Parameter(made, requires_grad=before.requires_grad) if is_parameter else made
 
 
 def here_for(device_type: str) -> torch.device:

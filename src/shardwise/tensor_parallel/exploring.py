@@ -249,9 +249,8 @@ def _told(x: fx.Node) -> Any:
 
 def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
     """Bytes of a parameter that a rank holds."""
-    shape = local_shape(placement, _sizes(parameter), rank)
-    size: int = parameter.meta["val"].element_size()
-    return math.prod(shape) * size
+    shape: list[int] = local_shape(placement, _sizes(parameter), rank)
+    return math.prod(shape) * int(parameter.meta["val"].element_size())
 
 
 def _sent(node: fx.Node, kind: str, ranks: int) -> int:

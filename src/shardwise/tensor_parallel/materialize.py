@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from shardwise.errors import CheckpointError
 from shardwise.files.tensors import StoredTensor, TensorFiles
-from shardwise.tensor_parallel.device import here_for
+from shardwise.tensor_parallel.device import as_is, here_for
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
 
@@ -84,10 +84,7 @@ def materialize(
             if not missing and not wrong:
                 shard = _part(part, placement_from_json(entry["placement"]), record["rank"])
                 local = shard.to(device=device, dtype=before.dtype, copy=True).contiguous()
-                is_parameter = isinstance(before, nn.Parameter)
-                made[name] = (
-                    nn.Parameter(local, requires_grad=before.requires_grad) if is_parameter else local
-                )
+                made[name] = as_is(before, local)
     if missing or wrong:
         _refuse(checkpoint, missing, wrong)
     for name, tensor in made.items():

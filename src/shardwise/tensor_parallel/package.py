@@ -77,7 +77,7 @@ def save(
             " others; give all of them as a list"
         )
     else:
-        _save_together(programs, record, place, group or _default_group(), overwrite=overwrite)
+        _save_together(programs, record, place, group or default_group(), overwrite=overwrite)
 
 
 def load(
@@ -102,22 +102,8 @@ def load(
     """
     place = Path(folder)
     manifest = _manifest(place)
-    group = group or (_default_group() if dist.is_initialized() and rank is None else None)
-    if group is not None:
-        rank = _agreed("rank", rank, dist.get_rank(group))
-        world_size = _agreed("world size", world_size, group.size())
-    if rank is None:
-        raise ShardingError(f"which rank's program of {place}? Give rank, or a process group")
-    ranks = manifest["world_size"]
-    if world_size is not None and world_size != ranks:
-        raise ShardingError(
-            f"{here()}: {place} has programs for {ranks} ranks, but {world_size} are to run them; transform"
-            f" the program for {world_size} ranks"
-        )
-    if not 0 <= rank < ranks:
-        raise ShardingError(
-            f"{here()}: {place} has programs for ranks 0 to {ranks - 1}, asked for rank {rank}"
-        )
+    group = group or (default_group() if dist.is_initialized() and rank is None else None)
+    rank = rank_in(place, manifest["world_size"], group, rank=rank, world_size=world_size)
     path = whole_file(place, manifest["files"][rank])
     program = torch.export.load(path)
     found_rank = record_of(program)["rank"]
@@ -137,7 +123,7 @@ def bind(program: ExportedProgram, group: dist.ProcessGroup | str | None = None)
     """
     record = record_of(program)
     if not isinstance(group, str):
-        group = group or _default_group()
+        group = group or default_group()
         if group.size() != record["world_size"] or dist.get_rank(group) != record["rank"]:
             raise ShardingError(
                 f"{here()}: the program is that of rank {record['rank']} of {record['world_size']}, but this"
@@ -153,10 +139,36 @@ def bind(program: ExportedProgram, group: dist.ProcessGroup | str | None = None)
     return program
 
 
-def _default_group() -> dist.ProcessGroup:
+def default_group() -> dist.ProcessGroup:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise ShardingError("there is no default process group; call init_process_group first")
     return dist.group.WORLD
+
+
+def rank_in(
+    folder: Path,
+    ranks: int,
+    group: dist.ProcessGroup | None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> int:
+    """Which of the `ranks` programs in a folder is this process's."""
+    if group is not None:
+        rank = _agreed("rank", rank, dist.get_rank(group))
+        world_size = _agreed("world size", world_size, group.size())
+    if rank is None:
+        raise ShardingError(f"which rank's program of {folder}? Give rank, or a process group")
+    if world_size not in (None, ranks):
+        raise ShardingError(
+            f"{here()}: {folder} has programs for {ranks} ranks, but {world_size} are to run them; transform"
+            f" the program for {world_size} ranks"
+        )
+    if not 0 <= rank < ranks:
+        raise ShardingError(
+            f"{here()}: {folder} has programs for ranks 0 to {ranks - 1}, asked for rank {rank}"
+        )
+    return rank
 
 
 def _agreed(what: str, given: int | None, found: int) -> int:

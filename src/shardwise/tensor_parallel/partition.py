@@ -121,7 +121,7 @@ class Partition:
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
         if self.building is not None:
-            _name_source(node, self.building)
+            name_source(node, self.building)
         return node
 
     def locally(self, node: fx.Node, inputs: Mapping[Any, Placement], placement: Placements) -> None:
@@ -186,7 +186,7 @@ class Partition:
             if isinstance(size, int) and all(held == ((0, size),) for held in placement.ranges):
                 placement = REPLICATE
         if isinstance(made, fx.Node):
-            _name_source(made, node)
+            name_source(made, node)
             if placement == REPLICATE and "val" in node.meta:
                 made.meta["val"] = value
         self.values[node] = Value(made, placement)
@@ -370,7 +370,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def _name_source(made: fx.Node, node: fx.Node) -> None:
+def name_source(made: fx.Node, node: fx.Node) -> None:
     """`made` comes from the code that `node` does, unless it is said already."""
     for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
         if name in node.meta:

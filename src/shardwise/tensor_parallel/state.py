@@ -27,11 +27,10 @@ from torch.export.graph_signature import (
     TensorArgument,
     TokenArgument,
 )
-from torch.utils import _pytree as pytree
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel.device import here_for
+from shardwise.tensor_parallel.device import as_is, here_for
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
 from shardwise.tensor_parallel.styles import Plan
@@ -92,8 +91,7 @@ def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
         )
     else:
         made = whole.detach().clone()
-    is_parameter = isinstance(whole, nn.Parameter)
-    return nn.Parameter(made, requires_grad=whole.requires_grad) if is_parameter else made
+    return as_is(whole, made)
 
 
 def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
@@ -133,7 +131,6 @@ def program_of(
     graph.eliminate_dead_code(_is_impure)
     _name_sources(graph)
     state, constants = _shards(program, partition)
-    device = here_for(device_type)
     module = fx.GraphModule(program.graph_module, graph)
     for name, child in list(module.named_children()):  # graphs that this one calls
         setattr(module, name, copy.deepcopy(child))
@@ -147,17 +144,23 @@ def program_of(
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=list(program.module_call_graph),
-        example_inputs=pytree.tree_map(lambda x: _example(x, device), program.example_inputs),
+        example_inputs=_examples(program.example_inputs, here_for(device_type)),
         constants=constants,
         verifiers=program.verifiers,
     )
 
 
-def _example(value: Any, device: torch.device) -> Any:
-    """An example input there; a fake one on meta: `torch.export.load` would unpickle that as any object."""
+def _examples(value: Any, device: torch.device) -> Any:
+    """Example inputs there; fake ones on meta: `torch.export.load` would unpickle those as any object."""
     if isinstance(value, Tensor) and _compat.is_fake(value):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
-    return value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
+    if isinstance(value, Tensor):
+        return value if value.is_meta else value.to(device)
+    if isinstance(value, dict):
+        return {key: _examples(each, device) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_examples(each, device) for each in value)
+    return value
 
 
 def _name_sources(graph: fx.Graph) -> None:

@@ -22,7 +22,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from shardwise import _compat
 from shardwise.tensor_parallel.nodes import op_of, several
 from shardwise.tensor_parallel.operators import ops
-from shardwise.tensor_parallel.partition import Partition, aten, c10d
+from shardwise.tensor_parallel.partition import Partition, aten, c10d, name_source
 from shardwise.tensor_parallel.placement import REPLICATE, Interval, Placement, Split, normal
 
 _GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
@@ -190,9 +190,7 @@ class _Pass:
 
     def _note(self, made: fx.Node, node: fx.Node) -> None:
         self.flows.add(made)
-        for name in ("nn_module_stack", "stack_trace"):
-            if name in node.meta:
-                made.meta[name] = node.meta[name]
+        name_source(made, node)
 
 
 def _seen_as(node: fx.Node) -> Any:
@@ -223,9 +221,8 @@ def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
 
 def _repeated(at: Split, rank: int) -> tuple[list[int], list[int], list[int], int]:
     """Of elements that several ranks have, where a rank has which: `operators.repeated`'s arguments."""
-    several = _on_several(at)
     begins, sizes, places, total = [], [], [], 0
-    for begin, end in several:
+    for begin, end in _on_several(at):
         local = 0
         for b, e in at.ranges[rank]:
             low, high = max(b, begin), min(e, end)
