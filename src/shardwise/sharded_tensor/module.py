@@ -218,10 +218,8 @@ def state_dict_hook(
         destination[prefix + name] = getattr(owner, attribute).detach()
 
 
-_loading: tuple[list[str], set[str]] = (
-    [],
-    set(),
-)  # the latest load by its missing_keys; the keys it has seen to
+# The latest load by its missing_keys; the keys it has seen to.
+_loading: tuple[list[str], set[str]] = [], set()
 
 
 def pre_load_state_dict_hook(
@@ -243,7 +241,7 @@ def pre_load_state_dict_hook(
     global _loading
     if _loading[0] is not missing_keys:
         _loading = missing_keys, set()
-    for name, owner, attribute in [*_attributes(module), *_unfilled(module, state_dict, prefix)]:
+    for name, owner, attribute in list(_attributes(module, state_dict, prefix)):
         key, current = prefix + name, getattr(owner, attribute)
         if key not in state_dict:  # a parent's hook may have taken it
             if strict and key not in _loading[1]:
@@ -270,24 +268,19 @@ def pre_load_state_dict_hook(
                 current.copy_(value)
 
 
-def _unfilled(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str
+def _attributes(
+    module: nn.Module, state_dict: dict[str, Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, owner and attribute of everything that is None and has a sharded tensor in `state_dict`."""
-    for path, owner in module.named_modules():
-        for attribute, value in vars(owner).items():
-            name = f"{path}.{attribute}" if path else attribute
-            found = state_dict.get(prefix + name) if value is None else None
-            if isinstance(found, ShardedTensor) or is_foreign(found):
-                yield name, owner, attribute
+    """Name, owner and attribute of every sharded tensor that is neither a parameter nor a buffer.
 
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, owner and attribute of every sharded tensor that is neither a parameter nor a buffer."""
+    Also of everything that is None and has a sharded tensor in `state_dict`.
+    """
     for path, owner in module.named_modules(remove_duplicate=False):
         for attribute, value in vars(owner).items():
-            if isinstance(value, ShardedTensor):
-                yield f"{path}.{attribute}" if path else attribute, owner, attribute
+            name = f"{path}.{attribute}" if path else attribute
+            held = (state_dict or {}).get(prefix + name) if value is None else value
+            if isinstance(held, ShardedTensor) or (value is None and is_foreign(held)):
+                yield name, owner, attribute
 
 
 # Parameters

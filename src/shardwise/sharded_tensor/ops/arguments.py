@@ -42,6 +42,16 @@ def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
     return register
 
 
+def called_as(*funcs: Any) -> Callable[[_F], _F]:
+    """Register the decorated function, whose signature is theirs, for every torch function in `funcs`."""
+
+    def register(do: _F) -> _F:
+        handles(*funcs)(lambda func, args, kwargs: do(*args, **kwargs))
+        return do
+
+    return register
+
+
 def given(names: list[str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments in the order of `names`, None for what is not given."""
     if not kwargs and args and len(args) <= len(names) and isinstance(args[0], ShardedTensor):

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
-from shardwise.sharded_tensor.ops.arguments import probe
+from shardwise.sharded_tensor.ops.arguments import called_as, probe
 from shardwise.sharded_tensor.ops.asked import compared, of_all
 from shardwise.sharded_tensor.ops.operands import check_group, like
 from shardwise.sharded_tensor.ops.table import (
@@ -39,22 +39,12 @@ from shardwise.sharded_tensor.ops.table import (
     to_all,
     to_holders,
 )
-from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # ------------------------------------------------------------ the two functions
 
 
-@handles(F.embedding)
-def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _embed(*args, **kwargs)
-
-
-@handles(F.embedding_bag)
-def _embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _embed_bags(*args, **kwargs)
-
-
+@called_as(F.embedding)
 def _embed(
     input: Tensor,
     weight: Tensor,
@@ -77,6 +67,7 @@ def _embed(
     return _looked_up(F.embedding, ask, input, weight, options, (max_norm, norm_type), scale_grad_by_freq)
 
 
+@called_as(F.embedding_bag)
 def _embed_bags(
     input: Tensor,
     weight: Tensor,

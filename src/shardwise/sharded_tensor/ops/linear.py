@@ -30,6 +30,7 @@ from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
+from shardwise.sharded_tensor.ops.arguments import called_as
 from shardwise.sharded_tensor.ops.operands import anchor_of, check_group
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -40,25 +41,22 @@ _T: Any = Tensor
 # ------------------------------------------------------------ the functions
 
 
-@handles(F.linear)
-def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.ndim != 2:
-            raise ShardingError(
-                f"{here()}: linear takes a weight of 2 dims beside a ShardedTensor, found shape"
-                f" {tuple(weight.shape)}; use matmul"
-            )
-        if bias is not None:  # torch judges the dtypes and shapes
-            F.linear(_empty(input, 0, 1), _empty(weight, 0, 1), _empty(bias, 0))
-            F.linear(_meta(input), _meta(weight), _meta(bias))
-        made = _product(input, weight.t(), name="linear")
-        if bias is None:
-            return made
-        if isinstance(bias, ShardedTensor) and not isinstance(made, ShardedTensor):
-            bias = bias.full_tensor()
-        return made + bias.to(made.dtype)
-
-    return linear(*args, **kwargs)
+@called_as(F.linear)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.ndim != 2:
+        raise ShardingError(
+            f"{here()}: linear takes a weight of 2 dims beside a ShardedTensor, found shape"
+            f" {tuple(weight.shape)}; use matmul"
+        )
+    if bias is not None:  # torch judges the dtypes and shapes
+        F.linear(_empty(input, 0, 1), _empty(weight, 0, 1), _empty(bias, 0))
+        F.linear(_meta(input), _meta(weight), _meta(bias))
+    made = _product(input, weight.t(), name="linear")
+    if bias is None:
+        return made
+    if isinstance(bias, ShardedTensor) and not isinstance(made, ShardedTensor):
+        bias = bias.full_tensor()
+    return made + bias.to(made.dtype)
 
 
 @handles(torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm, torch.bmm, _T.bmm, torch.mv, _T.mv)

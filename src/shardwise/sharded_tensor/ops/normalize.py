@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.construct import shared_seed
-from shardwise.sharded_tensor.ops.arguments import probe, rule
+from shardwise.sharded_tensor.ops.arguments import called_as, probe, rule
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.reduce import (
     count_of,
@@ -32,7 +32,6 @@ from shardwise.sharded_tensor.ops.reduce import (
     total_of,
 )
 from shardwise.sharded_tensor.random import bernoulli
-from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
@@ -87,32 +86,23 @@ def _wide(*dtypes: torch.dtype) -> torch.dtype:
 # ---------------------------------------------------------------- layer_norm, rms_norm
 
 
-@handles(F.layer_norm, torch.layer_norm)
-def _layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    def layer_norm(
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-        cudnn_enable: bool = True,
-    ) -> Tensor:
-        return _normalized(F.layer_norm, input, tuple(normalized_shape), (weight, bias), eps)
-
-    return layer_norm(*args, **kwargs)
+@called_as(F.layer_norm, torch.layer_norm)
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    return _normalized(F.layer_norm, input, tuple(normalized_shape), (weight, bias), eps)
 
 
-@handles(F.rms_norm, torch.rms_norm)
-def _rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    def rms_norm(
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        eps: float | None = None,
-    ) -> Tensor:
-        return _normalized(F.rms_norm, input, tuple(normalized_shape), (weight,), eps)
-
-    return rms_norm(*args, **kwargs)
+@called_as(F.rms_norm, torch.rms_norm)
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return _normalized(F.rms_norm, input, tuple(normalized_shape), (weight,), eps)
 
 
 def _normalized(
