@@ -124,14 +124,14 @@ class ShardedRows(OwnDTensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
-        async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
-        backward_dtype: torch.dtype | None = None,
+        **how: Any,
     ) -> DTensor:
         """The same values, placed otherwise. Differentiable. Collective over `device_mesh`.
 
         Rows to even rows over the same ranks move each row at most once; other placements gather the whole
-        tensor on the way.
+        tensor on the way. `how` is what else DTensor takes (`async_op`, `backward_dtype`): this waits, and
+        moves gradients in their dtype.
         """
         if placements is None:
             raise ShardingError(f"{here()}: redistribute needs placements, one for each axis of the mesh")
@@ -190,11 +190,13 @@ class ShardedRows(OwnDTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Other rows of a tensor of the same shape, in place of these.
+        """Other rows of a tensor of the same shape, or a DTensor of it, in place of these.
 
         They are copied to where these lie, which is what ranks gather; only another dtype or device takes
         other memory.
         """
+        if isinstance(value, DTensor) and not isinstance(value, ShardedRows) and value.shape == self.shape:
+            value = self.from_dtensor(value, self.piece)
         if not isinstance(value, ShardedRows) or value.shape != self.shape:
             raise ShardingError(
                 f"{here()}: expected rows of a tensor of shape {tuple(self.shape)} as .data, found a"
