@@ -1,5 +1,6 @@
 """When parameters are gathered and freed: `fully_shard` and what it makes of a module."""
 
+from shardwise.fsdp.finalization import GradientReductionHandle
 from shardwise.fsdp.fully_shard import fully_shard
 from shardwise.fsdp.lifecycle import TrainingState
 from shardwise.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
@@ -9,6 +10,7 @@ from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Offloa
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",

@@ -163,7 +163,8 @@ def reset(root: ModuleState) -> None:
     schedule.wait_for_reductions()
     schedule.order.clear()
     schedule.forward_root = schedule.kept = schedule.latest_output = None
-    schedule.callback_queued = False
+    schedule.callback_queued = schedule.unfinished = False
+    schedule.reducing = None
     for state in (root, *root.below):
         state.running = 0
         _forget_one(state)

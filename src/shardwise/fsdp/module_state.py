@@ -132,6 +132,11 @@ class ModuleState:
                     f"{here()}: '{name}' ran forward before the root module that contains it; run the first"
                     " forward through the root"
                 )
+            if state is not self and state.schedule_settings.get("manual"):
+                raise LifecycleError(
+                    f"{here()}: set_manual_backward_finalization(True) was called on '{name}'; call it on the"
+                    " root module"
+                )
             below[state] = None
             state.name = name if not state.name or state is self else f"{state.name}, {name}"
         states = list(below)

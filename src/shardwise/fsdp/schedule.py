@@ -39,6 +39,9 @@ class Schedule:
         latest_output: the hook on what the state that ended forward last returned, if that is one tensor.
         callback_queued: whether the end of this backward is already awaited.
         had_backward: whether there was one since forward last began.
+        unfinished: whether one has begun since the iteration was last ended.
+        manual: the user says when backward has ended.
+        reducing: what waits for reductions that the user ended backward with.
         is_last_backward: False while more backwards follow before the optimizer step.
         post_optim_event: what the next gathers wait for instead of the current stream.
         held_gather: a gather whose buffer the copy-out may still read; kept until the next copy-out,
@@ -63,6 +66,9 @@ class Schedule:
     latest_output: OutputHook | None = None
     callback_queued: bool = False
     had_backward: bool = False
+    unfinished: bool = False
+    manual: bool = False
+    reducing: Any = None
     is_last_backward: bool = True
     post_optim_event: torch.Event | None = None
     held_gather: tuple[AllGatherResult, torch.Event] | None = None

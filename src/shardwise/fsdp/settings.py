@@ -21,7 +21,8 @@ from shardwise.comm import (
 )
 from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp import trace_plan
+from shardwise.fsdp import finalization, trace_plan
+from shardwise.fsdp.finalization import GradientReductionHandle
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, state_of
 from shardwise.fsdp.state import FSDPState
@@ -74,6 +75,31 @@ class ModuleSettings(nn.Module):
         Only the last one waits for reductions. Set it on the root.
         """
         self._state().set_schedule(is_last_backward=is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether `finalize_backward()` ends backward, in place of autograd and `set_is_last_backward`.
+
+        Set it on the root, before backward begins.
+
+        Raises:
+            LifecycleError: not the root, or a backward has begun and was not ended.
+        """
+        finalization.set_manual(self._state(), enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since the last call: reduce what they left, reshard, and wait for reductions.
+
+        Collective. For the root, with `set_manual_backward_finalization(True)`. Several backwards before one
+        call keep their gradients by `set_requires_gradient_sync(False)`; set it True again before the call.
+
+        Args:
+            async_op: return a handle at once. Wait for it before using gradients or the next forward.
+
+        Raises:
+            LifecycleError: not the root, not set, inside a backward, an earlier handle was not waited for, or
+                gradients whose all-reduce over replicas was left out.
+        """
+        return finalization.finalize(self._state(), async_op=async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. False accumulates them unsharded, without communication."""

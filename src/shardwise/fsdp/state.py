@@ -24,7 +24,7 @@ from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import cut_short, ranges
+from shardwise.fsdp import cut_short, finalization, ranges
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.marks import OutputHook, mark_end_of_backward
 from shardwise.fsdp.module_state import ModuleState, live_states
@@ -87,6 +87,7 @@ class FSDPState(ModuleState):
         return args, kwargs
 
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        finalization.check_waited_for(schedule, "the next forward")
         if not _compat.in_backward():
             cut_short.check_earlier_backward(self, schedule)
             if torch.is_grad_enabled():
@@ -258,7 +259,7 @@ class FSDPState(ModuleState):
                 f"{here()}: module '{self.name}' gathers and reduces outside of graphs, but compiled"
                 " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
             )
-        schedule.callback_queued = schedule.had_backward = True
+        schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
         for order in schedule.orders:
             order.backward_thread = threading.get_ident()
         _compat.queue_backward_callback(root.end_of_backward)
@@ -280,15 +281,24 @@ class FSDPState(ModuleState):
             self._await_end(schedule)
         partly_run = len(self.modules) > 1 and self.training_state is TrainingState.FORWARD
         _, self.training_state = _EXIT_BACKWARD[self.training_state]
-        self._reduce(schedule)
+        self.reduce(schedule)
         if partly_run and schedule.streams is not None:
             # No hook of this module begins its next backward: order it after this one here.
             for event in schedule.reduced.values():
                 current_stream(self.device).wait_event(event)
 
-    def _reduce(self, schedule: Schedule) -> None:
+    def reduce(self, schedule: Schedule, *, what_is_left: bool = False) -> None:
+        """Reduce gradients, or keep them for a later reduction, and reshard.
+
+        Args:
+            what_is_left: only those that were kept.
+        """
         for group, reducer in self.in_reverse:
             settings = group.settings
+            if what_is_left and not reducer.unsynced:
+                if settings.reshard_after_backward:
+                    group.reshard()
+                continue
             reducer.unsynced = not settings.reduce_grads
             if not settings.reduce_grads:
                 if settings.reshard_after_backward:
@@ -324,18 +334,35 @@ class FSDPState(ModuleState):
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
             late = state in unseen or state.stays_gathered
             if action is Action.REDUCE or (late and cut_short.left_gradients(state)):
-                state._reduce(schedule)
-        if schedule.is_last_backward:
-            schedule.order.clear()
-            schedule.wait_for_reductions()
-            for state in (self, *self.below):
-                for group, reducer in zip(state.groups, state.reducers, strict=True):
-                    if group.gather is not None:
-                        group.abandon_gather()
-                    if reducer.offload_events:
-                        reducer.finish()
+                if schedule.manual:
+                    state.leave_to_finalization()
+                else:
+                    state.reduce(schedule)
+        if schedule.is_last_backward and not schedule.manual:
+            self.end_iteration(schedule)
         schedule.free_gathered()
         self.install_guards()
         for order in schedule.orders:
             order.backward_thread = None
             order.advance(_END_OF_PASS)
+
+    def leave_to_finalization(self) -> None:
+        """Autograd passed this module by, and the user will say when backward has ended."""
+        for group, reducer in self.in_reverse:
+            reducer.unsynced = True
+            if not group.settings.reduce_grads:
+                reducer.keep()
+                if group.settings.reshard_after_backward:
+                    group.reshard()
+
+    def end_iteration(self, schedule: Schedule) -> None:
+        """Root only: wait for what the last backward began."""
+        schedule.unfinished = False
+        schedule.order.clear()
+        schedule.wait_for_reductions()
+        for state in (self, *self.below):
+            for group, reducer in zip(state.groups, state.reducers, strict=True):
+                if group.gather is not None:
+                    group.abandon_gather()
+                if reducer.offload_events:
+                    reducer.finish()

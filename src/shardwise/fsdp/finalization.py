@@ -1,0 +1,103 @@
+"""Ending backward by hand: `set_manual_backward_finalization` and `finalize_backward`.
+
+Modules that backward reaches reduce their gradients then, as always. What is left to its end, modules that
+autograd passed by and gradients of backwards without synchronisation, waits for `finalize_backward`, and so
+does waiting for the reductions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise import _compat
+from shardwise.errors import LifecycleError, here
+from shardwise.fsdp.schedule import Schedule
+
+State = Any  # an `FSDPState`, which asks this file
+
+
+class GradientReductionHandle:
+    """Waits for a `FSDPModule.finalize_backward(async_op=True)`."""
+
+    def __init__(self, root: State | None) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Wait for the reductions and free their buffers. Local; the second call does nothing.
+
+        Raises:
+            LifecycleError: `reset_iter_state()` was called since.
+        """
+        root, self._root = self._root, None
+        if root is None:
+            return
+        schedule = root.schedule
+        assert schedule is not None
+        if schedule.reducing is not self:
+            raise LifecycleError(f"{here()}: reset_iter_state() has dropped the reductions of this handle")
+        schedule.reducing = None
+        root.end_iteration(schedule)
+
+
+def set_manual(state: State, enabled: bool) -> None:
+    """See `FSDPModule.set_manual_backward_finalization`."""
+    schedule = state.schedule
+    if schedule is not None:
+        _check_root(state, "set_manual_backward_finalization")
+        if enabled != schedule.manual and (schedule.unfinished or _compat.in_backward()):
+            raise LifecycleError(
+                f"{here()}: set_manual_backward_finalization({enabled}) after backward has begun; call"
+                " finalize_backward() or reset_iter_state() first"
+            )
+    state.set_schedule(manual=enabled)
+
+
+def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
+    """See `FSDPModule.finalize_backward`."""
+    schedule = state.schedule
+    if schedule is None:
+        return GradientReductionHandle(None) if async_op else None
+    _check(state, schedule)
+    with torch.no_grad():
+        for one in reversed((state, *state.below)):
+            one.reduce(schedule, what_is_left=True)
+    schedule.free_gathered()
+    if not async_op:
+        state.end_iteration(schedule)
+        return None
+    handle = schedule.reducing = GradientReductionHandle(state)
+    return handle
+
+
+def check_waited_for(schedule: Schedule, what: str) -> None:
+    """Raise if a handle has not been waited for."""
+    if schedule.reducing is not None:
+        raise LifecycleError(
+            f"{here()}: wait() was not called on the handle of finalize_backward(async_op=True); call it"
+            f" before {what}"
+        )
+
+
+def _check(state: State, schedule: Schedule) -> None:
+    _check_root(state, "finalize_backward")
+    check_waited_for(schedule, "finalizing again")
+    if not schedule.manual:
+        raise LifecycleError(
+            f"{here()}: finalize_backward() needs set_manual_backward_finalization(True) before backward"
+        )
+    if _compat.in_backward():
+        raise LifecycleError(f"{here()}: finalize_backward() was called inside a backward")
+    for one in (state, *state.below):
+        for group, reducer in zip(one.groups, one.reducers, strict=True):
+            if reducer.partials or (group.replicates and not group.settings.all_reduce_grads):
+                raise LifecycleError(
+                    f"{here()}: finalize_backward() does not add gradients of {group.title} over replicas"
+                    " later; call set_requires_all_reduce(True) before backward"
+                )
+
+
+def _check_root(state: State, method: str) -> None:
+    if not state.is_root:
+        raise LifecycleError(f"{here()}: {method} was called on '{state.name}'; call it on the root module")

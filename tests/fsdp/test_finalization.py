@@ -1,0 +1,79 @@
+"""`finalize_backward`: what it leaves for its call, and what it refuses. Numbers are in `parity`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.models import raises_on_every_rank, sharded_net, step
+from ranks import on_ranks
+from shardwise import LifecycleError
+from shardwise.comm.count import CommCounter
+from shardwise.fsdp.module_state import state_of
+
+
+def manual_net(layout: str = "interleaved") -> Any:
+    model = sharded_net(blocks=2, layout=layout)
+    model.set_manual_backward_finalization(True)
+    assert model.finalize_backward() is None  # before the first forward: nothing to end
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_only_what_is_left_is_reduced_at_the_call_and_everything_is_resharded(layout: str) -> None:
+    model = manual_net(layout)
+    step(model)
+    with CommCounter() as counter:
+        model.finalize_backward()
+    assert len(counter.calls) == 1  # the root, of whose input autograd finds no gradient
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    for _ in range(2):
+        with CommCounter() as counter:
+            step(model)
+    assert counter.count("reduce_scatter") == 0
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    with CommCounter() as counter:
+        handle = model.finalize_backward(async_op=True)
+        assert handle is not None
+        handle.wait()
+    assert counter.count("reduce_scatter") == len(counter.calls) == 3
+    assert not any(group.is_unsharded for m in model.modules() if (s := state_of(m)) for group in s.groups)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_calls_at_the_wrong_time_are_refused() -> None:
+    model = manual_net()
+    step(model)
+    for act, words in [
+        (lambda: model.set_manual_backward_finalization(False), "after backward has begun"),
+        (lambda: model.blocks[0].finalize_backward(), r"on 'blocks.0'; call it on the root"),
+    ]:
+        assert words in raises_on_every_rank(LifecycleError, act)
+    handle = model.finalize_backward(async_op=True)
+    for act in (lambda: step(model), model.finalize_backward):
+        assert "wait() was not called" in raises_on_every_rank(LifecycleError, act)
+    model.reset_iter_state()
+    assert "has dropped" in raises_on_every_rank(LifecycleError, handle.wait)
+
+    def inside(grad: torch.Tensor) -> None:
+        model.finalize_backward()
+
+    x = torch.randn(4, 8)
+    output = model(x)
+    output.register_hook(inside)
+    assert "inside a backward" in raises_on_every_rank(LifecycleError, output.sum().backward)
+    model.reset_iter_state()
+    model.set_manual_backward_finalization(False)
+    step(model)
+    needs = raises_on_every_rank(LifecycleError, model.finalize_backward)
+    assert "needs set_manual_backward_finalization(True)" in needs
+    below = sharded_net(blocks=1)
+    below.blocks[0].set_manual_backward_finalization(True)
+    assert "on the root module" in raises_on_every_rank(LifecycleError, lambda: step(below))
