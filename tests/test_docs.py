@@ -77,8 +77,13 @@ def make_targets() -> set[str]:
 
 
 def public_methods(cls: type) -> set[str]:
+    """Of the class and of its bases in this package."""
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("shardwise.")]
     return {
-        name for name, value in vars(cls).items() if not name.startswith("_") and inspect.isroutine(value)
+        name
+        for base in ours
+        for name, value in vars(base).items()
+        if not name.startswith("_") and inspect.isroutine(value)
     }
 
 

@@ -10,8 +10,7 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
@@ -445,44 +444,6 @@ def allow_foreach(*types: type[Tensor]) -> None:
 def group_of_sharded_tensor(tensor: Any) -> Any:
     """The process group of torch's deprecated ShardedTensor, which has no public name for it."""
     return tensor._process_group
-
-
-def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:
-    """Let torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind` as they do DTensors.
-
-    There is no hook for this, and without it `full_state_dict=True` would take such tensors for whole
-    ones. `cut(sharded, whole)` is this rank's part of `whole`, cut as `sharded`.
-    """
-    from torch.distributed import _state_dict_utils
-    from torch.distributed.checkpoint import state_dict
-
-    utils, helpers = cast(Any, _state_dict_utils), cast(Any, state_dict)
-    iterate, broadcast = utils._iterate_state_dict, utils._broadcast_tensors
-    distribute = helpers._distribute_state_dict
-
-    def gather(value: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:
-        if isinstance(value, kind) and dtensor is not plain is utils._identity_func:
-            value = cast(Any, value).full_tensor()
-        return iterate(value, sharded, dtensor, plain, **options)
-
-    @contextmanager
-    def cut_again(local: dict[str, Any], keys: Sequence[str]) -> Iterator[None]:
-        before = {key: local[key] for key in keys if isinstance(local.get(key), kind)}
-        yield
-        local.update({key: cut(part, local[key]) for key, part in before.items()})
-
-    def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *where: Any) -> None:
-        with cut_again(local, keys):
-            broadcast(full, local, keys, *where)
-
-    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], **where: Any) -> None:
-        for key, value in full.items():  # one at a time: whole tensors of all would not fit
-            with cut_again(local, [key]):
-                distribute({key: value}, local, **where)
-
-    utils._iterate_state_dict = gather
-    utils._broadcast_tensors = broadcast_tensors
-    helpers._distribute_state_dict = distribute_state_dict
 
 
 # optim: gradients that are views of one buffer are worked on as that buffer. None for what is no view.

@@ -18,19 +18,27 @@ import re
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import LifecycleError, here
 
-if TYPE_CHECKING:
-    from shardwise.fsdp.group import ParamGroup
+
+class Gathers(Protocol):
+    """What is asked of a group: its module in words, and whether its memory may be read."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def is_unsharded(self) -> bool: ...
+
 
 _FIRST = 1 << 30  # more in-place changes than any tensor sees
 _numbers = itertools.count(_FIRST)
-_groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[int, Gathers] = weakref.WeakValueDictionary()
 _VERSION = re.compile(r"is at version \d+; expected version (\d+)")
 
 
@@ -42,7 +50,7 @@ class Curtain:
         tensors: what autograd sees of it, one for each version counter.
     """
 
-    def __init__(self, group: ParamGroup, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, group: Gathers, tensors: Iterable[Tensor]) -> None:
         number = next(_numbers)
         _groups[number] = group
         behind = tuple(tensors)

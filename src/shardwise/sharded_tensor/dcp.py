@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from shardwise import _compat
+from shardwise._compat.dtensors import extend_state_dict_helpers
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import entries
 from shardwise.sharded_tensor.ops.operands import within
@@ -57,4 +57,4 @@ def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:
     return sharded.with_tensors(tensors, anchor=sharded.anchor.detach().to(whole))
 
 
-_compat.extend_state_dict_helpers(ShardedTensor, cut=_cut_alike)
+extend_state_dict_helpers(ShardedTensor, cut=_cut_alike)
