@@ -15,7 +15,6 @@ import multiprocessing
 import sys
 import tempfile
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +96,15 @@ def on_rank(exported: zoo.Exported, which: str, rank: int, ranks: int, folder: s
             float((x.double() - y.double()).abs().max() / y.double().abs().max().clamp(min=1e-30))
             for x, y in zip(found, expected, strict=True)
         )
-        counts = Counter(
-            str(node.target).split(".")[1]
-            for node in mine.graph.nodes
-            if getattr(node.target, "namespace", "") == "_c10d_functional"
-        )
-        said = _shown(counts) if error <= case.tolerance else f"wrong by {error:.0e}"
+        said = _shown(zoo.counts(mine)) if error <= case.tolerance else f"wrong by {error:.0e}"
     except Exception as problem:
         said = type(problem).__name__
     Path(folder, f"said{rank}").write_text(said)
 
 
-def _shown(counts: Counter[str]) -> str:
+def _shown(counts: dict[str, int]) -> str:
     short = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS"}
-    found = [f"{counts[name]} {text}" for name, text in short.items() if counts[name]]
+    found = [f"{counts[name]} {text}" for name, text in short.items() if name in counts]
     return "right: " + (", ".join(found) or "none")
 
 

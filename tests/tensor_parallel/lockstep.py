@@ -108,16 +108,6 @@ class _Meeting(TorchDispatchMode):
         return args[0] if name == "wait_tensor" else self.meet((name, args[0], tuple(args[1:])))
 
 
-def collectives(program: ExportedProgram) -> dict[str, int]:
-    """How many of each collective the program has."""
-    found: dict[str, int] = {}
-    for node in program.graph.nodes:
-        name = _collective_name(node)
-        if name is not None:
-            found[name] = found.get(name, 0) + 1
-    return found
-
-
 def _collective_name(node: fx.Node) -> str | None:
     if node.op != "call_function" or getattr(node.target, "namespace", None) != _NAMESPACE:
         return None

@@ -1,7 +1,7 @@
 """Every model of the zoo, cut over ranks, computes what the whole one does at the cost it should have.
 
-A model is met in several cases, or in one. Over these it is cut for 2, 3 and 4 ranks, with strict and
-without, for inference and for training, but not for each of these with each; `zoo.py --all` does that.
+A model is met in several cases, or in one. Over these it is cut for 2, 3 and 4 ranks, for inference and for
+training, and every other one with strict, but not for each of these with each; `zoo.py --all` does that.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ def covering() -> list[tuple[str, zoo.Form, list[Point]]]:
     found: list[tuple[str, zoo.Form, list[Point]]] = []
     for number, (_, grouped) in enumerate(itertools.groupby(sorted(zoo.CASES, key=model_of), model_of)):
         names = list(grouped)
-        # one case twice, two cases once each with one of them at two points, or each case at one point
-        for index, name in enumerate(names * 2 if len(names) == 1 else names):
+        # a case alone at three points, two cases once each with one of them at two, or each case at one point
+        for index, name in enumerate(names):
             strict = (index + number) % 2 == 1
             training = (index + index // 2 + number // 2) % 2 == 1
             points = [(2 + (index + number) % 3, training)]
             if len(names) < 3 and index == 0:
                 points.append((2 + (2 + number) % 3, not training))
+            if len(names) == 1:
+                points.append((2 + (1 + number) % 3, number % 4 < 2))
             own = zoo.CASES[name].tolerance < 1e-6  # large models are slow to decompose
             decomposed = own and (index + number) % 8 in (1, 4)
             found.append((name, (strict and zoo.CASES[name].strict, decomposed), points))
@@ -80,8 +82,6 @@ def test_every_model_is_cut_for_every_number_of_ranks_both_ways() -> None:
     for model, values in met.items():
         lacks = {("ranks", 2), ("ranks", 3), ("ranks", 4), ("training", False), ("training", True)} - values
         assert lacks == set(), model
-        strict = any(case.strict for name, case in zoo.CASES.items() if model_of(name) == model)
-        assert {("strict", False), ("strict", strict)} <= values, model
     assert {name for name, _, _ in COVERING} == set(zoo.CASES)
     assert len(pairs) == 2 * 2 + 2 * 3 + 2 * 2 + 2 * 3 + 2 * 2 + 3 * 2
 

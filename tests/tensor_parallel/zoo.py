@@ -30,13 +30,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lockstep import backward, collectives, run, run_each
+from lockstep import backward, run, run_each
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel import ColwiseParallel, RowwiseParallel, tensor_parallel_transformation
+from shardwise.tensor_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    counts,
+    tensor_parallel_transformation,
+)
 from shardwise.tensor_parallel.canonical import functional
 from shardwise.tensor_parallel.placement import REPLICATE, Split
 from shardwise.tensor_parallel.state import held, placement_from_json, record_of
@@ -174,7 +179,7 @@ def measure(exported: Exported, ranks: int, *, training: bool = False) -> Result
         messages.append("strict does not refuse an operation without a rule")
     whole = sum(t.numel() for t in _unique(exported.program))
     share = max(sum(t.numel() for t in _unique(one)) for one in programs) / max(1, whole)
-    result = Result(0.0, collectives(programs[0]), share, messages, _wrong_sizes(exported.program, programs))
+    result = Result(0.0, counts(programs[0]), share, messages, _wrong_sizes(exported.program, programs))
     if training:
         _train(exported, programs, result)
         return result
