@@ -133,7 +133,7 @@ _bystanders: weakref.WeakKeyDictionary[Optimizer, _Bystanders] = weakref.WeakKey
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if look_for_compiler():
         for param in (param for options in optimizer.param_groups for param in options["params"]):
-            if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+            if isinstance(param.grad, DTensor) and not isinstance(param.grad, ShardedRows):
                 _compat.set_local_tensor(param.grad, own_storage(_compat.local_tensor(param.grad)))
     if _checked.get(optimizer) != _changes:
         _check(optimizer)

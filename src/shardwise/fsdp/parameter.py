@@ -360,11 +360,13 @@ class EvenParam(ShardedParam):
             self.settle_grad_dtype()
             self._know_again()  # `Module.to` changes dtypes within the object
             return
-        if not isinstance(current, DTensor) or current.shape != self.sharded.shape:
+        cut_evenly = isinstance(current, DTensor) and not isinstance(current, ShardedRows)
+        if not cut_evenly or current is None or current.shape != self.sharded.shape:
             found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
             raise ShardingError(
                 f"{here()}: '{self.name}' was replaced by {found}; a sharded parameter can only be replaced"
-                f" by a DTensor of shape {tuple(self.sharded.shape)}. Apply changes before fully_shard"
+                f" by an evenly cut DTensor of shape {tuple(self.sharded.shape)}; copy rows instead, and"
+                " apply other changes before fully_shard"
             )
         self.sharded = current
         self.unsharded = None

@@ -376,3 +376,16 @@ def test_a_tensor_sharded_by_rows_is_not_sharded_again() -> None:
     for layout in ("contiguous", "interleaved"):
         with pytest.raises(ShardingError, match="'weight' is sharded by rows already"):
             fully_shard(net, layout=layout)  # type: ignore[call-overload]
+
+
+@on_ranks(2)
+def test_the_interleaved_layout_copies_rows_but_does_not_become_them() -> None:
+    rows = sharded().state_dict()
+    model = fully_shard(bare("cpu").requires_grad_(False))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(rows)
+    assert_same(model, bare())
+    with pytest.raises(ShardingError, match="evenly cut DTensor"):
+        model.load_state_dict(rows, assign=True)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from fuzz.fsdp_part.model import Model, Spec
-from shardwise.sharded_tensor.rows import ShardedRows
 
 OURS: ModuleType = shardwise
 TORCHS: ModuleType = torch_fsdp
@@ -122,12 +121,10 @@ def piece(tensor: Tensor | None) -> Tensor | None:
         return None
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    elif isinstance(tensor, ShardedRows):
-        tensor = tensor.local
     return plain(tensor)
 
 
 def full(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
-    return plain(tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor)
+    return plain(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
