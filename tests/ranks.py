@@ -46,8 +46,14 @@ from unittest import mock
 import pytest
 from _pytest.assertion.rewrite import rewrite_asserts
 
-PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp"]
-WORKER_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "shardwise.verify"]
+COMPILERS = ["torch._functorch.aot_autograd", "torch._inductor.compile_fx"]  # 1 s, once or on each rank
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes, which would import torch each
+}
 GRACE_SECONDS = 3.0  # what the other ranks get to finish once one rank has failed
 STARTUP_SECONDS = 120.0
 
@@ -153,7 +159,8 @@ class RankPool:
 
     def _start(self, count: int) -> None:
         context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        everything = "PYTEST_XDIST_WORKER" in os.environ  # a run of all tests: every rank will compile
+        context.set_forkserver_preload([*PRELOADED, *(COMPILERS if everything else [])])
         new = []
         while len(self.workers) < count:
             ours, theirs = context.Pipe()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import io
 import os
 import re
-import subprocess
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import shardwise
-from ranks import on_ranks
+from ranks import RankPool
 from shardwise import sharded_tensor, tensor_parallel
 from shardwise.cli import app
 from shardwise.fsdp import lifecycle
@@ -97,48 +100,58 @@ def test_the_pages_expected_are_there() -> None:
     assert "END OF TERMS AND CONDITIONS" in licence
 
 
-def test_the_readmes_example_trains_as_it_stands(tmp_path: Path) -> None:
-    (script,) = python_blocks(read("README.md"))
-    file = tmp_path / "train.py"
-    file.write_text(script)
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", ended.stdout)]
-    assert len(losses) > 1
+def run_readme(folder: Path, port: int) -> str:
+    """What the README's example prints where only torchrun's environment is there, and no group yet."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    environment = {name: str(value) for name, value in told.items()}
+    with mock.patch.dict(os.environ, environment | {"MASTER_ADDR": "localhost"}):
+        printed = run_blocks("README.md", folder)
+    assert not dist.is_initialized()
+    return printed
+
+
+def test_the_readmes_example_trains_as_it_stands(ranks: RankPool, tmp_path: Path) -> None:
+    assert len(python_blocks(read("README.md"))) == 1
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    printed, silent = ranks(run_readme, tmp_path, port, world_size=2)
+    assert silent == ""
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 20
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "docs/fsdp.md",
-        "docs/checkpoint.md",
-        "docs/optim.md",
-        "docs/strategies.md",
-        "docs/sharded_tensor.md",
-        "docs/tensor_parallel.md",
-        "docs/compile.md",
-    ],
-)
-@on_ranks(4)
-def test_a_pages_examples_run_in_order(page: str, tmp_path: Path) -> None:
-    blocks = python_blocks(read(page))
-    assert len(blocks) > 1
+def run_blocks(page: str, folder: Path) -> str:
+    """Run the blocks of a page one after the other; what they print."""
     module = sys.modules["example"] = ModuleType("example")  # compilers import it by name
+    printed = io.StringIO()
     try:
-        with contextlib.chdir(tmp_path):
-            for number, block in enumerate(blocks, start=1):
+        with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+            for number, block in enumerate(python_blocks(read(page)), start=1):
                 exec(compile(block, f"{page}, block {number}", "exec"), vars(module))
     finally:
         del sys.modules["example"]
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("page", "world_size"),
+    [
+        ("docs/fsdp.md", 4),
+        ("docs/checkpoint.md", 4),
+        ("docs/optim.md", 4),
+        ("docs/strategies.md", 4),
+        ("docs/sharded_tensor.md", 4),
+        ("docs/tensor_parallel.md", 4),
+        ("docs/compile.md", 2),
+    ],
+)
+def test_a_pages_examples_run_in_order(ranks: RankPool, page: str, world_size: int, tmp_path: Path) -> None:
+    assert len(python_blocks(read(page))) > 1
+    ranks(run_blocks, page, tmp_path, world_size=world_size)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -48,7 +48,7 @@ class Run:
     change: Callable[[nn.Module, int], None] = lambda model, step: None
 
 
-def compiled(backend: str, *, fullgraph: bool = True, **options: Any) -> Callable[[nn.Module], Any]:
+def compiled(backend: Any, *, fullgraph: bool = True, **options: Any) -> Callable[[nn.Module], Any]:
     return partial(torch.compile, backend=backend, fullgraph=fullgraph, **options)
 
 

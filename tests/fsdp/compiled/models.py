@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         recompute: "" or what to checkpoint around each block: "all", or "selected" operations.
     """
 
-    def __init__(self, blocks: Any = Block, recompute: str = "", depth: int = 3) -> None:
+    def __init__(self, blocks: Any = Block, recompute: str = "", depth: int = 2) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(blocks() for _ in range(depth))
@@ -116,12 +116,12 @@ class Whole(nn.Module):
 
 
 class Nested(nn.Module):
-    """Each of its blocks runs twice in sequence, so that some parameters are used four times."""
+    """Its block runs twice in sequence, so that some parameters are used four times."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Whole() for _ in range(2))
+        self.blocks = nn.ModuleList([Whole()])
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def llama() -> nn.Module:
         vocab_size=WORDS,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,

@@ -23,6 +23,7 @@ from fsdp.compiled.models import (
 )
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.graph import record
 
 EAGER, AOT, DECOMPOSED = "eager", "aot_eager", "aot_eager_decomp_partition"
 TRANSFORMER = Run(Transformer, by_block, compile=compiled(AOT))
@@ -47,10 +48,15 @@ def test_a_transformer_with_tied_embeddings_over_ten_steps() -> None:
     contiguous, interleaved = (with_layout(TRANSFORMER, layout) for layout in ("contiguous", "interleaved"))
     compare(replace(contiguous, steps=10))
     compare(replace(interleaved, steps=10))
-    compare(replace(interleaved, compile=compiled(EAGER)))
-    dynamic = replace(contiguous, compile=compiled(DECOMPOSED), sizes=((4, 5), (3, 7), (6, 2)))
-    compare(dynamic, graphs=2, tolerance=ROUNDING)
-    compare(replace(contiguous, options={**contiguous.options, "reshard_after_forward": False}))
+
+
+@on_ranks(2)
+def test_other_backends_sizes_that_vary_and_blocks_that_stay_gathered() -> None:
+    small = replace(TRANSFORMER, model=partial(Transformer, depth=1))
+    compare(with_layout(replace(small, compile=compiled(EAGER)), "interleaved"))
+    dynamic = replace(small, compile=compiled(DECOMPOSED), sizes=((4, 5), (3, 7), (6, 2)))
+    compare(with_layout(dynamic, "contiguous"), graphs=2, tolerance=ROUNDING)
+    compare(with_layout(replace(small, options={"reshard_after_forward": False}), "contiguous"))
 
 
 @on_ranks(2)
@@ -80,7 +86,8 @@ def test_accumulation_mixed_precision_and_blocks_that_share_a_group() -> None:
         fully_shard(model.blocks[2], **options)
         return fully_shard(model, **options)
 
-    compare(with_layout(replace(TRANSFORMER, shard=in_pairs), "contiguous"))
+    three = replace(TRANSFORMER, model=partial(Transformer, depth=3), shard=in_pairs)
+    compare(with_layout(three, "contiguous"))
 
 
 @on_ranks(4)
@@ -107,16 +114,16 @@ def test_a_graph_break_that_the_user_put_into_attention() -> None:
 @on_ranks(2)
 def test_a_llama_of_transformers() -> None:
     # Its own code takes another path when compiled: attention's mask is added instead of implied.
-    compare(
-        Run(llama, shard_llama, options={"layout": "contiguous"}, compile=compiled(AOT)), tolerance=ROUNDING
-    )
+    recorder = record(AOT)
+    run = Run(llama, shard_llama, options={"layout": "contiguous"}, compile=compiled(recorder))
+    compare(run, tolerance=ROUNDING)
+    counts = [graph.counts for graph in recorder.report().graphs]
+    assert [(each.gathers, each.reduce_scatters) for each in counts] == [(2, 0), (1, 2)]
 
 
 @on_ranks(2)
 def test_inductor_within_roundings_of_eager() -> None:
-    compare(
-        with_layout(replace(TRANSFORMER, compile=compiled("inductor"), steps=3), "contiguous"),
-        tolerance=ROUNDING,
-    )
+    small = Run(partial(Transformer, depth=1), by_block, compile=compiled("inductor"), steps=3)
+    compare(with_layout(small, "contiguous"), tolerance=ROUNDING)
     parted = compiled("inductor", options={"graph_partition": True})
     compare(with_layout(Run(Mlp, fully_shard, compile=parted, steps=3), "interleaved"), tolerance=ROUNDING)
