@@ -206,7 +206,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
         (2,),
         Case(RESIDUAL, on_whole_mesh(lambda api: api.DataParallelMeshDims(replicate="dp")), mesh=axes(dp=2)),
     ),
-    "clipped": ((2, 3), Case(LANGUAGE, by_block(), after_backward=clip(0.05), contiguous="rounding")),
+    "clipped": ((3,), Case(LANGUAGE, by_block(), after_backward=clip(0.05), contiguous="rounding")),
     "clipped by the largest": (
         (2,),
         Case(RESIDUAL, by_block(), after_backward=clip(0.01, norm=float("inf"))),
@@ -229,13 +229,14 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
         ),
     ),
     "loss scaled, one step skipped": (
-        (2, 3),
+        (2,),
         Case(
             replace(RESIDUAL, batch=overflowing),
             by_block(),
             step=scaled_pass,
             alone=scaled_pass,
             optimizer=Scaled,
+            steps=5,  # the scale grows after three, then one overflows
         ),
     ),
 }
