@@ -24,7 +24,7 @@ from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.guard import guards, install
 from shardwise.fsdp.layouts import LAYOUTS, Layout, LayoutName
-from shardwise.fsdp.module import FSDPModule, sharded_class
+from shardwise.fsdp.module import FSDPModule, become_sharded
 from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.parameter import Owner, ParamPlacement, ShardPlacementFn, ShardPlacementResult
 from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -231,7 +231,7 @@ def _shard_together(
         _reshard_for_state_dict(group, managed)
         _LOG.info("%s: %s", here(), group.summary([type(one).__name__ for one in modules]))
     for one in modules:
-        object.__setattr__(one, "__class__", sharded_class(type(one)))  # past nn.Module's own, which is slow
+        become_sharded(one)
         _compat.mark_fully_sharded(one)
     if layout.guards_forward:
         state.guards = guards([one for one in managed if state_of(one) is None], groups)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -170,10 +170,34 @@ _CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """The subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
     if cls not in _CLASSES:
-        own = {"__module__": cls.__module__, "__call__": _own_code(vars(FSDPModule)["__call__"])}
+        call = _compat.only_inlined(_own_code(vars(FSDPModule)["__call__"]))
+        own = {"__module__": cls.__module__, "__call__": call}
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
         _CLASSES[cls] = cast(type[FSDPModule], made)
     return _CLASSES[cls]
+
+
+def become_sharded(module: nn.Module) -> None:
+    """Give a module the class that gathers when it is called, and compilers a frame to begin at.
+
+    `module(x)` calls what the class has. A compiled function that breaks there calls it again: another frame
+    to compile, which breaks again. So that frame is part of its callers' graphs only; `torch.compile(module)`
+    reads the attribute, and finds what is compiled by itself.
+    """
+    cls = sharded_class(type(module))
+    object.__setattr__(module, "__class__", cls)  # past nn.Module's own, which is slow
+    module.__dict__["__call__"] = MethodType(_compiled_call(cast(Any, cls)), weakref.ref(module))
+
+
+@functools.cache
+def _compiled_call(cls: type) -> FunctionType:
+    return _own_code(_call)
+
+
+def _call(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    alive = module()
+    assert alive is not None
+    return alive(*args, **kwargs)
 
 
 @functools.cache

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard as fsdp2
 
@@ -95,6 +97,42 @@ def test_so_do_modules_that_gather_and_reduce_outside_of_graphs(shard: Any, opti
     assert counters["stats"]["unique_graphs"] > 1
     assert len(runs[0]) == len(runs[1]) == 2 * 5
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(rows)))
+
+
+@on_ranks(1)
+def test_graphs_break_once_for_each_module_that_no_graph_can_hold_as_fsdp2s_do() -> None:
+    def count(model: nn.Module, sharded: list[nn.Module], shard: Callable[..., Any]) -> int:
+        torch.compiler.reset()
+        for module in sharded:
+            shard(module)
+        gradients(model, torch.compile(with_loss, backend="eager"))
+        return breaks()
+
+    def cases() -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+        for model in (small(), Net()):
+            yield model, [model]
+        for model in (small(), Net()):
+            yield model, [*(one for one in model.children() if type(one) is nn.Linear), model]
+
+    theirs = [count(*case, fsdp2) for case in cases()]
+    zero2 = partial(fully_shard, layout="contiguous", strategy="zero2")
+    for shard in (partial(with_own_gather, layout="interleaved"), zero2):
+        assert [count(*case, shard) for case in cases()] == theirs
+    with pytest.raises(Unsupported, match="strategy zero2"):
+        torch.compile(zero2(Net()), backend="eager", fullgraph=True)(torch.ones(4, 6))
+    net = Net()
+    zero2(net.up)
+    with pytest.raises(Unsupported, match="strategy zero2"):
+        torch.compile(fully_shard(net), backend="eager", fullgraph=True)(torch.ones(4, 6))
 
 
 @on_ranks(2)
