@@ -70,7 +70,7 @@ recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, 
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/recommender.py $(ARGS)
 
 test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
 fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process
 	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)

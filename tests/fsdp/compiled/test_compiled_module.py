@@ -40,7 +40,7 @@ def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
     assert type(found.model.blocks[0].up) is nn.Linear
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_more_classes_and_shapes_of_modules_than_one_function_is_compiled_for() -> None:
     classes = [type(f"Linear{index}", (nn.Linear,), {}) for index in range(9)]
     shapes = [(4 + index, 5 + index) for index in range(9)]
