@@ -22,7 +22,7 @@ from fsdp.compiled.models import (
     shard_nested,
 )
 from ranks import on_ranks
-from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy, _compat, fully_shard
 from shardwise.graph import record
 
 EAGER, AOT, DECOMPOSED = "eager", "aot_eager", "aot_eager_decomp_partition"
@@ -79,7 +79,8 @@ def test_activation_checkpointing_inside_and_around_sharded_blocks() -> None:
 def test_accumulation_mixed_precision_and_blocks_that_share_a_group() -> None:
     small = replace(TRANSFORMER, model=partial(Transformer, depth=1))
     mixed = replace(small, microbatches=3, options={"mp_policy": BF16})
-    compare(with_layout(mixed, "contiguous"), graphs=2)
+    # Since 2.15 eager backwards that are not reduced sum the uses of a tied parameter in fp32.
+    compare(with_layout(mixed, "contiguous"), graphs=2, tolerance=5e-2 if _compat.SUMS_AS_KEPT else 0.0)
     compare(with_layout(replace(small, microbatches=2), "interleaved"), graphs=2)
 
     def in_pairs(model: nn.Module, **options: object) -> nn.Module:
