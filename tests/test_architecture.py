@@ -441,3 +441,31 @@ def test_a_rule_names_the_line_that_breaks_it(rule: Rule, module: str, text: str
 def test_a_file_within_the_rules_passes_them_all(module: str, text: str) -> None:
     file = source(module, text, is_package=module == "shardwise")
     assert [violation for rule in RULES for violation in rule(file)] == []
+
+
+def walks() -> list[tuple[str, list[str]]]:
+    """The numbered lists of ARCHITECTURE.md, each with the line above it."""
+    found: list[tuple[str, list[str]]] = []
+    title = ""
+    for line in (ROOT.parents[1] / "ARCHITECTURE.md").read_text().splitlines():
+        if line.startswith("1. "):
+            found.append((title, []))
+        if re.match(r"\d+\. ", line):
+            found[-1][1].append(line)
+        title = line or title
+    return found
+
+
+def test_the_three_walks_name_at_most_ten_functions_each_and_all_exist() -> None:
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
+    assert [title for title, _ in walks()] == [
+        "A batch through `fully_shard`:",
+        "A tensor through `reshard`:",
+        "A program through the transformation:",
+    ]
+    for _, steps in walks():
+        assert len(steps) <= 10
+        for name, file in re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`", " ".join(steps)):
+            what = rf"^ *(def|class) {name.rsplit('.')[-1]}\b"
+            places = [path for path in texts if f"/{path}".endswith(f"/{file}")]
+            assert any(re.search(what, texts[path], re.MULTILINE) for path in places), (name, file)

@@ -25,7 +25,7 @@ def test_profiles_name_what_each_module_does_and_nothing_stays_after_them(layout
     step(model)
     state = state_of(model)
     assert state is not None
-    assert "enter_forward" not in vars(state)
+    assert "pre_forward" not in vars(state)
     assert all("unshard" not in vars(group) for group in state.groups)
 
 

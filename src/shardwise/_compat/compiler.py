@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-# Telling the tracer of frames which functions it shall pass by.
+# Telling the tracer of frames which functions it shall skip.
 from torch._C._dynamo import eval_frame as _frames
 
 # What AOTAutograd traces with.

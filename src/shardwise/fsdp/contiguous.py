@@ -1,11 +1,11 @@
 """Groups in the contiguous layout: the gathered buffer *is* the unsharded parameters.
 
-    shard    this rank's rows, end to end; the sharded parameters are views; the optimizer's placement
-    held     what lies between steps in the gathered dtype; the shard itself unless the strategy keeps
-             more (ZeRO, DDP with low precision, hierarchical FSDP); refreshed after optimizer steps. Where
-             dtype and device are the shard's, the shard is a slice of it
-    full     the whole parameters; the unsharded parameters are views; resized to nothing between uses
-             unless it is what is held
+    shard      this rank's rows, end to end; the sharded parameters are views; the optimizer's placement
+    resident   what lies between steps in the gathered dtype; the shard itself unless the strategy keeps
+               more (ZeRO, DDP with low precision, hierarchical FSDP); refreshed after optimizer steps.
+               Where dtype and device are the shard's, the shard is a slice of it
+    full       the whole parameters; the unsharded parameters are views; resized to nothing between uses
+               unless it is resident
 
 A gather of stored dtype sends the shard from where it lies into `full`; one that casts writes the cast into
 this rank's slice of `full` and gathers in place. There is no copy-in and no copy-out.
@@ -33,7 +33,7 @@ from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
-from shardwise.fsdp.strategy import Held
+from shardwise.fsdp.strategy import StatePlacement
 from shardwise.fsdp.traced import Cut
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
 from shardwise.mesh import FSDPMeshInfo
@@ -62,13 +62,13 @@ class _Buffer:
 
     segment: ContiguousSegment
     shard: Tensor
-    held: Tensor  # the shard, or more in the gathered dtype
+    resident: Tensor  # the shard, or more in the gathered dtype
     full: Tensor
     storage: torch.UntypedStorage | None  # of `full`; None if it is never freed
     nbytes: int
     mine: Tensor  # this rank's slice of `full`
     casts: bool  # does the gather convert the held memory's dtype or device?
-    kept: Tensor | None = None  # POST_FORWARD: this rank's slice over the smaller mesh
+    post_forward_shard: Tensor | None = None  # POST_FORWARD: this rank's slice over the smaller mesh
 
 
 class ContiguousGroup(ParamGroup):
@@ -85,17 +85,19 @@ class ContiguousGroup(ParamGroup):
         # The axes over which optimizer state is cut, the fastest-varying first, and those of them over which
         # parameters are gathered once a step and in each use.
         cut = [
-            (g, row) for g, row in axes if g is not None and row is not None and row.optimizer is Held.SHARD
+            (g, row)
+            for g, row in axes
+            if g is not None and row is not None and row.optimizer is StatePlacement.SHARD
         ]
         self.cut_groups = tuple(group for group, _ in cut)
-        self.refresh_group = next((g for g, row in cut if row.parameter is Held.REPLICATE), None)
-        self.gather_group = next((g for g, row in cut if row.parameter is Held.SHARD), None)
+        self.refresh_group = next((g for g, row in cut if row.parameter is StatePlacement.REPLICATE), None)
+        self.gather_group = next((g for g, row in cut if row.parameter is StatePlacement.SHARD), None)
         self.gather_ranks = 1 if self.gather_group is None else self.gather_group.size()
         if self.gather_group is None:
-            self.post_forward = None  # what is never freed is not resharded
+            self.post_forward_mesh = None  # what is never freed is not resharded
         self.buffers: list[_Buffer] = []
         self.shards: list[Tensor] = []
-        self.held: list[Tensor] = []  # by segment: the shard, or what it is a slice of
+        self.resident: list[Tensor] = []  # by segment: the shard, or what it is a slice of
         self.streams: CommStreams | None = None
         self.refreshed_at: Any = None
         self.offloads = isinstance(self.offload, CPUOffloadPolicy)
@@ -130,7 +132,7 @@ class ContiguousGroup(ParamGroup):
         self.abandon_gather()
         self.reshard()
         self._settle()
-        self.buffers, self.shards, self.held = [], [], []
+        self.buffers, self.shards, self.resident = [], [], []
         self.traced = self.gather_event = self.layout_words = None
         for param in self.params:
             param.unsharded = None
@@ -183,13 +185,13 @@ class ContiguousGroup(ParamGroup):
         group = self.refresh_group
         if group is not None and segment.dtype == segment.gather_dtype and device == self.device:
             size = segment.shard_numel
-            held = torch.zeros(group.size() * size, dtype=segment.dtype, device=device)
-            shard = held.narrow(0, group.rank() * size, size)
+            resident = torch.zeros(group.size() * size, dtype=segment.dtype, device=device)
+            shard = resident.narrow(0, group.rank() * size, size)
         else:
-            held = shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
+            resident = shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
         if self._pins and not shard.is_meta:
-            held = shard = shard.pin_memory()
-        self.held.append(held)
+            resident = shard = shard.pin_memory()
+        self.resident.append(resident)
         for param in members:
             rows = param.place.box
             local = shard.narrow(0, param.place.shard_offset, rows.numel).view(rows.sizes)
@@ -221,14 +223,16 @@ class ContiguousGroup(ParamGroup):
         """
         memory: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
-            for segment, shard, held in zip(self.layout.segments, self.shards, self.held, strict=True):
+            for segment, shard, resident in zip(
+                self.layout.segments, self.shards, self.resident, strict=True
+            ):
                 alike = shard.dtype == segment.gather_dtype and shard.device == self.device
                 if not alike and (self.refresh_group is not None or self.gather_group is None):
                     times = 1 if self.refresh_group is None else self.refresh_group.size()
-                    held = torch.empty(
+                    resident = torch.empty(
                         times * segment.shard_numel, dtype=segment.gather_dtype, device=self.device
                     )
-                full = held
+                full = resident
                 if self.gather_group is not None:
                     full = torch.empty(
                         segment.unsharded_numel, dtype=segment.gather_dtype, device=self.device
@@ -241,15 +245,20 @@ class ContiguousGroup(ParamGroup):
                 memory.append(full)
                 full = full.data
                 group = self.gather_group
-                mine = full if group is None else full.narrow(0, group.rank() * held.numel(), held.numel())
-                casts = held.dtype != full.dtype or held.device != full.device
+                size = resident.numel()
+                mine = full if group is None else full.narrow(0, group.rank() * size, size)
+                casts = resident.dtype != full.dtype or resident.device != full.device
                 storage = None if group is None else full.untyped_storage()
-                self.buffers.append(_Buffer(segment, shard, held, full, storage, full.nbytes, mine, casts))
+                self.buffers.append(
+                    _Buffer(segment, shard, resident, full, storage, full.nbytes, mine, casts)
+                )
         at = [(owner.parameters, owner.name, param) for param in self.params for owner in param.owners]
-        self._whole = [(held, name, cast(nn.Parameter, param.unsharded)) for held, name, param in at]
-        self._cut = [(held, name, param.sharded) for held, name, param in at]
+        self._whole = [
+            (parameters, name, cast(nn.Parameter, param.unsharded)) for parameters, name, param in at
+        ]
+        self._cut = [(parameters, name, param.sharded) for parameters, name, param in at]
         if self.gather_group is not None:
-            self.curtain = self._curtain(memory)
+            self.read_guard = self._make_read_guard(memory)
         self._changes = -1
 
     # Changing form
@@ -271,8 +280,8 @@ class ContiguousGroup(ParamGroup):
             self.gather = _DONE
             return
         if self.form is Form.POST_FORWARD:
-            assert self.post_forward is not None
-            group = self.post_forward.shard_process_group
+            assert self.post_forward_mesh is not None
+            group = self.post_forward_mesh.shard_process_group
         gathered = None
         if streams is None:
             if len(self.buffers) == 1:
@@ -297,9 +306,9 @@ class ContiguousGroup(ParamGroup):
         assert buffer.storage is not None
         if not self.holds_memory:
             buffer.storage.resize_(buffer.nbytes)
-        source = buffer.kept
+        source = buffer.post_forward_shard
         if source is None:
-            source = buffer.held
+            source = buffer.resident
             if buffer.casts:
                 source = buffer.mine.copy_(source, non_blocking=True)
         if self.gather_ranks == 1:
@@ -317,7 +326,7 @@ class ContiguousGroup(ParamGroup):
 
     @torch.no_grad()
     def _refresh(self, comm: AllGather) -> None:
-        """Bring what is held between steps up to date with the optimizer's shards, if it is not.
+        """Bring what is resident between steps up to date with the optimizer's shards, if it is not.
 
         Collective over the axis that replicates parameters but cuts optimizer state.
         """
@@ -328,18 +337,19 @@ class ContiguousGroup(ParamGroup):
         if self.orders and self.refresh_group is not None:
             self.announce(event_for(f"gather what the optimizer changed of '{self.name}'"))
         for buffer in self.buffers:
-            if buffer.held is buffer.shard:
+            if buffer.resident is buffer.shard:
                 continue
-            held = buffer.held.data  # which may be the whole parameters: refilling them is no modification
+            # It may be the whole parameters; autograd must not see a modification where they are refilled.
+            resident = buffer.resident.data
             group = self.refresh_group
             if group is None or group.size() == 1:
-                held.copy_(buffer.shard)
+                resident.copy_(buffer.shard)
                 continue
             size = buffer.shard.numel()
             source = buffer.shard
-            if source.dtype != held.dtype or source.device != held.device:
-                source = held.narrow(0, group.rank() * size, size).copy_(source)
-            comm(output_tensor=held, input_tensor=source, group=group, async_op=False)
+            if source.dtype != resident.dtype or source.device != resident.device:
+                source = resident.narrow(0, group.rank() * size, size).copy_(source)
+            comm(output_tensor=resident, input_tensor=source, group=group, async_op=False)
 
     def wait_for_unshard(self) -> AllGatherResult | None:
         result = self.gather
@@ -350,10 +360,10 @@ class ContiguousGroup(ParamGroup):
         if result.work is not None:
             result.work.wait()
         self.gather = None
-        self._show_unsharded()
+        self._register_unsharded()
         return None
 
-    def _show_unsharded(self) -> None:
+    def _register_unsharded(self) -> None:
         if self._changes != ShardedRows.changes:
             self._check_memory()
             self._changes = ShardedRows.changes
@@ -365,8 +375,8 @@ class ContiguousGroup(ParamGroup):
             parameters[name] = unsharded
         if self.form is Form.POST_FORWARD:
             self._drop_kept()
-        if self.curtain is not None:
-            self.curtain.open()
+        if self.read_guard is not None:
+            self.read_guard.open()
         self.form = Form.UNSHARDED
 
     def _check_memory(self) -> None:
@@ -390,7 +400,7 @@ class ContiguousGroup(ParamGroup):
 
     def _drop_kept(self) -> None:
         for buffer in self.buffers:
-            buffer.kept = None
+            buffer.post_forward_shard = None
 
     def abandon_gather(self) -> None:
         abandoned = self.gather is not None
@@ -399,8 +409,8 @@ class ContiguousGroup(ParamGroup):
             self._free_unsharded()
 
     def _free_unsharded(self) -> None:
-        if self.curtain is not None:
-            self.curtain.close()
+        if self.read_guard is not None:
+            self.read_guard.close()
         if self.settings.keep_unsharded_storage:
             if self.streams is not None:  # the next gather overwrites what computation may still read
                 self.streams.all_gather.wait_stream(current_stream(self.device))
@@ -421,13 +431,13 @@ class ContiguousGroup(ParamGroup):
         for buffer in self.buffers:
             width = buffer.full.numel() // ranks
             begin = rank * width
-            buffer.kept = buffer.full.narrow(0, begin, width).clone()
+            buffer.post_forward_shard = buffer.full.narrow(0, begin, width).clone()
             for place in buffer.segment.places:
                 param = self.params[place.index]
                 rows = _rows_between(place.start, param.shape, begin, begin + width)
                 offset = max(place.start - begin, 0) if rows.numel else 0
-                local = buffer.kept.narrow(0, offset, rows.numel).view(rows.sizes)
-                param.show(self._smaller_param(param, place.start, width, rows, local, info))
+                local = buffer.post_forward_shard.narrow(0, offset, rows.numel).view(rows.sizes)
+                param.register(self._smaller_param(param, place.start, width, rows, local, info))
         self._free_unsharded()
         self.form = Form.POST_FORWARD
 

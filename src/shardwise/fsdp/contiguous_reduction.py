@@ -73,7 +73,7 @@ class _Staging:
 
 
 @dataclass
-class _Taken:
+class _Collected:
     """A segment's gradients, by parameter; None where there is none."""
 
     index: int
@@ -112,25 +112,25 @@ class ContiguousReducer(GradReducer):
             unsharded=[cast(nn.Parameter, param.unsharded) for param in params],
         )
 
-    def giver(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
+    def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
         members = self._members_of(self.group.layout.segments[segment])
         trained = members.params if len(params) == len(members.params) else cast(list[RowsParam], params)
 
-        def give(shard: Tensor) -> None:
-            self._give(members, trained, ReduceResult(shard, None, shard, None, shard, None, None))
+        def assign(shard: Tensor) -> None:
+            self._assign(members, trained, ReduceResult(shard, None, shard, None, shard, None, None))
 
-        return give
+        return assign
 
-    def take(self) -> list[_Taken]:
+    def collect(self) -> list[_Collected]:
         if not self.group.buffers:
             return []  # never gathered
         if self._buffers is not self.group.buffers:
             self._find_members()
-        taken = []
+        collected = []
         for index, members in enumerate(self._members):
             complete = False
             if not members.plain or self.group.settings.reduce_unused:
-                grads = [self.taken_from(param) for param in members.params]
+                grads = [self.collect_from(param) for param in members.params]
                 found = sum([grad is not None for grad in grads])
             else:
                 grads = [unsharded.grad for unsharded in members.unsharded]
@@ -141,38 +141,38 @@ class ContiguousReducer(GradReducer):
                         unsharded.grad = None
                     complete = not missing
             if found:
-                taken.append(_Taken(index, members, grads, complete))
-        return taken
+                collected.append(_Collected(index, members, grads, complete))
+        return collected
 
-    def reduce(self, taken: list[_Taken], *, streams: CommStreams | None) -> list[ReduceResult]:
+    def reduce(self, collected: list[_Collected], *, streams: CommStreams | None) -> list[ReduceResult]:
         """One reduction for each segment with a gradient."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.reduce(taken, streams=streams)
+                return self.reduce(collected, streams=streams)
         results: list[ReduceResult] = []
-        for batch in taken:
+        for batch in collected:
             self._reduce_segment(batch, streams, results)
         return results
 
     def _reduce_segment(
-        self, taken: _Taken, streams: CommStreams | None, results: list[ReduceResult]
+        self, collected: _Collected, streams: CommStreams | None, results: list[ReduceResult]
     ) -> None:
-        members, index = taken.members, taken.index
+        members, index = collected.members, collected.index
         plan = self._plans.get(members.kind) or self._plan(members.kind, streams)
         params = members.params
-        if not taken.complete:
-            pairs = zip(params, taken.grads, strict=True)
+        if not collected.complete:
+            pairs = zip(params, collected.grads, strict=True)
             params = [param for param, grad in pairs if grad is not None]
         if self.group.orders:
             self.announce(plan, params, of=index)
         limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
         if members.numel <= limit or plan.shard_group is None:
-            reduce_input = self._copy_in(taken, plan)
+            reduce_input = self._copy_in(collected, plan)
             shard, event = reduce_scatter(reduce_input, plan)
             if members.staging is not None and reduce_input is members.staging.buffer:
                 members.staging.free()
         else:
-            reduce_input, shard, event = self._reduce_in_slices(taken, plan, limit)
+            reduce_input, shard, event = self._reduce_in_slices(collected, plan, limit)
         partial = self.partials.pop(index, None) if self.partials else None
         if partial is not None:
             earlier = self._partly.pop(index)
@@ -182,14 +182,14 @@ class ContiguousReducer(GradReducer):
             self.partials[index] = result.partial
             self._partly[index] = params
         elif result.stream is None:
-            self._give(members, params, result)
+            self._assign(members, params, result)
         else:
             with result.stream:
-                self._give(members, params, result)
+                self._assign(members, params, result)
         if streams is not None:
             results.append(result)
 
-    def _give(self, members: _Members, params: list[RowsParam], result: ReduceResult) -> None:
+    def _assign(self, members: _Members, params: list[RowsParam], result: ReduceResult) -> None:
         """Views of the reduced shard become, or add to, the gradients."""
         assert result.shard is not None
         shard = result.shard
@@ -266,17 +266,17 @@ class ContiguousReducer(GradReducer):
         size = shard.numel() // group.size()
         return shard.narrow(0, group.rank() * size, size).clone()
 
-    def _copy_in(self, taken: _Taken, plan: Reduction) -> Tensor:
+    def _copy_in(self, collected: _Collected, plan: Reduction) -> Tensor:
         """The gradients where their parameters lie, in the reduction's dtype, in one batched copy."""
-        members = taken.members
-        grads: Any = taken.grads
+        members = collected.members
+        grads: Any = collected.grads
         staging = members.staging
         if staging is None or staging.plan is not plan:
             staging = self._staging(members, plan)
         if staging.storage is not None:
             staging.storage.resize_(staging.buffer.nbytes)
         targets = staging.targets
-        if taken.complete:
+        if collected.complete:
             for gap in staging.gaps:
                 gap.zero_()
         else:
@@ -284,7 +284,7 @@ class ContiguousReducer(GradReducer):
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         _compat.foreach_copy(targets, grads)
-        taken.grads.clear()
+        collected.grads.clear()
         return staging.buffer
 
     def _staging(self, members: _Members, plan: Reduction) -> _Staging:
@@ -306,18 +306,18 @@ class ContiguousReducer(GradReducer):
 
     def _reduce_in_slices(
         self,
-        taken: _Taken,
+        collected: _Collected,
         plan: Reduction,
         limit: int,
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Reduce-scatter the same range of every rank's shard at a time."""
         ranks = plan.shard_ranks
-        width = taken.members.numel // ranks
+        width = collected.members.numel // ranks
         step = max(1, limit // ranks)
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
-        pairs = zip(taken.members.params, taken.grads, strict=True)
+        pairs = zip(collected.members.params, collected.grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
-        taken.grads.clear()
+        collected.grads.clear()
         event: torch.Event | None = None
         reduce_input = shard
         pending: list[tuple[Tensor, torch.Event]] = []

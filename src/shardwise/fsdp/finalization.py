@@ -1,7 +1,7 @@
 """Ending backward by hand: `set_manual_backward_finalization` and `finalize_backward`.
 
 Modules that backward reaches reduce their gradients then, as always. What is left to its end, modules that
-autograd passed by and gradients of backwards without synchronisation, waits for `finalize_backward`, and so
+autograd skipped and gradients of backwards without synchronisation, waits for `finalize_backward`, and so
 does waiting for the reductions.
 """
 

@@ -190,7 +190,7 @@ def _shard_together(
 ) -> None:
     """Let `modules` share their groups."""
     device = mesh_device(info.mesh)
-    _post_forward_info(reshard, info)  # refuse a wrong number before anything changes
+    _post_forward_mesh(reshard, info)  # refuse a wrong number before anything changes
     strategy_for(strategy, info)
     managed = _managed_modules(modules)
     found = _find_params(managed, modules, ignored)
@@ -216,7 +216,7 @@ def _shard_together(
             params,
             info=params[0].info,
             strategy=strategy_for(strategy, params[0].info),
-            post_forward=_post_forward_info(reshard, params[0].info),
+            post_forward_mesh=_post_forward_mesh(reshard, params[0].info),
             device=device,
             policy=policy,
             offload=offload,
@@ -387,7 +387,7 @@ def _by_mesh(placed: list[Placed]) -> dict[tuple[Any, ...], list[Placed]]:
     return groups
 
 
-def _post_forward_info(reshard: bool | int | None, info: DataParallelMeshInfo) -> FSDPMeshInfo | None:
+def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -> FSDPMeshInfo | None:
     """The axes over which parameters are cut after forward; None keeps them whole."""
     if reshard is False or not isinstance(info, FSDPMeshInfo):
         return None

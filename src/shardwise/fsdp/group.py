@@ -36,9 +36,9 @@ from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
-from shardwise.fsdp.curtain import Curtain
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.read_guard import ReadGuard
 from shardwise.fsdp.strategy import Strategy
 from shardwise.layout import GroupLayout
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
@@ -108,7 +108,7 @@ class ParamGroup(ABC):
         *,
         info: DataParallelMeshInfo,
         strategy: Strategy,
-        post_forward: FSDPMeshInfo | None,
+        post_forward_mesh: FSDPMeshInfo | None,
         device: torch.device,
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
@@ -116,7 +116,9 @@ class ParamGroup(ABC):
         self.params = params
         self.info = info
         self.strategy = strategy
-        self.post_forward = post_forward  # the axes to reshard to after forward; None: stay unsharded
+        self.post_forward_mesh = (
+            post_forward_mesh  # over which to reshard after forward; None: stay unsharded
+        )
         self.device = device
         self.policy = policy
         self.offload = offload
@@ -125,7 +127,7 @@ class ParamGroup(ABC):
         self.form = Form.SHARDED
         self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
         self.gather: AllGatherResult | None = None
-        self.curtain: Curtain | None = None  # once there is unsharded memory, if it is ever freed
+        self.read_guard: ReadGuard | None = None  # once there is unsharded memory, if it is ever freed
         self.holds_memory = False  # though resharded; a storage that is resized moves, to the same size too
         self.gathered_at = -1  # the count of optimizer steps when last gathered
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
@@ -197,7 +199,7 @@ class ParamGroup(ABC):
         """What was grouped and how, for the log."""
         held = sum(shard.nbytes for shard in self.shards)
         gathered = sum(one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments)
-        after = "stay gathered" if self.post_forward is None else "are freed"
+        after = "stay gathered" if self.post_forward_mesh is None else "are freed"
         return (
             f"fully_shard({', '.join(dict.fromkeys(classes))}) groups {len(self.params)} parameters:"
             f" {held:,} bytes here, {gathered:,} gathered from {self.ranks} ranks, {self.strategy};"
@@ -239,7 +241,7 @@ class ParamGroup(ABC):
         """The group in words, equal on ranks that will communicate alike."""
         if self.layout_words is None:
             self.layout_words = self.layout.describe()
-        after = self.post_forward
+        after = self.post_forward_mesh
         resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
         return "\n".join(
             [
@@ -262,8 +264,8 @@ class ParamGroup(ABC):
             order = order_of(group)
             if order is not None:
                 self.orders.append(order)
-                if self.post_forward is not None and self.post_forward is not self.info:
-                    order.groups.add(self.post_forward.shard_process_group)
+                if self.post_forward_mesh is not None and self.post_forward_mesh is not self.info:
+                    order.groups.add(self.post_forward_mesh.shard_process_group)
                 if isinstance(self.info, FSDPMeshInfo) and self.info.reduce_scatter_process_group is not None:
                     order.groups.add(self.info.reduce_scatter_process_group)
         return self.orders
@@ -288,7 +290,7 @@ class ParamGroup(ABC):
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         if isinstance(self.info, FSDPMeshInfo):
-            self.post_forward = self.info if reshard else None
+            self.post_forward_mesh = self.info if reshard else None
 
     # Changing form
 
@@ -296,7 +298,7 @@ class ParamGroup(ABC):
     def is_unsharded(self) -> bool:
         return self.form is Form.UNSHARDED
 
-    def _show_unsharded(self) -> None:
+    def _register_unsharded(self) -> None:
         for param in self.params:
             unsharded = param.unsharded
             assert unsharded is not None
@@ -305,14 +307,14 @@ class ParamGroup(ABC):
                 self.gather_event = None
             for owner in param.owners:
                 owner.parameters[owner.name] = unsharded
-        if self.curtain is not None:
-            self.curtain.open()
+        if self.read_guard is not None:
+            self.read_guard.open()
         self.form = Form.UNSHARDED
 
-    def _curtain(self, memory: list[Tensor]) -> Curtain:
+    def _make_read_guard(self, memory: list[Tensor]) -> ReadGuard:
         """Over the unsharded buffers, and the parameters that have version counters of their own."""
         own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
-        return Curtain(self, [*memory, *own])
+        return ReadGuard(self, [*memory, *own])
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
@@ -335,12 +337,12 @@ class ParamGroup(ABC):
 
     def release_after_forward(self) -> None:
         """Reshard as `reshard_after_forward` says: not, wholly, or to the smaller mesh. Local."""
-        if self.post_forward is None or self.form is not Form.UNSHARDED:
+        if self.post_forward_mesh is None or self.form is not Form.UNSHARDED:
             return
-        if self.post_forward is self.info:
+        if self.post_forward_mesh is self.info:
             self.reshard()
         else:
-            self._reshard_to_smaller(self.post_forward)
+            self._reshard_to_smaller(self.post_forward_mesh)
 
     def abandon_gather(self) -> None:
         """Wait for a gather that nobody will use and drop it."""

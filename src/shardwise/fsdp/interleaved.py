@@ -61,7 +61,7 @@ class InterleavedGroup(ParamGroup):
         self.smaller_ready: torch.Event | None = None  # accelerators: its shards have been written
         self.packed: list[EvenParam] = []
         for param in params:
-            param.show(param.sharded)
+            param.register(param.sharded)
         self.extended = self._extend()
         self.pack()
 
@@ -193,9 +193,9 @@ class InterleavedGroup(ParamGroup):
                     whole = full.narrow(0, slot.unsharded_offset, param.numel).view(param.shape)
                     param.unsharded = param.wrap_unsharded(whole)
                     optimizer_watch.watch_gathered(param.name, param.unsharded)
-            self.curtain = self._curtain(memory)
+            self.read_guard = self._make_read_guard(memory)
             self.main = self._exchange(self.layout, self.shard_group, self.shards)
-            info = self.post_forward
+            info = self.post_forward_mesh
             if info is not None and info is not self.info:
                 layout = InterleavedLayout(
                     self.layout.specs, ranks=info.shard_mesh_size, rank=info.shard_mesh_rank
@@ -278,7 +278,7 @@ class InterleavedGroup(ParamGroup):
             with torch.no_grad():
                 extended.finish()
         self.gather = None
-        self._show_unsharded()
+        self._register_unsharded()
         return result
 
     def _copy_out(self, result: AllGatherResult, plan: Exchange) -> None:
@@ -303,8 +303,8 @@ class InterleavedGroup(ParamGroup):
         for index, target, piece, dim in plan.strided:
             torch.cat(typed[index].view(plan.ranks, *piece).unbind(0), dim=dim, out=target)
 
-    def _show_unsharded(self) -> None:
-        super()._show_unsharded()
+    def _register_unsharded(self) -> None:
+        super()._register_unsharded()
         if self.smaller is not None:
             self.smaller.shards = []
 
@@ -335,7 +335,7 @@ class InterleavedGroup(ParamGroup):
                 local = shard.narrow(0, slot.shard_offset, slot.padded_shard_numel)
                 dim = param.placement.dim
                 local = local.view(slot.padded_shard_shape).narrow(dim, 0, slot.shard_shape[dim])
-                param.show(self._smaller_param(param, local, info))
+                param.register(self._smaller_param(param, local, info))
         self._free_unsharded()
         if self.device.type != "cpu":
             self.smaller_ready = record_event(current_stream(self.device))
@@ -348,8 +348,8 @@ class InterleavedGroup(ParamGroup):
         return _compat.dtensor_parameter(local, spec, requires_grad=param.sharded.requires_grad)
 
     def _free_unsharded(self) -> None:
-        if self.curtain is not None:
-            self.curtain.close()
+        if self.read_guard is not None:
+            self.read_guard.close()
         if self.settings.keep_unsharded_storage:
             self.holds_memory = all(full.untyped_storage().nbytes() for full in self.full)
             return

@@ -4,16 +4,16 @@ A module is IDLE, in FORWARD, or in backward before (PRE_BACKWARD) or after (POS
 gradients were reduced. Five events move it; the table says what each does in each state::
 
                      IDLE             FORWARD          PRE_BACKWARD      POST_BACKWARD
-    enter forward    gather           join             recompute         recompute
-    exit forward     -                release          keep              keep
-    enter backward   gather           gather           -                 gather
-    exit backward    reduce           reduce           reduce            reduce
+    pre-forward      gather           join             recompute         recompute
+    post-forward     -                release          skip              skip
+    pre-backward     gather           gather           skip              gather
+    post-backward    reduce           reduce           reduce            reduce
     end of backward  reduce           reduce           reduce            rest
 
 join       another module of the same group is running already: the group is gathered, nothing new
 recompute  activation checkpointing runs forward again inside backward: backward owns the parameters
 release    free, keep or shrink the parameters, as `reshard_after_forward` says
-keep       leave them to backward
+skip       leave them to backward
 rest       back to IDLE
 
 An event in a state where it cannot happen is an error that names both. The table knows nothing of
@@ -39,10 +39,10 @@ class TrainingState(Enum):
 
 
 class Event(Enum):
-    ENTER_FORWARD = auto()
-    EXIT_FORWARD = auto()
-    ENTER_BACKWARD = auto()
-    EXIT_BACKWARD = auto()
+    PRE_FORWARD = auto()
+    POST_FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
     END_OF_BACKWARD = auto()
 
     __hash__ = object.__hash__
@@ -53,7 +53,7 @@ class Action(Enum):
     JOIN = auto()
     RECOMPUTE = auto()
     RELEASE = auto()
-    KEEP = auto()
+    SKIP = auto()
     REDUCE = auto()
     REST = auto()
 
@@ -62,25 +62,25 @@ _IDLE, _FORWARD = TrainingState.IDLE, TrainingState.FORWARD
 _PRE, _POST = TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
 
 TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
-    Event.ENTER_FORWARD: {
+    Event.PRE_FORWARD: {
         _IDLE: (Action.GATHER, _FORWARD),
         _FORWARD: (Action.JOIN, _FORWARD),
         _PRE: (Action.RECOMPUTE, _PRE),
         # Reduced already, and yet recomputed for an earlier call: its gradients come again.
         _POST: (Action.RECOMPUTE, _PRE),
     },
-    Event.EXIT_FORWARD: {
+    Event.POST_FORWARD: {
         _FORWARD: (Action.RELEASE, _IDLE),
-        _PRE: (Action.KEEP, _PRE),
-        _POST: (Action.KEEP, _POST),
+        _PRE: (Action.SKIP, _PRE),
+        _POST: (Action.SKIP, _POST),
     },
-    Event.ENTER_BACKWARD: {
+    Event.PRE_BACKWARD: {
         _IDLE: (Action.GATHER, _PRE),
         _FORWARD: (Action.GATHER, _PRE),
-        _PRE: (Action.KEEP, _PRE),
+        _PRE: (Action.SKIP, _PRE),
         _POST: (Action.GATHER, _PRE),
     },
-    Event.EXIT_BACKWARD: dict.fromkeys(TrainingState, (Action.REDUCE, _POST)),
+    Event.POST_BACKWARD: dict.fromkeys(TrainingState, (Action.REDUCE, _POST)),
     Event.END_OF_BACKWARD: {
         _IDLE: (Action.REDUCE, _IDLE),
         _FORWARD: (Action.REDUCE, _IDLE),

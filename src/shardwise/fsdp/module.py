@@ -19,7 +19,7 @@ from torch import nn
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp import cut_short, shard_report, trace_plan, traced
+from shardwise.fsdp import interrupted, shard_report, trace_plan, traced
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
@@ -100,7 +100,7 @@ class FSDPModule(ModuleSettings):
             raise LifecycleError(
                 f"{here()}: reset_iter_state() was called on '{state.name}'; call it on the root module"
             )
-        cut_short.reset(state)
+        interrupted.reset(state)
 
     def host_bound_groups(self, *, bytes_per_second: float, host_seconds: float = 100e-6) -> dict[str, int]:
         """The groups here and inside whose gather takes the network less time than it takes the host.
@@ -214,15 +214,15 @@ def _own_code(function: Any) -> FunctionType:
 
 def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
-        args, kwargs = state.enter_forward(module, args, kwargs)
+        args, kwargs = state.pre_forward(module, args, kwargs)
         try:
             output = forward(*args, **kwargs)
         except BaseException:
             state.abandon_forward()
             raise
-        return state.exit_forward(module, output)
+        return state.post_forward(module, output)
     except Exception as error:
-        state.tell_of(error)
+        state.report_failure(error)
         raise
 
 

@@ -144,7 +144,7 @@ class ModuleState:
         self.lists = [state for state in self.below if len(state.modules) > 1]
         if self.reshard_is_automatic:
             for group in self.groups:
-                group.post_forward = None  # backward would gather it again at once
+                group.post_forward_mesh = None  # backward would gather it again at once
         groups = [group for state in states for group in state.groups]
         self._name_parameters(root, groups)
         streams = self.shared_streams or CommStreams.create(self.device)

@@ -129,7 +129,7 @@ class ShardedParam(ABC):
     def adopt(self) -> None:
         """Take over a sharded parameter that replaced ours (`Module.to`, `load_state_dict(assign=True)`)."""
 
-    def show(self, form: nn.Parameter) -> None:
+    def register(self, form: nn.Parameter) -> None:
         """Register `form` in every owner."""
         for owner in self.owners:
             owner.parameters[owner.name] = form
@@ -256,7 +256,7 @@ class EvenParam(ShardedParam):
         piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
         self.sharded = _compat.dtensor_parameter(piece, spec, requires_grad=param.requires_grad)
         self.settle_grad_dtype()
-        self._know_again()  # gradients share the spec: DTensor hashes each object once
+        self._remember_form()  # gradients share the spec: DTensor hashes each object once
         self.shard_shape = torch.Size(box.sizes)
         self.shard_stride = _compat.contiguous_stride(box.sizes)
         self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
@@ -356,9 +356,9 @@ class EvenParam(ShardedParam):
         owner = self.owners[0]
         current = owner.parameters[owner.name]
         if current is not None and (current is self.sharded or current is self.unsharded):
-            self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
+            self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
             self.settle_grad_dtype()
-            self._know_again()  # `Module.to` changes dtypes within the object
+            self._remember_form()  # `Module.to` changes dtypes within the object
             return
         cut_evenly = isinstance(current, DTensor) and not isinstance(current, ShardedRows)
         if not cut_evenly or current is None or current.shape != self.sharded.shape:
@@ -370,16 +370,16 @@ class EvenParam(ShardedParam):
             )
         self.sharded = current
         self.unsharded = None
-        self.show(current)
+        self.register(current)
         self.settle_grad_dtype()
-        self._know_again()
+        self._remember_form()
 
     @property
     def was_swapped(self) -> bool:
         """Has the sharded form another local tensor than it was known with?"""
         return self.local is not self._known[0]
 
-    def _know_again(self) -> None:
+    def _remember_form(self) -> None:
         """Remember how the sharded form describes itself, and by what to see that it was changed."""
         self.spec = _compat.spec_of(self.sharded)
         self._known = self.local, _compat.storage_id(self.sharded)
@@ -404,8 +404,8 @@ class EvenParam(ShardedParam):
             requires_grad = self.sharded.requires_grad
             self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)
             self.settle_grad_dtype()
-            self.show(self.sharded)
-        self._know_again()
+            self.register(self.sharded)
+        self._remember_form()
 
     @property
     def local(self) -> Tensor:

@@ -25,8 +25,8 @@ def begin(states: Sequence[ModuleState]) -> None:
             _put(reducer, "reduce", _ranged(f"shardwise: reduce {name}"))
         running: list[record_function] = []
         title = f"shardwise: forward {name}"
-        _put(state, "enter_forward", _opening(title, running))
-        _put(state, "exit_forward", _closing(running))
+        _put(state, "pre_forward", _opening(title, running))
+        _put(state, "post_forward", _closing(running))
         _put(state, "abandon_forward", _closing(running))
         if state is states[0]:
             _open(title, running)
@@ -35,7 +35,7 @@ def begin(states: Sequence[ModuleState]) -> None:
 def end(states: Sequence[ModuleState]) -> None:
     """Take the wrappers away."""
     for state in states:
-        for name in ("enter_forward", "exit_forward", "abandon_forward"):
+        for name in ("pre_forward", "post_forward", "abandon_forward"):
             vars(state).pop(name, None)
         for group, reducer in zip(state.groups, state.reducers, strict=True):
             for owner, name in ((group, "unshard"), (group, "wait_for_unshard"), (reducer, "reduce")):

@@ -1,9 +1,9 @@
 """How a parameter group's unsharded gradients become sharded gradients.
 
-take      collect what autograd left on the unsharded parameters; without synchronisation it
-          stays there, or in the reduction's dtype, for a later backward
+collect   what autograd left on the unsharded parameters; without synchronisation it stays there,
+          an accumulated gradient, for a later backward
 reduce    one reduction for all gradients of one dtype (`comm.foreach_reduce`)
-give      views of the reduced shard become, or add to, the sharded parameters' gradients
+assign    views of the reduced shard become, or add to, the sharded parameters' gradients
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
-from shardwise.fsdp.strategy import Held
+from shardwise.fsdp.strategy import StatePlacement
 from shardwise.mesh import FSDPMeshInfo
 
-Taken = list[tuple[ShardedParam, Tensor]]
+Collected = list[tuple[ShardedParam, Tensor]]
 Kind = tuple[torch.dtype, torch.dtype | None]  # of the reduction and its result; None: by parameter
 
 
@@ -86,7 +86,7 @@ class GradReducer(ABC):
             )
         self.group.announce(found)
 
-    def keep(self) -> None:
+    def store_unreduced(self) -> None:
         """Without synchronisation: keep gradients unsharded, in the dtype in which they are summed."""
         for param in self.group.params:
             leaf, wanted = param.unsharded, param.sum_dtype
@@ -98,7 +98,7 @@ class GradReducer(ABC):
                 leaf.grad = grad
             param.settle_leaf(leaf)
 
-    def taken_from(self, param: ShardedParam) -> Tensor | None:
+    def collect_from(self, param: ShardedParam) -> Tensor | None:
         """The gradient of one parameter, which is left without."""
         unsharded = param.unsharded
         if unsharded is None:
@@ -116,21 +116,21 @@ class GradReducer(ABC):
         return self._plans.get(kind) or self._plan(kind, None)
 
     @abstractmethod
-    def giver(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
+    def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
         """What hands a reduced shard of a segment, as `reduce` would leave it, to those of its parameters."""
 
     @abstractmethod
-    def take(self) -> Any:
+    def collect(self) -> Any:
         """The gradients of this backward and of those before it that were not synchronised.
 
         For `reduce`; false if there are none.
         """
 
     @abstractmethod
-    def reduce(self, taken: Any, *, streams: CommStreams | None) -> list[ReduceResult]:
+    def reduce(self, collected: Any, *, streams: CommStreams | None) -> list[ReduceResult]:
         """Reduce gradients and give them to the sharded parameters.
 
-        Collective over the group's shard and replicate ranks. Consumes `taken`; returns what running
+        Collective over the group's shard and replicate ranks. Consumes `collected`; returns what running
         streams still use.
         """
 
@@ -138,7 +138,7 @@ class GradReducer(ABC):
         """Over which ranks to reduce-scatter, and over which to all-reduce."""
         shard_group, replicate_group = self.group.info.process_groups
         row = self.group.strategy.shard_axis
-        if row is not None and row.gradient is Held.REPLICATE:
+        if row is not None and row.gradient is StatePlacement.REPLICATE:
             return None, shard_group
         return shard_group, replicate_group
 
@@ -148,7 +148,7 @@ class GradReducer(ABC):
         if isinstance(info, FSDPMeshInfo) and shard_group is not None:
             shard_group = info.reduce_scatter_process_group or shard_group
         outer = group.strategy.replicate_axis
-        scatters_twice = outer is not None and outer.gradient is Held.SHARD
+        scatters_twice = outer is not None and outer.gradient is StatePlacement.SHARD
         dtype, result_dtype = kind
         device_group = shard_group or replicate_group
         assert device_group is not None
@@ -232,24 +232,24 @@ class InterleavedReducer(GradReducer):
         kinds = set(self._kinds.values())
         self._one_kind = kinds.pop() if len(kinds) == 1 else None
 
-    def take(self) -> Taken:
-        taken: Taken = []
+    def collect(self) -> Collected:
+        collected: Collected = []
         for param in self.group.params:
-            if (grad := self.taken_from(param)) is not None:
-                taken.append((param, grad))
-        return taken
+            if (grad := self.collect_from(param)) is not None:
+                collected.append((param, grad))
+        return collected
 
-    def reduce(self, taken: Taken, *, streams: CommStreams | None) -> list[ReduceResult]:
+    def reduce(self, collected: Collected, *, streams: CommStreams | None) -> list[ReduceResult]:
         """One reduction for each stored dtype and dtype of summing, in order of first appearance."""
         if self._layout is not self.group.layout:
             self._find_kinds()
-        batches: dict[Kind, Taken] = {}
+        batches: dict[Kind, Collected] = {}
         if self._one_kind is not None:
-            batches[self._one_kind] = taken[:]
+            batches[self._one_kind] = collected[:]
         else:
-            for param, grad in taken:
+            for param, grad in collected:
                 batches.setdefault(self._kinds[param], []).append((param, grad))
-        taken.clear()
+        collected.clear()
         results = []
         for kind, batch in batches.items():
             plan = self._plans.get(kind) or self._plan(kind, streams)
@@ -259,7 +259,7 @@ class InterleavedReducer(GradReducer):
             results.append(self._reduce_batch(batch, plan))
         return results
 
-    def _reduce_batch(self, batch: Taken, plan: Reduction) -> ReduceResult:
+    def _reduce_batch(self, batch: Collected, plan: Reduction) -> ReduceResult:
         params = [cast(EvenParam, param) for param, _ in batch]
         grads = [grad for _, grad in batch]
         batch.clear()
@@ -284,7 +284,7 @@ class InterleavedReducer(GradReducer):
                 self._view_out(params, result.shard)
         return result
 
-    def giver(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
+    def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
         return partial(self._view_out, cast(list[EvenParam], params))
 
     def _partial(self, key: tuple[str, ...]) -> Tensor | None:

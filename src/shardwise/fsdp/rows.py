@@ -114,7 +114,7 @@ class RowsParam(ShardedParam):
         else:
             requires_grad = self.trainable if sharded is None else sharded.requires_grad
             self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
-            self.show(self.sharded)
+            self.register(self.sharded)
         self.settle_grad_dtype()
 
     def settle_grad_dtype(self) -> None:
@@ -136,7 +136,7 @@ class RowsParam(ShardedParam):
         if not self.is_packed:
             return
         if current is not None and (current is self.sharded or current is self.unsharded):
-            self.show(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
+            self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
             self.settle_grad_dtype()
             return
         if isinstance(current, DTensor) and current.shape == self.global_shape:
@@ -151,7 +151,7 @@ class RowsParam(ShardedParam):
             )
         self.sharded = current
         self.unsharded = None
-        self.show(current)
+        self.register(current)
         self.settle_grad_dtype()
 
     @torch.no_grad()

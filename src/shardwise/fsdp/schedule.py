@@ -19,7 +19,7 @@ from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event
-from shardwise.fsdp.marks import OutputHook
+from shardwise.fsdp.autograd_hooks import OutputHook
 
 State = Any  # a `ModuleState`, which has a schedule
 
@@ -35,7 +35,7 @@ class Schedule:
         forward_root: the state that entered forward first in this pass; None outside forward.
         order: states in the order in which their forwards ended, once a call.
         order_before: how many they were when this pass began.
-        kept: the state that ended forward last and has not been released yet.
+        pending_release: the state that ended forward last and has not been released yet.
         latest_output: the hook on what the state that ended forward last returned, if that is one tensor.
         callback_queued: whether the end of this backward is already awaited.
         had_backward: whether there was one since forward last began.
@@ -44,7 +44,7 @@ class Schedule:
         reducing: what waits for reductions that the user ended backward with.
         is_last_backward: False while more backwards follow before the optimizer step.
         post_optim_event: what the next gathers wait for instead of the current stream.
-        held_gather: a gather whose buffer the copy-out may still read; kept until the next copy-out,
+        copying_gather: a gather whose buffer the copy-out may still read; kept until the next copy-out,
             so that the next gather can run meanwhile.
         reduce_inputs: reduce-scatter inputs in flight, oldest first.
         max_reduce_inputs: how many of them may be.
@@ -62,7 +62,7 @@ class Schedule:
     forward_root: weakref.ref[State] | None = None
     order: list[weakref.ref[State]] = field(default_factory=list)
     order_before: int = 0
-    kept: weakref.ref[State] | None = None
+    pending_release: weakref.ref[State] | None = None
     latest_output: OutputHook | None = None
     callback_queued: bool = False
     had_backward: bool = False
@@ -71,7 +71,7 @@ class Schedule:
     reducing: Any = None
     is_last_backward: bool = True
     post_optim_event: torch.Event | None = None
-    held_gather: tuple[AllGatherResult, torch.Event] | None = None
+    copying_gather: tuple[AllGatherResult, torch.Event] | None = None
     reduce_inputs: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)
     max_reduce_inputs: int = 1
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
@@ -80,10 +80,10 @@ class Schedule:
     pass_events: list[Event] = field(default_factory=list)
     profiled: bool = False
 
-    def release_kept(self, *, unless: State | None = None) -> None:
+    def release_pending(self, *, unless: State | None = None) -> None:
         """Release the state whose release was put off, unless it is the one that runs next."""
-        kept = None if self.kept is None else self.kept()
-        self.kept = None
+        kept = None if self.pending_release is None else self.pending_release()
+        self.pending_release = None
         if kept is not None and kept is not unless:
             kept.release()
 
@@ -105,15 +105,15 @@ class Schedule:
             return
         copied_out = record_event(current_stream(self.device))
         if forward and result.work is None:
-            self.drop_held_gather()
-            self.held_gather = (result, copied_out)
+            self.drop_copying_gather()
+            self.copying_gather = (result, copied_out)
         else:
             self.streams.wait(copied_out)
 
-    def drop_held_gather(self) -> None:
-        if self.held_gather is not None and self.streams is not None:
-            self.streams.wait(self.held_gather[1])
-        self.held_gather = None
+    def drop_copying_gather(self) -> None:
+        if self.copying_gather is not None and self.streams is not None:
+            self.streams.wait(self.copying_gather[1])
+        self.copying_gather = None
 
     def free_gathered(self) -> None:
         """Give back all gathered memory that is shown no more: no gather follows that would."""
@@ -126,7 +126,7 @@ class Schedule:
             _, event = self.reduce_inputs.pop(0)
             current_stream(self.device).wait_event(event)
 
-    def hold_reductions(self, results: list[ReduceResult]) -> None:
+    def track_reductions(self, results: list[ReduceResult]) -> None:
         """Keep the buffers of running reductions from being reused."""
         assert self.streams is not None
         for result in results:

@@ -95,6 +95,6 @@ def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
         padding_bytes=max(0, gathered - used),
         ranks=group.ranks,
         strategy=str(group.strategy),
-        reshards=group.post_forward is not None,
+        reshards=group.post_forward_mesh is not None,
         transport=group.transport(),
     )

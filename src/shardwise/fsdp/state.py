@@ -1,10 +1,10 @@
 """What happens when: one sharded module (or list of modules) going through its iterations.
 
-    enter forward    gather, show whole parameters, mark the inputs: their gradients end backward
-    exit forward     release, mark the outputs: their gradients begin backward
-    enter backward   gather again, start gathering the module that backward reaches next
-    exit backward    free, reduce gradients
-    end of backward  the same for modules that autograd did not pass, then back to rest
+    pre-forward      gather, register whole parameters, hook the inputs: their gradients end backward
+    post-forward     release, hook the outputs: their gradients begin backward
+    pre-backward     gather again, prefetch the module that backward reaches next
+    post-backward    free, reduce gradients
+    end of backward  the same for modules that autograd skipped, then back to rest
 
 Which of these does what in which state is `lifecycle.TABLE`. How parameters change form is the
 group's business, how gradients are reduced the reducer's.
@@ -24,18 +24,18 @@ from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import cut_short, finalization, ranges
+from shardwise.fsdp import finalization, interrupted, ranges
+from shardwise.fsdp.autograd_hooks import OutputHook, attach_post_backward
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
-from shardwise.fsdp.marks import OutputHook, mark_end_of_backward
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import Steps, look_for_compiler
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors
 
 _BEFORE_BACKWARD = (TrainingState.IDLE, TrainingState.FORWARD)
-_ENTER_FORWARD, _EXIT_FORWARD = TABLE[Event.ENTER_FORWARD], TABLE[Event.EXIT_FORWARD]
+_PRE_FORWARD, _POST_FORWARD = TABLE[Event.PRE_FORWARD], TABLE[Event.POST_FORWARD]
 _END_OF_BACKWARD = TABLE[Event.END_OF_BACKWARD]
-_ENTER_BACKWARD, _EXIT_BACKWARD = TABLE[Event.ENTER_BACKWARD], TABLE[Event.EXIT_BACKWARD]
+_PRE_BACKWARD, _POST_BACKWARD = TABLE[Event.PRE_BACKWARD], TABLE[Event.POST_BACKWARD]
 
 
 _END_OF_PASS = event_for("end the backward pass")
@@ -48,18 +48,18 @@ class FSDPState(ModuleState):
 
     def become_root(self) -> Schedule:
         schedule = super().become_root()
-        cut_short.hear_of_backward_errors(live_states)
+        interrupted.watch_backward_errors(live_states)
         return schedule
 
     # Forward
 
     @_compat.runs_eagerly
-    def enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before `module`'s forward: returns its arguments, cast and marked."""
         schedule = self.schedule or self.become_root()
-        action, after = _ENTER_FORWARD[self.training_state]
+        action, after = _PRE_FORWARD[self.training_state]
         if action is not Action.GATHER:
-            cut_short.check_entry(self, action)
+            interrupted.check_entry(self, action)
         self.training_state = after
         self.running += 1
         if action is Action.RECOMPUTE:
@@ -71,8 +71,8 @@ class FSDPState(ModuleState):
         if action is Action.GATHER:
             if schedule.forward_root is None:
                 args, kwargs = self._begin_pass(schedule, args, kwargs)
-            if schedule.kept is not None and _compat.backward_pass() == -1:
-                schedule.release_kept(unless=self)
+            if schedule.pending_release is not None and _compat.backward_pass() == -1:
+                schedule.release_pending(unless=self)
         if self.input_dtype is not None:
             args, kwargs = self.cast_inputs(args, kwargs)
         for group in self.groups:
@@ -89,9 +89,9 @@ class FSDPState(ModuleState):
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         finalization.check_waited_for(schedule, "the next forward")
         if not _compat.in_backward():
-            cut_short.check_earlier_backward(self, schedule)
+            interrupted.check_earlier_backward(self, schedule)
             if torch.is_grad_enabled():
-                cut_short.check_compiled_gradients(self)
+                interrupted.check_compiled_gradients(self)
         if schedule.orders:
             self.announce_pass(schedule)
         schedule.forward_root = self.myself
@@ -109,7 +109,7 @@ class FSDPState(ModuleState):
         return args, kwargs
 
     def _mark_inputs(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let autograd call `exit_backward` when it has every input's gradient.
+        """Let autograd call `post_backward` when it has every input's gradient.
 
         Where the one input is what the module before returned, the hook on that does it, and saves a node.
         """
@@ -120,16 +120,16 @@ class FSDPState(ModuleState):
             if latest is not None and latest.tensor() is args[0]:
                 latest.ending.append(self)
                 return args, kwargs
-            return mark_end_of_backward(self, *args), kwargs
+            return attach_post_backward(self, *args), kwargs
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
-        marked = iter(mark_end_of_backward(self, *tensors))
+        marked = iter(attach_post_backward(self, *tensors))
         args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
         return args, kwargs
 
     @_compat.runs_eagerly
-    def exit_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """After `module`'s forward: returns its output, marked and cast."""
         schedule = self.schedule
         assert schedule is not None
@@ -142,10 +142,10 @@ class FSDPState(ModuleState):
                     self._mark_outputs(schedule, output)
                 return self.cast_output(output)
         state = self.training_state
-        if state not in _EXIT_FORWARD:
-            advance(state, Event.EXIT_FORWARD, module=self.name)  # raises
-        action, self.training_state = _EXIT_FORWARD[state]
-        if action is not Action.KEEP:
+        if state not in _POST_FORWARD:
+            advance(state, Event.POST_FORWARD, module=self.name)  # raises
+        action, self.training_state = _POST_FORWARD[state]
+        if action is not Action.SKIP:
             output = self._leave(schedule, output)
             if schedule.forward_root is self.myself:
                 output = self._end_pass(schedule, output)
@@ -159,9 +159,9 @@ class FSDPState(ModuleState):
         """
         self.running -= 1
         if not self.running and self.training_state is TrainingState.FORWARD and not _compat.in_backward():
-            cut_short.forget_forward(self)
+            interrupted.forget_forward(self)
 
-    def tell_of(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """A forward, or what it gathers, raised: ranks that wait for this one in the same pass need not."""
         schedule = self.schedule
         inside = schedule is not None and schedule.forward_root not in (None, self.myself)
@@ -169,17 +169,17 @@ class FSDPState(ModuleState):
             return
         orders = [order for group in self.groups for order in group.orders]
         why = f"raised {type(error).__name__} in its forward: {error}"
-        cut_short.leave(orders if schedule is None else schedule.orders, why)
+        interrupted.leave(orders if schedule is None else schedule.orders, why)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Put off this module's release until the next module runs, and mark its output."""
         grad_enabled = torch.is_grad_enabled()
         if _compat.backward_pass() == -1:
             for group in self.groups:
-                if group.post_forward is not None:
-                    if schedule.kept is not None:
-                        schedule.release_kept(unless=self)
-                    schedule.kept = self.myself
+                if group.post_forward_mesh is not None:
+                    if schedule.pending_release is not None:
+                        schedule.release_pending(unless=self)
+                    schedule.pending_release = self.myself
                     break
             if grad_enabled:
                 schedule.order.append(self.myself)
@@ -199,15 +199,15 @@ class FSDPState(ModuleState):
                 state.still_to_run.clear()
                 state.training_state = TrainingState.IDLE
                 output = state.cast_output(state._leave(schedule, output))
-        if not torch.is_grad_enabled() or any(group.post_forward is not None for group in self.groups):
-            schedule.release_kept()
+        if not torch.is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
+            schedule.release_pending()
             schedule.free_gathered()
-        schedule.drop_held_gather()
+        schedule.drop_copying_gather()
         self.install_guards()
         return output
 
     def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
-        """Let autograd call `enter_backward` when the first of the outputs' gradients arrives."""
+        """Let autograd call `pre_backward` when the first of the outputs' gradients arrives."""
         plain = isinstance(output, Tensor) and output.requires_grad
         schedule.latest_output = None
         for tensor in [output] if plain else reachable_grad_tensors(output):
@@ -224,25 +224,25 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def enter_by_base(self, grad: Tensor) -> Tensor:
-        """As `enter_backward`, called with the gradient of what an output is a view of."""
-        return self.enter_backward(grad) if self.training_state in _BEFORE_BACKWARD else grad
+        """As `pre_backward`, called with the gradient of what an output is a view of."""
+        return self.pre_backward(grad) if self.training_state in _BEFORE_BACKWARD else grad
 
     @_compat.runs_eagerly
-    def enter_backward(self, grad: Tensor) -> Tensor:
+    def pre_backward(self, grad: Tensor) -> Tensor:
         """Gather for this module's backward; called with the gradient of each of its outputs."""
         schedule = self.schedule
         assert schedule is not None
-        action, self.training_state = _ENTER_BACKWARD[self.training_state]
+        action, self.training_state = _PRE_BACKWARD[self.training_state]
         if not schedule.callback_queued:
             self._await_end(schedule)
-        if action is Action.KEEP:
+        if action is Action.SKIP:
             return grad
-        schedule.kept = None  # from here on backward decides
+        schedule.pending_release = None  # from here on backward decides
         for group in self.groups:
             if group.settings.unshard_in_backward:
                 self.gather(group, schedule, forward=False)
-            elif group.curtain is not None:
-                group.curtain.open()  # backward reads nothing, but torch may look
+            elif group.read_guard is not None:
+                group.read_guard.open()  # backward reads nothing, but torch may look
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
                 self.prefetch(ref(), schedule)
@@ -273,14 +273,14 @@ class FSDPState(ModuleState):
                 return order[i - 1]() if i > 0 else None
         return None
 
-    def exit_backward(self) -> None:
+    def post_backward(self) -> None:
         """Free the parameters and reduce their gradients."""
         schedule = self.schedule
         assert schedule is not None
         if not schedule.callback_queued:  # backward came in past the outputs' hooks
             self._await_end(schedule)
         partly_run = len(self.modules) > 1 and self.training_state is TrainingState.FORWARD
-        _, self.training_state = _EXIT_BACKWARD[self.training_state]
+        _, self.training_state = _POST_BACKWARD[self.training_state]
         self.reduce(schedule)
         if partly_run and schedule.streams is not None:
             # No hook of this module begins its next backward: order it after this one here.
@@ -303,37 +303,37 @@ class FSDPState(ModuleState):
             if not settings.reduce_grads:
                 if settings.reshard_after_backward:
                     group.reshard()
-                reducer.keep()
+                reducer.store_unreduced()
                 continue
-            taken = reducer.take()
+            collected = reducer.collect()
             if settings.reshard_after_backward:
                 group.reshard()
-            if not taken:
+            if not collected:
                 continue
             if schedule.streams is not None:
                 schedule.make_room_for_reduction()
             try:
-                results = reducer.reduce(taken, streams=schedule.streams)
+                results = reducer.reduce(collected, streams=schedule.streams)
             except RuntimeError as error:
                 raise explained(error, group.orders, f"reduce '{group.name}'") from error
             if schedule.streams is not None:
-                schedule.hold_reductions(results)
+                schedule.track_reductions(results)
 
     @_compat.runs_eagerly
     def end_of_backward(self) -> None:
-        """Root only, when autograd has finished: reduce what it passed by, and rest."""
+        """Root only, when autograd has finished: reduce what it skipped, and rest."""
         schedule = self.schedule
         assert schedule is not None
         schedule.callback_queued = False
         schedule.forward_root = None
-        schedule.kept = None
+        schedule.pending_release = None
         unseen = [ref() for ref in schedule.order]  # who ran forward once more than it entered backward
         for state in (self, *self.below):
             if state.still_to_run:
                 state.still_to_run.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
             late = state in unseen or state.stays_gathered
-            if action is Action.REDUCE or (late and cut_short.left_gradients(state)):
+            if action is Action.REDUCE or (late and interrupted.left_gradients(state)):
                 if schedule.manual:
                     state.leave_to_finalization()
                 else:
@@ -351,7 +351,7 @@ class FSDPState(ModuleState):
         for group, reducer in self.in_reverse:
             reducer.unsynced = True
             if not group.settings.reduce_grads:
-                reducer.keep()
+                reducer.store_unreduced()
                 if group.settings.reshard_after_backward:
                     group.reshard()
 

@@ -27,23 +27,23 @@ from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDP
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]
 
 
-class Held(Enum):
+class StatePlacement(Enum):
     """What each rank of an axis holds of a state."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
 
 
-_R, _S = Held.REPLICATE, Held.SHARD
+_R, _S = StatePlacement.REPLICATE, StatePlacement.SHARD
 
 
 @dataclass(frozen=True)
 class AxisPlacement:
     """One row of the table: how each state lies over one mesh axis, between its uses."""
 
-    parameter: Held
-    gradient: Held
-    optimizer: Held
+    parameter: StatePlacement
+    gradient: StatePlacement
+    optimizer: StatePlacement
 
 
 ROWS: dict[StrategyName, AxisPlacement] = {

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from shardwise import _compat
 from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import cut_short, guard
+from shardwise.fsdp import guard, interrupted
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
@@ -122,16 +122,16 @@ def _segment(
     if trains:
         myself = weakref.ref(segment)
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
-        give = reducer.giver(index, trained)
-        segment.give = partial(_give, myself, weakref.ref(group), give, tuple(params))
-        segment.route.register_post_accumulate_grad_hook(partial(_pass_on, myself))
+        assign = reducer.assigner(index, trained)
+        segment.assign = partial(_assign, myself, weakref.ref(group), assign, tuple(params))
+        segment.route.register_post_accumulate_grad_hook(partial(_assign_reduced, myself))
         segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself, weakref.ref(group)))
     return segment
 
 
 def _reshards(state: ModuleState, group: ParamGroup) -> bool:
     """Does forward free the parameters? Known before the root is, by which modules lie in others."""
-    return group.post_forward is not None and (state.inside or not state.reshard_is_automatic)
+    return group.post_forward_mesh is not None and (state.inside or not state.reshard_is_automatic)
 
 
 def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) -> Tensor:
@@ -139,18 +139,18 @@ def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) ->
 
 
 @_compat.runs_eagerly
-def _pass_on(segment: weakref.ref[Segment], leaf: Tensor) -> None:
+def _assign_reduced(segment: weakref.ref[Segment], leaf: Tensor) -> None:
     """A backward reduced: what it left on the leaf is for the parameters."""
     alive, grad = segment(), leaf.grad
     leaf.grad = None
-    if alive is not None and alive.give is not None and grad is not None:
-        alive.give(grad)
+    if alive is not None and alive.assign is not None and grad is not None:
+        alive.assign(grad)
 
 
-def _give(
+def _assign(
     segment: weakref.ref[Segment],
     group: weakref.ref[ParamGroup],
-    give: Callable[[Tensor], None],
+    assign: Callable[[Tensor], None],
     params: Sequence[ShardedParam],
     grad: Tensor,
 ) -> None:
@@ -159,7 +159,7 @@ def _give(
     if alive is None or owner is None:
         return
     alive.earlier = None
-    cut_short.check_eager_gradients(owner)
+    interrupted.check_eager_gradients(owner)
     if owner.is_unsharded:  # by an eager forward before, whose backward never came
         owner.reshard()
     trains = tuple(param.sharded.requires_grad for param in params)
@@ -171,7 +171,7 @@ def _give(
             f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
             " after freezing or unfreezing parameters"
         )
-    give(grad)
+    assign(grad)
 
 
 @_compat.runs_eagerly
@@ -179,12 +179,12 @@ def _keep(segment: weakref.ref[Segment], group: weakref.ref[ParamGroup], leaf: T
     """A backward without synchronisation, or the first with it again: keep, or reduce, the sum of them."""
     alive, owner, grad = segment(), group(), leaf.grad
     leaf.grad = None
-    if alive is None or owner is None or alive.give is None or grad is None:
+    if alive is None or owner is None or alive.assign is None or grad is None:
         return
-    cut_short.check_eager_gradients(owner)
+    interrupted.check_eager_gradients(owner)
     total = grad if alive.earlier is None else alive.earlier + grad
     if owner.settings.reduce_grads:
-        alive.give(alive.how.reduce(total))
+        alive.assign(alive.how.reduce(total))
     else:
         alive.earlier = total
 

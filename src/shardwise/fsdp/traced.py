@@ -138,7 +138,7 @@ class Segment:
         earlier: the sum of what such backwards left, which goes into the next reduction.
         places: by parameter, the dicts and names under which modules hold it.
         wraps: by parameter, the arguments of its tensor-parallel form, or None.
-        give: hands a reduced shard to the sharded parameters; None where none trains.
+        assign: hands a reduced shard to the sharded parameters; None where none trains.
     """
 
     cut: Cut
@@ -150,7 +150,7 @@ class Segment:
     places: list[list[tuple[dict[str, Any], str]]]
     wraps: list[dict[str, Any] | None]
     earlier: Tensor | None = None
-    give: Callable[[Tensor], None] | None = None
+    assign: Callable[[Tensor], None] | None = None
 
 
 class _Gather(torch.autograd.Function):

@@ -220,7 +220,7 @@ class CompiledStep:
                     raise
                 self._fall_back(why, error)
             else:
-                _give(segments, plain, grads)
+                _assign(segments, plain, grads)
                 return loss
         loss = self._forward(*batch, **named)
         loss.backward()
@@ -334,11 +334,11 @@ def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | 
 
 
 @torch.no_grad()
-def _give(segments: list[Segment], plain: list[nn.Parameter], grads: Any) -> None:
+def _assign(segments: list[Segment], plain: list[nn.Parameter], grads: Any) -> None:
     """Gradients that a graph returned become the parameters', as after a backward."""
     for segment, grad in zip(segments, grads, strict=False):
-        if grad is not None and segment.give is not None:
-            segment.give(grad)
+        if grad is not None and segment.assign is not None:
+            segment.assign(grad)
     found = [(p, g) for p, g in zip(plain, grads[len(segments) :], strict=True) if g is not None]
     if found:
         torch.autograd.backward([p for p, _ in found], [g for _, g in found])  # with the users' hooks

@@ -42,7 +42,7 @@ _groups: weakref.WeakValueDictionary[int, Gathers] = weakref.WeakValueDictionary
 _VERSION = re.compile(r"is at version \d+; expected version (\d+)")
 
 
-class Curtain:
+class ReadGuard:
     """Lets saved tensors be read, or not; `explain` says what went wrong.
 
     Args:

@@ -15,9 +15,9 @@ from shardwise import _compat
 class _State(Protocol):
     """A sharded module's, which goes through backward."""
 
-    def enter_backward(self, grad: Tensor) -> Tensor: ...
+    def pre_backward(self, grad: Tensor) -> Tensor: ...
 
-    def exit_backward(self) -> None: ...
+    def post_backward(self) -> None: ...
 
 
 class OutputHook:
@@ -33,8 +33,8 @@ class OutputHook:
     @_compat.runs_eagerly
     def __call__(self, grad: Tensor) -> Tensor:
         for state in self.ending:
-            state.exit_backward()
-        return self.state.enter_backward(grad)
+            state.post_backward()
+        return self.state.pre_backward(grad)
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -48,8 +48,8 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     @_compat.runs_eagerly
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.state.exit_backward()
+        ctx.state.post_backward()
         return (None, *grads)
 
 
-mark_end_of_backward: Callable[..., tuple[Tensor, ...]] = _compat.apply_of(_EndOfBackward)
+attach_post_backward: Callable[..., tuple[Tensor, ...]] = _compat.apply_of(_EndOfBackward)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from shardwise import _compat
 from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import curtain, traced
+from shardwise.fsdp import read_guard, traced
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState
@@ -90,7 +90,7 @@ def leave(orders: Iterable[Order], why: str) -> None:
             order.post()
 
 
-def hear_of_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
+def watch_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
     """From now on tell other ranks of errors inside autograd, and find better words for some.
 
     Args:
@@ -101,7 +101,7 @@ def hear_of_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None
     _heard.append(True)
 
     def hear(error: Exception) -> Exception | None:
-        better = curtain.explain(error)
+        better = read_guard.explain(error)
         traced.end_of_backward()
         orders = {
             order for state in states() if state.schedule is not None for order in state.schedule.orders
@@ -133,20 +133,20 @@ def forget_forward(state: ModuleState) -> None:
     assert schedule is not None
     if schedule.forward_root is not state.myself:
         if len(state.modules) == 1:
-            _forget_one(state)
+            _reset_one(state)
         return
     for one in (state, *state.below):
         if one.training_state is TrainingState.FORWARD:
-            _forget_one(one)
+            _reset_one(one)
     del schedule.order[schedule.order_before :]
     schedule.forward_root = schedule.latest_output = None
-    schedule.release_kept()
-    schedule.drop_held_gather()
+    schedule.release_pending()
+    schedule.drop_copying_gather()
     schedule.free_gathered()
     state.install_guards()
 
 
-def _forget_one(state: ModuleState) -> None:
+def _reset_one(state: ModuleState) -> None:
     state.still_to_run.clear()
     state.training_state = TrainingState.IDLE
     for group in state.groups:
@@ -159,15 +159,15 @@ def reset(root: ModuleState) -> None:
     schedule = root.schedule
     if schedule is None:
         return
-    schedule.drop_held_gather()
+    schedule.drop_copying_gather()
     schedule.wait_for_reductions()
     schedule.order.clear()
-    schedule.forward_root = schedule.kept = schedule.latest_output = None
+    schedule.forward_root = schedule.pending_release = schedule.latest_output = None
     schedule.callback_queued = schedule.unfinished = False
     schedule.reducing = None
     for state in (root, *root.below):
         state.running = 0
-        _forget_one(state)
+        _reset_one(state)
         for group, reducer in zip(state.groups, state.reducers, strict=True):
             reducer.reset()
             for segment in group.traced if isinstance(group.traced, list) else ():
