@@ -95,11 +95,11 @@ def _raise(index: int) -> None:
         raise ValueError("no such expert")
 
 
-def _fail_in_backward(net: Any) -> None:
+def _fail_in_backward(module: Any) -> None:
     def fail(grad: Tensor) -> Tensor:
         raise ValueError("a hook's own error")
 
-    net.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    module.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -110,7 +110,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "order": lambda net: setattr(net, "order", [0, 2, 1]),
     "skips": lambda net: setattr(net, "order", [0, 2]),
     "raises": lambda net: setattr(net, "before", _raise),
-    "raises in backward": _fail_in_backward,
+    "raises in backward": lambda net: _fail_in_backward(net.blocks[1]),
+    "raises before backward reaches a module": _fail_in_backward,
     "one more unshard": lambda net: net.blocks[2].unshard(),
 }
 
@@ -131,6 +132,7 @@ CASES = [
     ("raises", 0, "no such expert"),
     ("raises", 2, "no such expert"),
     ("raises in backward", 2, "a hook's own error"),
+    ("raises before backward reaches a module", 2, "a hook's own error"),
     ("one more unshard", 2, "gather 'blocks.2'"),
 ]
 HALVES = [(case, LAYOUTS[at % 2]) for at, case in enumerate(CASES)] + [(CASES[2], "contiguous")]
@@ -292,7 +294,7 @@ def raise_and_go(case: str) -> None:
     if dist.get_rank() == 1 and case == "forward":
         net.before = _raise
     if dist.get_rank() == 1 and case == "backward":
-        _fail_in_backward(net)
+        _fail_in_backward(net.blocks[1])
     try:
         step(net)
     except ValueError:

@@ -149,6 +149,11 @@ class Order:
         self.advance(event)
         self._end_pass()
 
+    def stay(self) -> None:
+        """This rank goes on with its pass after all: what raised was caught."""
+        self.left = None
+        self.post()
+
     def _abandon_pass(self) -> None:
         left = self.left or self._left_backward()
         self.left = self.backward_thread = None

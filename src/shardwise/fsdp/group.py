@@ -199,7 +199,9 @@ class ParamGroup(ABC):
         """What was grouped and how, for the log."""
         held = sum(shard.nbytes for shard in self.shards)
         gathered = sum(one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments)
-        after = "stay gathered" if self.post_forward_mesh is None else "are freed"
+        after = (
+            "stay gathered" if self.post_forward_mesh is None else "are freed (not the root's, by default)"
+        )
         return (
             f"fully_shard({', '.join(dict.fromkeys(classes))}) groups {len(self.params)} parameters:"
             f" {held:,} bytes here, {gathered:,} gathered from {self.ranks} ranks, {self.strategy};"

@@ -103,13 +103,14 @@ def watch_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
     def hear(error: Exception) -> Exception | None:
         better = read_guard.explain(error)
         traced.end_of_backward()
-        orders = {
-            order for state in states() if state.schedule is not None for order in state.schedule.orders
-        }
-        here_in_backward = [order for order in orders if order.backward_thread == threading.get_ident()]
-        for order in here_in_backward:
-            where = f"in its backward, after it had begun to {order.doing()}"
-            leave([order], f"raised {type(error).__name__} {where}: {better or error}")
+        why = f"raised {type(error).__name__} in its backward"
+        schedules = {id(found): found for state in states() if (found := state.schedule) is not None}
+        for schedule in schedules.values():
+            for order in schedule.orders:
+                if order.backward_thread == threading.get_ident():
+                    leave([order], f"{why}, after it had begun to {order.doing()}: {better or error}")
+                elif order.backward_thread is None and schedule.order:  # it had not reached a sharded module
+                    leave([order], f"{why}: {better or error}")
         return better
 
     _compat.explain_backward_errors(hear)

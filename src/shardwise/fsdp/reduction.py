@@ -77,8 +77,9 @@ class GradReducer(ABC):
         found = self._events.get(key)
         if found is None:
             found = self._events[key] = event_for(
-                f"reduce the gradients of '{self.group.name}'\nto {plan.result_dtype}, as {plan.dtype}, by"
-                f" {plan.factors}{'' if plan.all_reduce else ', without all-reduce'}\n"
+                f"reduce the gradients of '{self.group.name}'\n'{self.group.name}' is reduced to"
+                f" {plan.result_dtype}, as {plan.dtype}, by {plan.factors}"
+                f"{'' if plan.all_reduce else ', without all-reduce'}\n"
                 + "\n".join(f"with a gradient: {param.name}" for param in params),
                 advice="Where ranks use different parameters, call"
                 " set_reduce_scatter_unused_params(True) on the root module; elsewhere make the same"

@@ -19,24 +19,25 @@ class GroupReport:
 
     Attributes:
         module: its module's name, of several the names; the class where no forward has run yet.
-        parameters: by name, the global shape and how it is cut.
+        parameters: name, shape, dtype and placement of each, in words.
         shard_bytes: what this rank keeps, padding included.
         gathered_bytes: the whole parameters in the dtype of computation, padding included.
         padding_bytes: of `gathered_bytes`, what is no parameter.
         ranks: over how many parameters are gathered.
         strategy: what is cut and what is replicated over each axis of the mesh.
-        reshards: whether forward frees the gathered parameters.
+        after_forward: whether forward frees the gathered parameters. Which module is the root, whose are kept
+            unless `reshard_after_forward` says otherwise, shows at the first forward.
         transport: who gathers, and why.
     """
 
     module: str
-    parameters: dict[str, str]
+    parameters: tuple[str, ...]
     shard_bytes: int
     gathered_bytes: int
     padding_bytes: int
     ranks: int
     strategy: str
-    reshards: bool
+    after_forward: str
     transport: str
 
 
@@ -66,7 +67,7 @@ class ShardReport:
                 f"{one.padding_bytes / max(1, one.gathered_bytes):.1%}",
                 str(one.ranks),
                 one.strategy,
-                "freed" if one.reshards else "kept",
+                one.after_forward,
                 one.transport,
             )
         console = Console(width=160)
@@ -87,14 +88,21 @@ def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
     used = sum(param.numel * param.gather_dtype.itemsize for param in group.params)
     return GroupReport(
         module=state.name or classes,
-        parameters={
-            param.name: f"{list(param.shape)} {param.dtype}, {param.placement}" for param in group.params
-        },
+        parameters=tuple(
+            f"{param.name}: {list(param.shape)} {param.dtype}, {param.placement}" for param in group.params
+        ),
         shard_bytes=sum(shard.nbytes for shard in group.shards),
         gathered_bytes=gathered,
         padding_bytes=max(0, gathered - used),
         ranks=group.ranks,
         strategy=str(group.strategy),
-        reshards=group.post_forward_mesh is not None,
+        after_forward=_after_forward(state, group),
         transport=group.transport(),
     )
+
+
+def _after_forward(state: ModuleState, group: ParamGroup) -> str:
+    if group.post_forward_mesh is None:
+        return "kept"
+    undecided = state.schedule is None and state.reshard_is_automatic and not state.inside
+    return "freed, but kept of the root" if undecided else "freed"

@@ -262,6 +262,8 @@ class FSDPState(ModuleState):
         schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
         for order in schedule.orders:
             order.backward_thread = threading.get_ident()
+            if order.left is not None:
+                order.stay()
         _compat.queue_backward_callback(root.end_of_backward)
 
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:

@@ -236,7 +236,7 @@ def _call(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any, hidde
     try:
         output = forward(*args, **kwargs)
     except BaseException:
-        _hide_again(hidden)
+        _hide_again(state)
         state.shown = None
         raise
     if not torch.is_grad_enabled():
@@ -245,15 +245,17 @@ def _call(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any, hidde
         parameters[name].detach().requires_grad_(parameters[name].requires_grad)
         for parameters, name, _ in hidden
     ]
-    return map_tensors(lambda t: _shown_in_backward(hidden, whole, t) if t.requires_grad else t, output)
+    return map_tensors(
+        lambda t: _shown_in_backward(state, hidden, whole, t) if t.requires_grad else t, output
+    )
 
 
 class _ShownInBackward(torch.autograd.Function):
     """The identity on an output of a module; backward shows the parameters that its forward saw."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: list[Shown], whole: list[Tensor], output: Tensor) -> Tensor:
-        ctx.hidden = hidden
+    def forward(ctx: Any, state: Any, hidden: list[Shown], whole: list[Tensor], output: Tensor) -> Tensor:
+        ctx.state, ctx.hidden = state, hidden
         ctx.save_for_backward(*whole)
         return output
 
@@ -264,28 +266,30 @@ class _ShownInBackward(torch.autograd.Function):
             parameters[name] = whole
         if not _in_backward:
             _compat.queue_backward_callback(end_of_backward)
-        _in_backward.append(ctx.hidden)
-        return None, None, grad
+        _in_backward.append(ctx.state)
+        return None, None, None, grad
 
 
 _shown_in_backward = _compat.apply_of(_ShownInBackward)
 
 
-_in_backward: list[list[Shown]] = []  # what modules show until the running backward has ended
+_in_backward: list[Any] = []  # states whose modules show whole parameters until the backward has ended
 
 
 @_compat.runs_eagerly
 def end_of_backward() -> None:
     """Backward has ended, or raised: modules show their sharded parameters again."""
-    for hidden in _in_backward:
-        _hide_again(hidden)
+    for state in _in_backward:
+        _hide_again(state)
     _in_backward.clear()
 
 
 @_compat.runs_eagerly
-def _hide_again(hidden: list[Shown]) -> None:
-    for parameters, name, param in hidden:
-        parameters[name] = param
+def _hide_again(state: Any) -> None:
+    """Register the form that each group is in: it may be another one than when the forward began."""
+    for group in state.groups:
+        for param in group.params:
+            param.register(param.unsharded if group.is_unsharded else param.sharded)
 
 
 def _hide(hidden: list[Shown]) -> None:
