@@ -7,7 +7,8 @@ the flattened group, and that range a box of the new dims:
     (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are no range
     24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are no box
 
-An index with steps keeps boxes: in each dim, what is left of a range of elements is a range of the result's.
+Dims of size 1 are in no group: an empty box stays empty where it was. An index with steps keeps boxes: in
+each dim, what is left of a range of elements is a range of the result's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int
 
     None where the elements of a box make no box of `new`; of an empty box, where `new` is a scalar.
     """
-    groups = regrouped(old, new)
+    ours, theirs = ([dim for dim, size in enumerate(sizes) if size != 1] for sizes in (old, new))
+    groups = [
+        ([ours[dim] for dim in before], [theirs[dim] for dim in after])
+        for before, after in regrouped([old[dim] for dim in ours], [new[dim] for dim in theirs])
+    ]
     return [_reshape_box(box, old, new, groups) for box in boxes]
 
 
