@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+# Before 2.12 torch runs operations on subclasses of DTensor as DTensor's, in C++, and asks no subclass.
+RUNS_OWN_DTENSORS = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
+
 
 class OwnShard(Shard):
     """A `Shard` whose parts are not even; torch's redistribution of plain DTensors cannot serve it."""

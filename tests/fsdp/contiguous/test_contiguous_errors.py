@@ -195,3 +195,14 @@ def test_scalar_and_non_contiguous_parameters_are_refused_by_name() -> None:
     turned = nn.Linear(4, 2)
     turned.weight = nn.Parameter(torch.ones(4, 2).t())
     mentions(raises_on_every_rank(ShardingError, lambda: contiguous(turned)), "'weight'", "contiguous")
+
+
+def test_a_torch_that_runs_our_operations_as_dtensor_s_is_refused_by_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise._compat.dtensors.RUNS_OWN_DTENSORS", False)
+    model = Net()
+    with pytest.raises(ShardingError) as refused:
+        contiguous(model)
+    mentions(str(refused.value), torch.__version__, "2.12", "interleaved")
+    assert type(model) is Net
