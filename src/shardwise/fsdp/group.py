@@ -195,23 +195,30 @@ class ParamGroup(ABC):
             and self.device.type != "cpu"
         )
 
+    @property
+    def shard_bytes(self) -> int:
+        """What this rank keeps, padding included."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def gathered_bytes(self) -> list[int]:
+        """By segment: the whole parameters in the dtype of computation, padding included."""
+        return [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
+
     def summary(self, classes: Sequence[str]) -> str:
         """What was grouped and how, for the log."""
-        held = sum(shard.nbytes for shard in self.shards)
-        gathered = sum(one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments)
         after = (
             "stay gathered" if self.post_forward_mesh is None else "are freed (not the root's, by default)"
         )
         return (
             f"fully_shard({', '.join(dict.fromkeys(classes))}) groups {len(self.params)} parameters:"
-            f" {held:,} bytes here, {gathered:,} gathered from {self.ranks} ranks, {self.strategy};"
-            f" parameters {after} after forward"
+            f" {self.shard_bytes:,} bytes here, {sum(self.gathered_bytes):,} gathered from"
+            f" {self.ranks} ranks, {self.strategy}; parameters {after} after forward"
         )
 
     def transport(self) -> str:
         """Who gathers, and why, in words."""
-        sizes = [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
-        largest = max(sizes, default=0)
+        largest = max(self.gathered_bytes, default=0)
         return transport(self.settings.all_gather, largest, self.shard_group, self.device)
 
     def check_ready(self) -> None:

@@ -119,7 +119,7 @@ class FSDPModule(ModuleSettings):
         found: dict[str, int] = {}
         for index, state in enumerate(self._states(True)):
             for group in state.groups:
-                size = sum(s.unsharded_numel * s.gather_dtype.itemsize for s in group.layout.segments)
+                size = sum(group.gathered_bytes)
                 if size < bytes_per_second * host_seconds:
                     classes = ", ".join(type(ref()).__name__ for ref in state.modules)
                     found[state.name or (classes if state.is_root else f"{classes} ({index})")] = size

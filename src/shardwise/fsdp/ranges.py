@@ -7,22 +7,23 @@ methods until a pass finds none running; without a profiler nothing is paid.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.autograd.profiler import record_function
 
 from shardwise.fsdp.module_state import ModuleState
 
+_GATHERS = {"unshard": "gather", "wait_for_unshard": "wait for"}
+_REDUCES = {"reduce": "reduce"}
+
 
 def begin(states: Sequence[ModuleState]) -> None:
     """Let what these states do show in profiles from now on; the first one's forward has begun."""
     for state in states:
         name = state.name or "the root module"
-        for group, reducer in zip(state.groups, state.reducers, strict=True):
-            _put(group, "unshard", _ranged(f"shardwise: gather {name}"))
-            _put(group, "wait_for_unshard", _ranged(f"shardwise: wait for {name}"))
-            _put(reducer, "reduce", _ranged(f"shardwise: reduce {name}"))
+        for owner, method, what in _ranged_methods(state):
+            _put(owner, method, _ranged(f"shardwise: {what} {name}"))
         running: list[record_function] = []
         title = f"shardwise: forward {name}"
         _put(state, "pre_forward", _opening(title, running))
@@ -37,9 +38,16 @@ def end(states: Sequence[ModuleState]) -> None:
     for state in states:
         for name in ("pre_forward", "post_forward", "abandon_forward"):
             vars(state).pop(name, None)
-        for group, reducer in zip(state.groups, state.reducers, strict=True):
-            for owner, name in ((group, "unshard"), (group, "wait_for_unshard"), (reducer, "reduce")):
-                vars(owner).pop(name, None)
+        for owner, method, _ in _ranged_methods(state):
+            vars(owner).pop(method, None)
+
+
+def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str, str]]:
+    """Groups and reducers, their methods that are one range each, and what these do in words."""
+    for owners, methods in ((state.groups, _GATHERS), (state.reducers, _REDUCES)):
+        for owner in owners:
+            for method, what in methods.items():
+                yield owner, method, what
 
 
 Wrapper = Callable[[Callable[..., Any], Any, Any], Any]  # calls a method that is bound already

@@ -83,15 +83,14 @@ def report(states: Iterable[ModuleState]) -> ShardReport:
 
 def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
     classes = ", ".join(type(ref()).__name__ for ref in state.modules)
-    segments = group.layout.segments
-    gathered = sum(one.unsharded_numel * one.gather_dtype.itemsize for one in segments)
+    gathered = sum(group.gathered_bytes)
     used = sum(param.numel * param.gather_dtype.itemsize for param in group.params)
     return GroupReport(
         module=state.name or classes,
         parameters=tuple(
             f"{param.name}: {list(param.shape)} {param.dtype}, {param.placement}" for param in group.params
         ),
-        shard_bytes=sum(shard.nbytes for shard in group.shards),
+        shard_bytes=group.shard_bytes,
         gathered_bytes=gathered,
         padding_bytes=max(0, gathered - used),
         ranks=group.ranks,
