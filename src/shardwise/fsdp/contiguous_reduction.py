@@ -124,6 +124,8 @@ class ContiguousReducer(GradReducer):
     def collect(self) -> list[_Collected]:
         if not self.group.buffers:
             return []  # never gathered
+        if self._apart:
+            self._join()
         if self._buffers is not self.group.buffers:
             self._find_members()
         collected = []

@@ -46,7 +46,7 @@ def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
     for state in (root, *root.below):
         for group, reducer in zip(state.groups, state.reducers, strict=True):
             for param in () if reducer.unsynced else group.params:
-                if param.unsharded is not None and param.unsharded.grad is not None:
+                if param.has_unreduced:
                     raise LifecycleError(
                         f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
                         f" another way than through what the forward of {group.title} returned. Return every"
@@ -74,8 +74,7 @@ def check_compiled_gradients(root: ModuleState) -> None:
 def check_eager_gradients(group: ParamGroup) -> None:
     """Raise if eager backwards without synchronisation left gradients that a compiled one cannot add to."""
     for param in group.params:
-        whole = param.unsharded
-        if whole is not None and whole.grad is not None:
+        if param.has_unreduced:
             raise LifecycleError(
                 f"{here()}: an eager pass left a gradient of '{param.name}' that was not reduced, and a"
                 f" compiled one follows. {_TOGETHER}"
@@ -121,11 +120,7 @@ _heard: list[bool] = []
 
 def left_gradients(state: ModuleState) -> bool:
     """Did gradients come after the last reduction? They do where backward entered a module unseen."""
-    return any(
-        param.unsharded is not None and param.unsharded.grad is not None
-        for group in state.groups
-        for param in group.params
-    )
+    return any(param.has_unreduced for group in state.groups for param in group.params)
 
 
 def forget_forward(state: ModuleState) -> None:

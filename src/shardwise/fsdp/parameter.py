@@ -116,6 +116,7 @@ class ShardedParam(ABC):
             )
         self.unsharded: nn.Parameter | None = None
         self.accumulates = False  # the next gradients are not reduced
+        self.accumulated: Tensor | None = None  # of earlier backwards, where FSDP2 keeps it apart from the leaf's
 
     @property
     @abstractmethod
@@ -192,6 +193,12 @@ class ShardedParam(ABC):
         widens = wanted is not None and wanted.itemsize > leaf.dtype.itemsize and self.tp_spec is None
         as_they_come = widens and (not self.accumulates or leaf.grad is not None)
         leaf.grad_dtype = None if as_they_come or not _compat.SUMS_AS_KEPT else wanted
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Is there an unsharded gradient?"""
+        leaf = self.unsharded
+        return self.accumulated is not None or (leaf is not None and leaf.grad is not None)
 
     @property
     def has_grad_hooks(self) -> bool:

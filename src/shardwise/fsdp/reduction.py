@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
@@ -52,6 +52,7 @@ class GradReducer(ABC):
     _plans: dict[Kind, Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
     _synced: bool = True  # do leaves expect to be reduced?
+    _apart: bool = False  # are there accumulated gradients beside the leaves'?
 
     def forget_plans(self) -> None:
         """The group's settings or streams changed."""
@@ -93,11 +94,34 @@ class GradReducer(ABC):
             leaf, wanted = param.unsharded, param.sum_dtype
             if leaf is None or leaf.grad is None or wanted == leaf.dtype:
                 continue
-            if wanted is not None and leaf.grad.dtype != wanted:
+            if not _compat.SUMS_AS_KEPT:
+                self._store_apart(param, leaf)
+            elif wanted is not None and leaf.grad.dtype != wanted:
                 grad, leaf.grad = leaf.grad.to(wanted), None
                 leaf.grad_dtype = wanted
                 leaf.grad = grad
             param.settle_leaf(leaf)
+
+    def _store_apart(self, param: ShardedParam, leaf: nn.Parameter) -> None:
+        """Autograd may add to a leaf several times in one backward: their sum comes first."""
+        assert leaf.grad is not None
+        if param.accumulated is None:
+            param.accumulated = leaf.grad.to(param.sum_dtype or leaf.grad.dtype)
+        else:
+            param.accumulated += leaf.grad
+        leaf.grad = None
+        self._apart = True
+
+    def _join(self) -> None:
+        """What is kept apart is the leaves' again, to be collected."""
+        for param in self.group.params:
+            leaf = param.unsharded
+            if leaf is None or param.accumulated is None:
+                continue
+            if leaf.grad is not None:
+                self._store_apart(param, leaf)
+            leaf.grad, param.accumulated = param.accumulated, None
+        self._apart = False
 
     def collect_from(self, param: ShardedParam) -> Tensor | None:
         """The gradient of one parameter, which is left without."""
@@ -202,6 +226,7 @@ class GradReducer(ABC):
         self.finish()
         self.partials.clear()
         for param in self.group.params:
+            param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
@@ -234,6 +259,8 @@ class InterleavedReducer(GradReducer):
         self._one_kind = kinds.pop() if len(kinds) == 1 else None
 
     def collect(self) -> Collected:
+        if self._apart:
+            self._join()
         collected: Collected = []
         for param in self.group.params:
             if (grad := self.collect_from(param)) is not None:

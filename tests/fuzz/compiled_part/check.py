@@ -140,13 +140,15 @@ def apart(case: Spec, compiled: Record, eager: Record) -> list[str]:
 def adds_alike(case: Spec) -> bool:
     """Does everything have gradients of few enough uses to be added in one order only?
 
-    A sharded module adds those of its uses of an input before those of other modules.
+    A sharded module adds those of its uses of an input before those of other modules. A norm adds over a whole
+    reduced shard at once (contiguous layout), in a graph over one gradient at a time.
     """
     blocks = list(blocks_of(case))
     again = any(block.get("calls", 1) > 1 or block["kind"] == "again" for block in blocks)
     inner = any("shard" in one for block in blocks for one in block.get("inner", []))
     tapped = any(step.get("backward") for step in case.get("steps", []))
-    return not again and not inner and not tapped
+    clipped = case["how"] == "step" and case.get("layout") == "contiguous" and "clip" in case
+    return not again and not inner and not tapped and not clipped
 
 
 def numbered(tensors: list[Any]) -> Tensors:
