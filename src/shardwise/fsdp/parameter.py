@@ -116,7 +116,9 @@ class ShardedParam(ABC):
             )
         self.unsharded: nn.Parameter | None = None
         self.accumulates = False  # the next gradients are not reduced
-        self.accumulated: Tensor | None = None  # of earlier backwards, where FSDP2 keeps it apart from the leaf's
+        self.accumulated: Tensor | None = (
+            None  # of earlier backwards, where FSDP2 keeps it apart from the leaf's
+        )
 
     @property
     @abstractmethod

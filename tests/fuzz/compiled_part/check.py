@@ -140,8 +140,8 @@ def apart(case: Spec, compiled: Record, eager: Record) -> list[str]:
 def adds_alike(case: Spec) -> bool:
     """Does everything have gradients of few enough uses to be added in one order only?
 
-    A sharded module adds those of its uses of an input before those of other modules. A norm adds over a whole
-    reduced shard at once (contiguous layout), in a graph over one gradient at a time.
+    A sharded module adds those of its uses of an input before those of other modules. A norm adds over a
+    whole reduced shard at once (contiguous layout), in a graph over one gradient at a time.
     """
     blocks = list(blocks_of(case))
     again = any(block.get("calls", 1) > 1 or block["kind"] == "again" for block in blocks)
