@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from shardwise._compat.dtensors import OWN_DTENSORS_SINCE
 from shardwise.verify.processes import RankError, run_ranks
 
 SUPPORTED = ((2, 11), (2, 15))  # first and last minor version of torch
@@ -65,6 +66,9 @@ def check_torch(version: str = torch.__version__) -> CheckResult:
         return CheckResult("torch", Status.BROKEN, found, f"Install torch {first} to {last}.")
     if numbers > SUPPORTED[1]:
         return CheckResult("torch", Status.WARNING, found, f"Tested with torch {first} to {last} only.")
+    if torch.torch_version.TorchVersion(version) < OWN_DTENSORS_SINCE:
+        fix = f'layout="contiguous" needs torch {OWN_DTENSORS_SINCE} or later.'
+        return CheckResult("torch", Status.WARNING, found, fix)
     return CheckResult("torch", Status.OK, found)
 
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 # Before 2.12 torch runs operations on subclasses of DTensor as DTensor's, in C++, and asks no subclass.
-RUNS_OWN_DTENSORS = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
+OWN_DTENSORS_SINCE = "2.12"
+RUNS_OWN_DTENSORS = torch.torch_version.TorchVersion(torch.__version__) >= OWN_DTENSORS_SINCE
 
 
 class OwnShard(Shard):
