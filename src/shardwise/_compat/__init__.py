@@ -29,11 +29,6 @@ from torch.distributed import distributed_c10d as c10d
 # checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
-
-# comm.count: a functional collective carries the name of its group, and only this knows the group.
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    _resolve_process_group as resolve_process_group,
-)
 from torch.distributed.tensor import DTensor, Placement
 
 # DTensor's description of itself. There is no public way to wrap a local tensor of uneven size
@@ -45,101 +40,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # comm.count: seeing every operator that a thread issues has no public hook.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise._compat.compiler import (
-    AOT_EAGER,
-    aot_eager,
-    aot_then,
-    aoti_compile,
-    aoti_load,
-    compiled_frame,
-    compiler_in_use,
-    graph_breaks,
-    graphs_traced,
-    group_ranks,
-    in_compiled_autograd,
-    inductor,
-    inductor_pass,
-    is_functional,
-    only_inlined,
-    runs_eagerly,
-    runs_outside_graphs,
-    traced_all_gather,
-    traced_all_reduce,
-    traced_object,
-    traced_reduce_scatter,
-    traced_side_effect,
-    tracing_autograd,
-    while_tracing,
-    why_untraceable,
-    with_backward,
-)
-from shardwise._compat.gradients import (
-    SUMS_AS_KEPT,
-    chosen_grad_dtype,
-    grad_hooks,
-    hook_gradient,
-    plain_attributes,
-    post_accumulate_grad_hooks,
-)
-
-__all__ = [
-    "AOT_EAGER",
-    "SUMS_AS_KEPT",
-    "DTensorSpec",
-    "FakeTensor",
-    "StorageInfo",
-    "Store",
-    "StridedShard",
-    "TensorMeta",
-    "TorchDispatchMode",
-    "all_gather_single",
-    "aot_eager",
-    "aot_then",
-    "aoti_compile",
-    "aoti_load",
-    "chosen_grad_dtype",
-    "chunk_cat",
-    "compiled_frame",
-    "compiler_in_use",
-    "concatenate_meshes",
-    "dtensor",
-    "flatten_mesh",
-    "grad_hooks",
-    "graph_breaks",
-    "graphs_traced",
-    "group_allocator",
-    "group_of_sharded_tensor",
-    "group_ranks",
-    "hook_gradient",
-    "in_backward",
-    "in_compiled_autograd",
-    "inductor",
-    "inductor_pass",
-    "is_functional",
-    "local_tensor",
-    "only_inlined",
-    "plain_attributes",
-    "post_accumulate_grad_hooks",
-    "queue_backward_callback",
-    "reduce_scatter_single",
-    "resolve_process_group",
-    "runs_eagerly",
-    "runs_outside_graphs",
-    "set_local_tensor",
-    "shared_spec",
-    "spec_of",
-    "traced_all_gather",
-    "traced_all_reduce",
-    "traced_object",
-    "traced_reduce_scatter",
-    "traced_side_effect",
-    "tracing_autograd",
-    "while_tracing",
-    "why_untraceable",
-    "with_backward",
-]
+from shardwise._compat.compiler import *
+from shardwise._compat.gradients import *
 
 
 def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:

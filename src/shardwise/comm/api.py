@@ -7,6 +7,7 @@ install it. Buffers are 1-D: the gathered one holds rank 0's shard, then rank 1'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.allocate import allocate_default, allocate_from_group
 
 
 class AllGather(Protocol):
@@ -55,7 +55,7 @@ class DefaultAllGather:
     """c10d's all-gather on buffers of the device's own allocator."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return allocate_default(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -67,7 +67,7 @@ class DefaultReduceScatter:
     """c10d's reduce-scatter on buffers of the device's own allocator."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return allocate_default(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -80,21 +80,23 @@ class DefaultReduceScatter:
         return _compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
 
 
-class ProcessGroupAllocAllGather(DefaultAllGather):
+class _FromGroup:
+    """Buffers from the process group's allocator, or the device's where its backend has none."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        backend = _compat.group_allocator(self.group, device)
+        if backend is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        tensor: Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+        return tensor.view(*size)
+
+
+class ProcessGroupAllocAllGather(_FromGroup, DefaultAllGather):
     """c10d's all-gather on buffers that the process group allocates, where it can (zero-copy NCCL)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return allocate_from_group(self.group, size, dtype=dtype, device=device)
-
-
-class ProcessGroupAllocReduceScatter(DefaultReduceScatter):
+class ProcessGroupAllocReduceScatter(_FromGroup, DefaultReduceScatter):
     """c10d's reduce-scatter on buffers that the process group allocates, where it can."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return allocate_from_group(self.group, size, dtype=dtype, device=device)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import ops
+from shardwise import _compat
 from shardwise.comm.api import AllGather, ReduceScatter
 from shardwise.comm.divide import DivideFactors
 from shardwise.comm.streams import CommStreams, record_event
@@ -93,7 +93,7 @@ def foreach_all_gather(
             if len(inputs) == 1:
                 shard.copy_(only, non_blocking=True)
             else:
-                ops.all_gather_copy_in(list(inputs), out=shard)
+                copy_in(inputs, out=shard)
     if group is None or ranks == 1:
         return AllGatherResult(output, inputs, None if side is None else record_event(side.copy_in), None)
     if side is None:
@@ -103,6 +103,15 @@ def foreach_all_gather(
     with side.all_gather:
         comm(output_tensor=output, input_tensor=shard, group=group, async_op=False)
         return AllGatherResult(output, inputs, record_event(side.all_gather), None)
+
+
+def copy_in(inputs: Sequence[Tensor], *, out: Tensor) -> None:
+    """Lay 1-D tensors end to end in `out`, casting on the way; as bytes if `out` is of bytes."""
+    if out.dtype == torch.uint8:
+        inputs = [t.view(torch.uint8) for t in inputs]
+    sizes = [t.numel() for t in inputs]
+    _check_total("inputs", sum(sizes), out.numel())
+    _compat.foreach_copy(out.split(sizes), inputs)
 
 
 def foreach_all_gather_copy_out(
@@ -118,7 +127,9 @@ def foreach_all_gather_copy_out(
         ranks: how many shards the gather holds.
     """
     wait_for_gather(result)
-    ops.split_with_sizes_copy(result.output.view(ranks, -1), sizes, 1, out=out)
+    gathered = result.output.view(ranks, -1)
+    _check_total("sizes", sum(sizes), gathered.size(1))
+    torch.split_with_sizes_copy(gathered, sizes, 1, out=list(out))
 
 
 def wait_for_gather(result: AllGatherResult) -> None:
@@ -188,7 +199,16 @@ class ReduceResult(NamedTuple):
 
 def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: int) -> None:
     """Cut every gradient into `ranks` rows of dim 0, padded, side by side in `out` [ranks, shard]."""
-    ops.chunk_cat(grads, 0, ranks, out=out.view(ranks, -1))
+    filled = [grad for grad in grads if grad.numel()]  # torch's kernel refuses empty tensors
+    rows, numel = out.view(ranks, -1), out.numel()
+    if filled:
+        _compat.chunk_cat(filled, 0, ranks, rows)
+    _check_total("padded gradients", rows.numel() if filled else 0, numel)  # torch's kernel resizes
+
+
+def _check_total(what: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise ShardingError(f"{here()}: the {what} hold {found} elements, the buffer {expected}")
 
 
 @torch.no_grad()
