@@ -7,9 +7,8 @@ AOTAutograd makes of it, one for the forward and one for the backward, go throug
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,14 +18,13 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.module_state import state_of
+from shardwise.graph.backends import Backend, with_passes
 from shardwise.graph.passes import Passes
 from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
 from shardwise.mesh import FSDPMeshInfo
 
 BACKENDS = ("inductor", *_compat.AOT_EAGER, "eager")
 MODES = ("full", "regional")
-
-Backend = Callable[..., Any]
 
 
 def compile(
@@ -93,32 +91,18 @@ def compile(
 def _backend(
     backend: str | Backend, passes: Passes, dynamic: bool | None, options: dict[str, Any] | None
 ) -> Backend:
-    if options is not None and backend != "inductor":
-        raise ShardingError(f"options are inductor's; backend {backend!r} takes none")
+    told = with_passes(backend, passes, options=options)
     if backend == "inductor":
-        return _compat.inductor(_inductor_options(passes, options or {}), dynamic)
-    if isinstance(backend, str) and backend in _compat.AOT_EAGER:
-        decompose = _compat.AOT_EAGER[backend]
-        return lambda module, inputs: _compat.aot_eager(module, inputs, edit=passes, decompose=decompose)
+        return _compat.inductor(told["options"], dynamic)
     if backend == "eager":
         return lambda module, inputs: module
-    if not callable(backend):
+    found = told["backend"]
+    if not callable(found):
         raise ShardingError(
             f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
             " torch.compile would take"
         )
-    return backend
-
-
-def _inductor_options(passes: Passes, options: dict[str, Any]) -> dict[str, Any]:
-    ours = {
-        **passes.inductor_options(),
-        "reorder_for_locality": False,  # which without autograd would gather everything first
-    }
-    for name in ours:
-        if name in options:
-            raise ShardingError(f"option {name} is shardwise.compile's own; call torch.compile to set it")
-    return {**options, **ours}
+    return cast(Backend, found)
 
 
 class _AgreedBackend:

@@ -1,21 +1,25 @@
 """What was found in graphs of operators, as numbers, as plain-text tables and as a picture.
 
-`measure.py` finds it. Places are positions in a graph's list of nodes; bytes are those of traced shapes.
+`measure.py` finds it. Places are positions in a graph's list of nodes; bytes are those of traced shapes. The
+picture has a row of compute, a row for each collective and a line of bytes; `timeline.svg` is its look.
 """
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Literal
-
-from shardwise.graph.timeline import Bar, Panel, draw
+from typing import Any, Literal
 
 Kind = Literal["forward", "backward"]
+
+# Of the picture, in its own units.
+_LEFT, _RIGHT, _WIDTH = 220.0, 16.0, 1000.0
+_TITLE, _ROW, _BYTES, _GAP = 34.0, 16.0, 70.0, 28.0
 
 
 @dataclass(frozen=True)
@@ -169,17 +173,7 @@ class GraphReport:
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Draw compute, collectives and unsharded bytes by place to `path`, as SVG; returns it."""
-        return draw([self.panel()], path)
-
-    def panel(self) -> Panel:
-        """What `timeline` draws."""
-        end = len(self.unsharded_bytes) - 1
-        bars = [
-            Bar(one.name, one.kind, one.issue, end if one.wait is None else one.wait, one.last_use, one.bytes)
-            for one in self.collectives
-        ]
-        title = f"{self.kind}: {self.counts}"
-        return Panel(title, self.spans, tuple(bars), self.unsharded_bytes)
+        return _draw([self], path)
 
 
 @dataclass(frozen=True)
@@ -232,4 +226,74 @@ class ModelReport:
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Draw all graphs, one below the other, to `path`, as SVG; returns it."""
-        return draw([graph.panel() for graph in self.graphs], path)
+        return _draw(self.graphs, path)
+
+
+def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:
+    """Graphs below each other, on one scale of places."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # an import that training does not need
+
+    top, most = 8.0, max((len(graph.unsharded_bytes) for graph in graphs), default=1)
+    panels = []
+    for graph in graphs:
+        panels.append(_panel(graph, top, most))
+        top = panels[-1]["bottom"] + _GAP
+    environment = Environment(
+        loader=PackageLoader("shardwise.graph", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template("timeline.svg").render(
+        panels=panels, width=_WIDTH, height=round(top, 1), left=_LEFT, right=_WIDTH - _RIGHT
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _panel(graph: GraphReport, top: float, most: int) -> dict[str, Any]:
+    """Coordinates of a graph whose picture begins at `top`; `most` places fill the width."""
+    step = (_WIDTH - _LEFT - _RIGHT) / max(most, 1)
+    held = graph.unsharded_bytes
+
+    def x(place: float) -> float:
+        return round(_LEFT + place * step, 2)
+
+    y = top + _TITLE
+    spans = [{"x": x(first), "width": round((last + 1 - first) * step, 2)} for first, last in graph.spans]
+    rows = []
+    for number, one in enumerate(graph.collectives, 1):
+        wait = len(held) - 1 if one.wait is None else one.wait
+        rows.append(
+            {
+                "y": y + number * _ROW,
+                "name": one.name,
+                "kind": one.kind,
+                "x": x(one.issue),
+                "width": round((wait + 1 - one.issue) * step, 2),
+                "used": x(max(wait, one.last_use or 0) + 1),
+                "tip": f"{one.name}: {one.bytes:,} bytes, issued at {one.issue}, waited for at {wait}",
+            }
+        )
+    upper = y + (len(rows) + 1) * _ROW + 10
+    lower = upper + _BYTES
+    corners = [f"{x(0)},{lower}"]
+    level = lower
+    for place, count in enumerate([*held, 0]):
+        before, level = level, round(lower - count / (graph.peak_unsharded_bytes or 1) * _BYTES, 2)
+        if level != before:
+            corners += [f"{x(place)},{before}", f"{x(place)},{level}"]
+    corners.append(f"{x(len(held))},{lower}")
+    return {
+        "title": f"{graph.kind}: {graph.counts}",
+        "title_y": top + 14,
+        "compute": {"y": y, "spans": spans},
+        "rows": rows,
+        "upper": upper,
+        "bottom": lower,
+        "peak": f"{graph.peak_unsharded_bytes:,} bytes",
+        "line": " ".join(corners),
+    }

@@ -19,8 +19,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +32,7 @@ from shardwise.fsdp import trace_plan
 from shardwise.fsdp.module_state import ModuleState, state_of
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.traced import Segment
+from shardwise.graph.backends import with_passes
 from shardwise.graph.collectives import collectives
 from shardwise.graph.own_code import own_code
 from shardwise.graph.passes import Passes
@@ -83,8 +82,6 @@ def compile_step(
     Raises:
         ShardingError: options for another backend than inductor; (when called) what cannot be one graph.
     """
-    if options is not None and backend != "inductor":
-        raise ShardingError(f"{here()}: options are inductor's; backend {backend!r} takes none")
     return CompiledStep(
         model,
         loss_fn,
@@ -95,7 +92,7 @@ def compile_step(
         scheduler=scheduler,
         dynamic=dynamic,
         passes=Passes(prefetch=prefetch, max_unsharded=max_unsharded),
-        options=options or {},
+        options=options,
     )
 
 
@@ -122,7 +119,7 @@ class CompiledStep:
         scheduler: _Scheduler | None,
         dynamic: bool | None,
         passes: Passes,
-        options: dict[str, Any],
+        options: dict[str, Any] | None,
     ) -> None:
         self.graphs: dict[str, str] = {}
         self.collectives: Counter[str] = Counter()
@@ -135,14 +132,14 @@ class CompiledStep:
         self._recomputes = backend not in _EAGER
         loss = _loss(model, loss_fn)
         # Compilers keep backends, which must not keep this step.
-        edit = partial(_edit, found=self.collectives)
+        first = partial(_edit, found=self.collectives)
         self._whole = torch.compile(
             _with_backward(loss),
             fullgraph=True,
             dynamic=dynamic,
-            **_one_graph(edit, backend, passes, options),
+            **with_passes(backend, passes, options=options, first=first),
         )
-        self._forward = torch.compile(loss, dynamic=dynamic, **_parts(backend, passes, options))
+        self._forward = torch.compile(loss, dynamic=dynamic, **with_passes(backend, passes, options=options))
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Run one step and return the loss, without a graph behind it.
@@ -253,13 +250,11 @@ class CompiledStep:
         return parts
 
 
-def _edit(graph: Graph, *, found: Counter[str], passes: Passes | None) -> None:
+def _edit(graph: Graph, *, found: Counter[str]) -> None:
     """Called with each graph that has backward in it, before the backend compiles it."""
     recompute(graph)
     found.clear()
     found.update(one.kind for one in collectives(graph))
-    if passes is not None:
-        passes(graph)
 
 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
@@ -278,34 +273,6 @@ def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
         return loss.detach(), grads
 
     return own_code(step)
-
-
-def _one_graph(
-    edit: Callable[..., None], backend: str | Callable[..., Any], passes: Passes, options: dict[str, Any]
-) -> dict[str, Any]:
-    """What `torch.compile` is told for graphs with backward in them."""
-    if backend == "inductor":  # whose passes must not undo the order of collectives: they go last
-        source = Path(__file__).with_name("recompute.py").read_bytes()
-        first = _compat.inductor_pass(partial(edit, passes=None), sha256(source).hexdigest())
-        made = _parts(backend, passes, options)
-        # Of graphs without autograd inductor brings early forward what needs inputs alone: all gathers.
-        early = {"joint_custom_pre_pass": first, "reorder_for_locality": False}
-        return {**made, "options": {**made["options"], **early}}
-    edit = partial(edit, passes=passes)
-    if callable(backend):
-        return {"backend": partial(_compat.aot_then, edit=edit, compiler=backend)}
-    if backend in _compat.AOT_EAGER:
-        return {"backend": partial(_compat.aot_eager, edit=edit, decompose=_compat.AOT_EAGER[backend])}
-    return {"backend": backend}
-
-
-def _parts(backend: str | Callable[..., Any], passes: Passes, options: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.compile` is told for a forward alone."""
-    if backend == "inductor":
-        return {"backend": backend, "options": {**options, **passes.inductor_options()}}
-    if isinstance(backend, str) and backend in _compat.AOT_EAGER:
-        return {"backend": partial(_compat.aot_eager, edit=passes, decompose=_compat.AOT_EAGER[backend])}
-    return {"backend": backend}
 
 
 def _states(model: nn.Module) -> list[ModuleState]:

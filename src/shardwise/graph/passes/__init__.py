@@ -10,11 +10,9 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch.fx import Graph
 
-from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.graph.passes.bound_unsharded import bound_unsharded, most_unsharded, saved_gathers
 from shardwise.graph.passes.check_order import check_order, order_text
@@ -91,17 +89,10 @@ class Passes:
         known = (saved for names, saved in reversed(self._forwards) if taken != inputs and taken <= names)
         return next(known, {})
 
-    def inductor_options(self) -> dict[str, Any]:
-        """What runs them over inductor's graphs, behind its own passes, and keeps what they made."""
-        return {
-            "post_grad_custom_post_pass": _compat.inductor_pass(self, self.uuid),
-            "reorder_for_peak_memory": False,  # which would move collectives, each rank as it sees fit
-        }
-
     @property
     def uuid(self) -> str:
-        """What these passes do, for caches of compiled graphs: their settings and their source."""
+        """What these passes, and `recompute`, do, for caches of compiled graphs: settings and source."""
         here = Path(__file__).parent
-        sources = [*sorted(here.glob("*.py")), here.parent / "collectives.py"]
+        sources = [*sorted(here.glob("*.py")), here.parent / "collectives.py", here.parent / "recompute.py"]
         text = b"".join(source.read_bytes() for source in sources) + repr(self).encode()
         return hashlib.sha256(text).hexdigest()
