@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -34,7 +34,7 @@ from shardwise.errors import ShardwiseError
 
 GRACE_S = 1.0  # how long to listen for an earlier cause after the first failure is heard of
 LOG_LINES = 30
-STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
+HANGS = 0.9  # after this share of the timeout a process writes its stack down
 
 
 class RankError(ShardwiseError):
@@ -55,7 +55,7 @@ class _Child:
     log: Path
     done: bool = False
     value: Any = None
-    failure: tuple[float, str, str] | None = field(default=None)  # time, message, traceback
+    failure: tuple[float, str, str] | None = None  # time, message, traceback
 
 
 def run_ranks(
@@ -131,7 +131,13 @@ def _main(
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # also where the host name does not resolve
     torch.set_num_threads(1)
+
+    def alive() -> None:
+        faulthandler.dump_traceback_later(HANGS * timeout, file=sys.stderr)
+        pipe.send(("alive",))
+
     try:
+        alive()
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/rendezvous",
@@ -139,7 +145,7 @@ def _main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout + 60.0),  # the parent notices a hang first
         )
-        value = target(lambda: pipe.send(("alive",)), *args)
+        value = target(alive, *args)
         pipe.send(("done", value))
         pipe.close()
         dist.barrier()  # nobody closes its connections while another still uses them
@@ -151,15 +157,13 @@ def _main(
 
 
 def _write_output_to(log: str) -> None:
-    """Send everything this process prints, and its stack when asked by signal, to a file."""
+    """Send everything this process prints to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=sys.stderr)
-    if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=False)
 
 
 def _one_line(error: BaseException) -> str:
@@ -210,24 +214,11 @@ def _death(exitcode: int | None) -> str:
 
 
 def _record_hang(children: list[_Child], timeout: float) -> None:
-    """Ask every process that is still running for its stack, and fail the first with all of them."""
-    if STACK_SIGNAL is not None:
-        before = {child.rank: _log_size(child) for child in children}
-        for child in children:
-            if child.process.pid is not None and child.process.is_alive():
-                os.kill(child.process.pid, STACK_SIGNAL)
-        give_up = time.monotonic() + GRACE_S
-        while time.monotonic() < give_up and any(_log_size(c) == before[c.rank] for c in children):
-            time.sleep(0.02)
-        time.sleep(0.05)  # a stack is written line by line
+    """Fail the first of those still running, with the stacks of all."""
     stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in children)
     waiting = ", ".join(child.label for child in children)
     message = f"nothing moved for {timeout:g} s; still running: {waiting}"
     children[0].failure = (time.monotonic(), message, stacks)
-
-
-def _log_size(child: _Child) -> int:
-    return child.log.stat().st_size if child.log.exists() else 0
 
 
 def _raise_failure(children: list[_Child]) -> None:
