@@ -47,7 +47,7 @@ from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.checkpoint import latest_step, load, save
 from shardwise.comm.count import CommCounter
 from shardwise.optim import FlatOptimizer, clip_grad_norm_, flat
-from shardwise.report import TrainingReport
+from training_report import TrainingReport
 
 if TYPE_CHECKING:
     from shardwise.verify import Case

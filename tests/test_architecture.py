@@ -33,7 +33,6 @@ ORDER = [
     "tensor_parallel",
     "checkpoint",
     "planner",
-    "report",
     "verify",
     "doctor",
     "cli",

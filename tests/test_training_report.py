@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.report import TrainingReport
-from shardwise.report.charts import human_bytes, line_chart, nice_ticks, smoothed
+from training_report import TrainingReport, human_bytes, line_chart, nice_ticks, smoothed
 
 MIB = 2**20
 
