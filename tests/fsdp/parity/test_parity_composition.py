@@ -33,6 +33,7 @@ from fsdp.parity.harness import (
     by_block,
     one_axis,
     run_training,
+    sgd,
     train,
 )
 from fsdp.parity.models import LANGUAGE, RESIDUAL, Batch, Task
@@ -121,7 +122,7 @@ class Scaled:
     """An optimizer behind a GradScaler, which skips the steps whose gradients overflowed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.inner = adamw(model)
+        self.inner = sgd(model)
         self.scaler = model.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
 
     def step(self) -> None:

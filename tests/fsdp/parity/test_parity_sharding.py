@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fsdp.parity.harness import Case, by_block, mesh_names, one_axis, train, two_axes
+from fsdp.parity.harness import Case, adamw, by_block, mesh_names, one_axis, train, two_axes
 from fsdp.parity.models import BRANCHES, BUFFERED, DEEP, LANGUAGE, RESIDUAL, UNEVEN, Task, freeze
 from ranks import RankPool
 
@@ -111,7 +111,7 @@ def meta(task: Task) -> Shards:
 # Cut on another dim than 0 is refused by rows (test_contiguous_errors.py), and what is made on meta is
 # filled there in our own way (test_contiguous_module.py). Half of two meshes is summed over 4 ranks.
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "uneven dims": ((1, 2, 3), Case(UNEVEN, by_block())),
+    "uneven dims": ((1, 2, 3), Case(UNEVEN, by_block(), optimizer=adamw)),
     "uneven dims in one group": ((4,), Case(UNEVEN, one_group)),
     "tied language model": ((2, 3), Case(LANGUAGE, by_block())),
     "language model in one group": ((2,), Case(LANGUAGE, one_group)),
@@ -120,7 +120,10 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     "lists of modules": ((3,), Case(DEEP, lists)),
     "sibling groups": ((2,), Case(RESIDUAL, siblings)),
     "2 replicas of 2 shards": ((4,), Case(LANGUAGE, by_block(), mesh=two_axes(2, 2))),
-    "2 replicas of 2 uneven shards": ((4,), Case(UNEVEN, by_block(), mesh=two_axes(2, 2))),
+    "2 replicas of 2 uneven shards": (
+        (4,),
+        Case(UNEVEN, by_block(), mesh=two_axes(2, 2), optimizer=adamw),
+    ),
     "4 replicas of 1 shard": ((4,), Case(RESIDUAL, by_block(), mesh=two_axes(4, 1))),
     "3 replicas of 1 shard": ((3,), Case(UNEVEN, by_block(), mesh=two_axes(3, 1))),
     "1 replica of 4 shards": ((4,), Case(RESIDUAL, by_block(), mesh=two_axes(1, 4))),
