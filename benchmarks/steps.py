@@ -237,7 +237,8 @@ def _figures(name: str, ranks: Sequence[Any], collectives: dict[str, int]) -> di
 def measure(names: Sequence[str], *, world: int, sizes: Sizes, steps: int) -> dict[str, Any]:
     """`{name: {"cpu_s", "wall_s", "wire_bytes": [median, min, max], "collectives", "losses"}}`."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run_rank, (world, names, sizes, steps, folder), nprocs=world, start_method="spawn")
+        # Forked: torch is imported once, and no thread of it runs here.
+        mp.start_processes(run_rank, (world, names, sizes, steps, folder), nprocs=world, start_method="fork")
         return dict(json.loads(Path(folder, "figures.json").read_text()))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,11 +21,6 @@ CASES = Path(__file__).parent / "cases"
 
 def run(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
-
-
-def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardwise.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def result_with(*differences: Difference) -> VerifyResult:
@@ -157,8 +150,8 @@ def test_doctor_fails_only_where_something_needed_is_broken(monkeypatch, status,
 
 
 def test_the_command_finds_a_wrong_gradient_in_a_real_run():
-    ended = shell("verify", f"{CASES / 'wrong.py'}:scaled_gradient", "--ranks", "2", "--steps", "2")
-    assert ended.returncode == 1, ended.stderr
+    ended = run("verify", f"{CASES / 'wrong.py'}:scaled_gradient", "--ranks", "2", "--steps", "2")
+    assert ended.exit_code == 1, ended.stderr
     assert "first at step 1: the gradient of blocks.1.output.weight differs by" in ended.stdout
 
 

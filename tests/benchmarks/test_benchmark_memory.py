@@ -1,11 +1,12 @@
 """The memory floor against a timeline done by hand, and the whole benchmark on a small model."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from __future__ import annotations
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
 
 
 def test_the_floor_of_two_groups_is_the_sum_done_by_hand() -> None:
@@ -40,14 +41,25 @@ def test_gradient_shards_made_so_far_count_in_the_floor_of_later_groups() -> Non
     assert floor(timeline, world=2, ahead=0)["backward"] == 12 * 100 + 4 * 50 + 2 * 100 + 200
 
 
-def test_on_a_small_model_nothing_is_under_the_floor_and_we_are_not_over_torch(tmp_path: Path) -> None:
-    figures_path, results_path = tmp_path / "figures.json", tmp_path / "RESULTS.md"
-    command = [sys.executable, str(BENCHMARKS / "memory.py"), "--shape", "small", "--world", "4"]
-    command += ["--sequence", "32", "--jobs", "1"]
-    command += ["--json", str(figures_path), "--results", str(results_path)]
-    subprocess.run(command, check=True, timeout=240)
+class InThisProcess(Executor):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
 
-    (case,) = json.loads(figures_path.read_text())["cases"]
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args, **options))
+        return done
+
+
+def test_on_a_small_model_nothing_is_under_the_floor_and_we_are_not_over_torch(
+    run_program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import memory
+
+    monkeypatch.setattr(memory, "ProcessPoolExecutor", InThisProcess)
+    figures, results = run_program(memory, "--shape", "small", "--world", "4", "--sequence", "32")
+
+    (case,) = figures["cases"]
     found = case["bytes"]
     least = found.pop("floor, nothing ahead")
     assert found.keys() >= {"floor", "torch", "interleaved", "contiguous"}
@@ -57,4 +69,4 @@ def test_on_a_small_model_nothing_is_under_the_floor_and_we_are_not_over_torch(t
         assert found["interleaved"][phase] <= found["torch"][phase]
         # Whole rows do not divide evenly: in so small a model a row too many is a part in some hundreds.
         assert found["contiguous"][phase] <= found["torch"][phase] * 1.01
-    assert "Llama small, 4 ranks, sequence 32" in results_path.read_text()
+    assert "Llama small, 4 ranks, sequence 32" in results

@@ -1,30 +1,36 @@
 """The host-cost benchmark runs, counts what it says, and keeps the results file in order."""
 
-import json
-import subprocess
-import sys
+from __future__ import annotations
+
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
+def test_a_small_run_reports_that_sharding_with_the_peer_costs_calls_and_ops(
+    run_program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import host_cost
+    from llama import SMALL, Llama
 
-def test_a_small_run_reports_that_sharding_with_the_peer_costs_calls_and_ops(tmp_path: Path) -> None:
-    figures_path, results_path = tmp_path / "figures.json", tmp_path / "RESULTS.md"
-    command = [sys.executable, str(BENCHMARKS / "host_cost.py"), "--vs", "torch", "--world", "4"]
-    command += ["--blocks", "1", "--steps", "1", "--modules", "2"]
-    command += ["--json", str(figures_path), "--results", str(results_path)]
-    subprocess.run(command, check=True, timeout=120)
+    def small_llama() -> tuple[nn.Module, list[nn.Module]]:
+        model = Llama(SMALL)
+        return model, list(model.blocks)
 
-    figures = json.loads(figures_path.read_text())
+    monkeypatch.setattr(host_cost, "llama_70b", small_llama)
+    arguments = ["--vs", "torch", "--world", "4", "--blocks", "1", "--steps", "1", "--modules", "2"]
+    figures, results = run_program(host_cost, *arguments)
+
     phase = figures["worlds"]["4"]["forward+backward"]
     assert phase["torch"]["calls"] > phase["bare"]["calls"] > 0
     assert phase["torch"]["ops"] > phase["bare"]["ops"] > 0
     linear, llama = figures["startup"].values()
     assert llama["torch"]["calls"] > linear["torch"]["calls"] > 0
     assert llama["torch"]["heap_bytes"] > linear["torch"]["heap_bytes"] > 0
-    assert "4 ranks, 1 blocks" in results_path.read_text()
+    assert "4 ranks, 1 blocks" in results
 
 
 def test_calls_made_by_python_code_inside_backward_are_counted() -> None:
