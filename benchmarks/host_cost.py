@@ -26,6 +26,7 @@ from typing import Any
 import callgrind
 import torch
 from noop_group import noop_world
+from report import instruction_tables, startup_tables, step_tables
 from results import add_output_arguments, machine_facts, report, spread
 from storages import runs_its_own_ops
 from subjects import (
@@ -42,8 +43,6 @@ from subjects import (
 )
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from report import instruction_tables, startup_tables, step_tables
 
 INSTRUCTION_BLOCKS, INSTRUCTION_STEPS, WARM_UP = 8, 3, 3
 INSTRUCTION_TIMEOUT_S = 900.0
