@@ -316,16 +316,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
             exchange(messages, source=source, target=target, group=group)
         assert counter.calls == []
 
-    refused(rf"rank {rank}: .*target.*number 0.*\(3, 2\)", good, [(box, torch.zeros(3, 2))])
-    refused(r"of source .*number 1.*\(6,\)", [*good, (other, torch.zeros(6))], good)
-    refused("float32 on cpu, got target 0 of torch.float64 on cpu", good, [(box, torch.zeros(2, 3).double())])
-    refused("float32 on cpu, got source 1 of torch.int32", [*good, (other, torch.zeros(2, 3).int())], good)
-    refused("on cpu, got target 0 of .* on meta", good, [(box, torch.zeros(2, 3, device="meta"))])
+    refused(rf"rank {rank}: .*target 0 as .*got shape \(3, 2\)", good, [(box, torch.zeros(3, 2))])
+    refused(r"source 1 as .*got shape \(6,\)", [*good, (other, torch.zeros(6))], good)
+    refused(r"target 0 .*float32 on cpu, .*float64 on cpu", good, [(box, torch.zeros(2, 3).double())])
+    refused(r"source 1 .*float32 on cpu, .*int32", [*good, (other, torch.zeros(2, 3).int())], good)
+    refused(r"target 0 .* on cpu, .* on meta", good, [(box, torch.zeros(2, 3, device="meta"))])
     meta = [(box, torch.zeros(2, 3, device="meta"))]
     refused(r"serves \(cpu, cuda\), got meta", meta, meta)
-    refused("names source box 1, but this rank has 1", good, good, Message(rank, 1 - rank, box, 1, 0))
     refused("expected a part of .*leaves it", good, good, Message(rank, 1 - rank, other, 0, 0))
-    refused("names target box 0, but this rank has 0", good, [])
 
 
 def test_a_part_of_a_box_is_a_view_of_its_tensor() -> None:

@@ -352,7 +352,7 @@ def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = Sharded
         Box((sum(rows[:rank]), *[0] * len(trailing)), (size, *trailing)) for rank, size in enumerate(rows)
     ]
     box = boxes[dist.get_rank()]
-    piece = Piece(whole.shape, box, (dist.group.WORLD,), boxes.__getitem__, box)
+    piece = Piece(whole.shape, (dist.group.WORLD,), boxes.__getitem__)
     local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
     return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
 

@@ -307,10 +307,20 @@ def test_rows_of_every_kind_go_both_ways() -> None:
                 assert torch.equal(param.full_tensor(), (whole + 2)), cut
 
 
+@on_ranks(4)
+def test_rows_are_read_where_they_lie_as_any_dtensor_is() -> None:
+    for cut in (*FOUR_RANKS[:3], replicated):
+        param = parameter(whole_of((7, 5)), cut)
+        made = from_dtensor(param)
+        assert torch.equal(made.full_tensor(), whole_of((7, 5)))
+        with pytest.raises(ShardingError, match="use to_rows"):
+            to_dtensor(made, param.device_mesh, param.placements)
+
+
 @on_ranks(2)
 def test_rows_that_every_rank_has_are_held_by_the_first() -> None:
     box = Box((0, 0), (3, 2))
-    rows = ShardedRows.wrap(whole_of((3, 2)), Piece(torch.Size((3, 2)), box, (), lambda rank: box, box))
+    rows = ShardedRows.wrap(whole_of((3, 2)), Piece(torch.Size((3, 2)), (), lambda rank: box))
     made = from_rows(rows)
     assert made.metadata().boxes_by([0, 1]) == [[box], []]
     assert torch.equal(made.full_tensor(), whole_of((3, 2)))

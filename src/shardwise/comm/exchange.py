@@ -1,20 +1,21 @@
 """Move boxes of logical tensors between ranks at exactly the least bytes.
 
-A list of `Message`s says which box goes from whom to whom. All that one rank has for another travels
-together, one box after the other in the order of the list, each row by row:
+A list of `Message`s says which box goes from whom to whom (`layout.transfer`). All that one rank has for
+another travels together, one box after the other in the order of the list, each row by row:
 
     exchange    a point-to-point message for each pair of ranks, from and into the tensors that hold the boxes
     AllToAll    one collective of the whole group, from and into memory of its own; and maybe back again
+    gather      every rank's rows to every rank: one all-gather, or a broadcast by each that has any
 
 The messages of `exchange`:
 
     one box that lies so in memory      sent from, or received into, the tensor itself
     several, or a strided one           through one flat buffer of this message's size
 
-Both sides choose for themselves, since the bytes are the same. No rank gets a byte that it does not need
-and none passes through a third rank, as in an all-gather or an all-to-all of padded parts it would.
-Bytes travel as uint8, which every backend moves. Over gloo ranks meet message by message in the order of
-`comm.gloo`; other backends get all messages in one batch.
+Both sides choose for themselves, since the bytes are the same. No rank gets a byte that it does not need,
+but for the padding of an all-gather, and none passes through a third rank. Bytes travel as uint8, which every
+backend moves. Over gloo ranks meet message by message in the order of `comm.gloo`; other backends get all
+messages in one batch.
 """
 
 from __future__ import annotations
@@ -51,23 +52,18 @@ def exchange(
 ) -> None:
     """Move this rank's part of `messages`: copy what stays here, send and receive the rest.
 
-    Must be called by every rank of `group` that is a sender or receiver of a message between two ranks,
-    by all of them in one order if they exchange several times; other ranks may leave it out or call it
-    for their own local copies. (Only if this is the first communication at all in a group of NCCL, every
-    rank of the group must call it with a message; call `agree` first.) Returns when this rank's targets
-    are complete and its sources may be written again. Groups exchange one thing at a time: two threads
-    need two groups.
+    Every rank of `group` that sends another a message or gets one must call it, several times in one order;
+    others may. (In a group of NCCL that never communicated, `agree` first: the first time needs all ranks.)
+    Returns when this rank's targets are complete and its sources may be written again. A group exchanges one
+    thing at a time: two threads need two groups.
 
     Args:
-        messages: as `layout.transfer` lists them, for all ranks or at least those that name this rank;
-            those between two ranks in the same order on both.
+        messages: those that name this rank, and any others; between two ranks in the same order on both.
         source: this rank's boxes and the tensors holding them, of the box's sizes. Only read.
-        target: the boxes and tensors to fill, in place, where messages say so; nothing else in them
-            changes. Any strides that do not overlap, as for `source`. All sources and targets have one
-            dtype, whichever, and one device; the dtype is the same on all ranks. A target shares no
+        target: the boxes and tensors to fill, in place, where messages say so. Tensors may have any strides
+            that do not overlap; all have one dtype, the same on all ranks, and one device. A target shares no
             memory with a source, unless at the same place of the logical tensor.
-        group: messages name ranks within it. Tensors on a device that `group` serves by gloo but that
-            is not the CPU pass through a buffer on the CPU.
+        group: messages name ranks within it. It may serve the tensors' device by gloo, through the CPU.
         agreement: under way among all ranks of `group`, about these messages; settled here, between posting
             messages and waiting for them. Messages of ranks that mean different ones never meet.
 
@@ -78,21 +74,16 @@ def exchange(
     """
     _check(source, target)
     rank = group.rank()
-    local: list[tuple[Tensor, Tensor]] = []
     sends: dict[int, list[Tensor]] = {}
     receives: dict[int, list[Tensor]] = {}
     for message in messages:
-        if message.sender == rank == message.receiver:
-            taken = _part(source, message.source, message.box, "source")
-            local.append((_part(target, message.target, message.box, "target"), taken))
-        elif message.sender == rank:
-            sends.setdefault(message.receiver, []).append(
-                _part(source, message.source, message.box, "source")
-            )
-        elif message.receiver == rank:
-            receives.setdefault(message.sender, []).append(
-                _part(target, message.target, message.box, "target")
-            )
+        if message.sender == rank:
+            taken = part(*source[message.source], message.box)
+            sends.setdefault(message.receiver, []).append(taken)
+        if message.receiver == rank:
+            filled = part(*target[message.target], message.box)
+            receives.setdefault(message.sender, []).append(filled)
+    local = list(zip(receives.pop(rank, []), sends.pop(rank, []), strict=True))
     if not sends and not receives:
         _copy(local)
         if agreement is not None:
@@ -110,8 +101,8 @@ def exchange(
 class AllToAll:
     """Messages between all ranks of a group in one collective, from and into memory of its own.
 
-    For boxes that are made to be sent and used up once they came, such as those that another rank is to work
-    on: they are written into `outgoing`, read from `incoming`, and may go back the same way.
+    For boxes that are made to be sent, such as those that another rank is to work on: they are written into
+    `outgoing`, read from `incoming`, and may go back the same way.
 
     Attributes:
         outgoing: this rank's messages to others, each with the memory to fill before `send`.
@@ -132,45 +123,65 @@ class AllToAll:
             messages: those that name this rank; between two ranks in the same order on both.
         """
         rank, self._group = group.rank(), group
-        out = [one for one in messages if one.sender == rank != one.receiver]
-        out.sort(key=lambda one: one.receiver)
-        come = [one for one in messages if one.receiver == rank != one.sender]
-        come.sort(key=lambda one: one.sender)
-        self._sent, self.outgoing = _end_to_end(out, dtype, device)
-        self._received, self.incoming = _end_to_end(come, dtype, device)
-        self._sent_numel, self._received_numel = [0] * group.size(), [0] * group.size()
-        for one in out:
-            self._sent_numel[one.receiver] += one.box.numel
-        for one in come:
-            self._received_numel[one.sender] += one.box.numel
+        out = [m for m in messages if m.sender == rank != m.receiver]
+        come = [m for m in messages if m.receiver == rank != m.sender]
+        like = torch.empty(0, dtype=dtype, device=device)
+        self._sent, self.outgoing = _end_to_end(out, [m.receiver for m in out], group.size(), like)
+        self._received, self.incoming = _end_to_end(come, [m.sender for m in come], group.size(), like)
 
-    def send(self) -> dist.Work:
-        """Send what is in `outgoing`; `incoming` is there after the work's wait. Collective."""
-        work = dist.all_to_all_single(
-            self._received,
-            self._sent,
-            self._received_numel,
-            self._sent_numel,
-            group=self._group,
-            async_op=True,
+    def send(self, *, back: bool = False) -> dist.Work:
+        """Send `outgoing` to `incoming`, or `back`; it is there after the work's wait. Collective."""
+        (to, to_bytes), (of, of_bytes) = (
+            (self._sent, self._received) if back else (self._received, self._sent)
         )
+        work = dist.all_to_all_single(to, of, to_bytes, of_bytes, group=self._group, async_op=True)
         return cast(dist.Work, work)
-
-    def send_back(self) -> None:
-        """Send what is in `incoming` back to where it came from, into `outgoing` there. Collective."""
-        dist.all_to_all_single(
-            self._sent, self._received, self._sent_numel, self._received_numel, group=self._group
-        )
 
 
 def _end_to_end(
-    messages: Sequence[Message], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, list[tuple[Message, Tensor]]]:
-    """A flat buffer, and the box of each message in it."""
-    sizes = [one.box.numel for one in messages]
-    buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
-    views = zip(messages, buffer.split(sizes), strict=True)
-    return buffer, [(one, view.view(one.box.sizes)) for one, view in views]
+    messages: Sequence[Message], peers: Sequence[int], ranks: int, like: Tensor
+) -> tuple[tuple[Tensor, list[int]], list[tuple[Message, Tensor]]]:
+    """A buffer of bytes with how many are for each peer, and the box of each message in it, by peer."""
+    placed = sorted(zip(peers, messages, strict=True), key=lambda pair: pair[0])
+    sizes = [message.box.numel for _, message in placed]
+    buffer, counts = like.new_empty(sum(sizes)), [0] * ranks
+    for (peer, _), size in zip(placed, sizes, strict=True):
+        counts[peer] += size * like.itemsize
+    views = zip(placed, buffer.split(sizes), strict=True)
+    return (buffer.view(torch.uint8), counts), [(m, view.view(m.box.sizes)) for (_, m), view in views]
+
+
+def gather(boxes: Sequence[Box], whole: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Fill in the `boxes` of all ranks in `whole`, where this rank's own is already. Collective over `group`.
+
+    Args:
+        boxes: of each rank of the group one, maybe empty; the same on all ranks.
+        whole: of any dtype. Where it stands for values in a graph, the all-gather becomes part of that.
+    """
+    numels = [box.numel for box in boxes]
+    holders = [rank for rank, numel in enumerate(numels) if numel]
+    if not holders or len(boxes) == 1:
+        return
+    parts = [part(Box.whole(whole.shape), whole, box) for box in boxes]
+    largest, traced = max(numels), _compat.is_functional(whole)
+    if not traced and (len(holders) == 1 or largest * len(boxes) > 2 * sum(numels)):
+        for rank in holders:
+            wire, staged = _buffer([parts[rank]], whole.device)
+            _copy((view, own) for own, view in staged)
+            dist.broadcast(wire, group=group, group_src=rank)
+            _copy(staged)
+        return
+    mine = parts[group.rank()].reshape(-1)
+    if mine.numel() < largest or mine.stride(0) != 1:
+        mine = torch.cat([mine, mine.new_zeros(largest - mine.numel())])
+    if traced:
+        gathered = _compat.traced_all_gather(mine, group.size(), group.group_name)
+    else:
+        gathered = mine.new_empty(group.size() * largest)
+        sent, received = mine.view(torch.uint8), gathered.view(torch.uint8)
+        _compat.all_gather_single(received, sent, group, async_op=False)
+    for into, each in zip(parts, gathered.view(len(boxes), largest), strict=True):
+        into.copy_(each[: into.numel()].view(into.shape))
 
 
 def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
@@ -239,14 +250,12 @@ def _exchange_in_batch(
 ) -> None:
     """All messages at once, as backends want them whose sends and receives wait for each other."""
     operations, arriving = [], []
-    for peer in sorted(sends):
-        device = sends[peer][0].device
-        wire, staged = _buffer(sends[peer], device)
+    for peer, pieces in sorted(sends.items()):
+        wire, staged = _buffer(pieces, pieces[0].device)
         _copy((view, piece) for piece, view in staged)
         operations.append(dist.P2POp(dist.isend, wire, group=group, tag=_TAG, group_peer=peer))
-    for peer in sorted(receives):
-        device = receives[peer][0].device
-        wire, staged = _buffer(receives[peer], device)
+    for peer, pieces in sorted(receives.items()):
+        wire, staged = _buffer(pieces, pieces[0].device)
         arriving += staged
         operations.append(dist.P2POp(dist.irecv, wire, group=group, tag=_TAG, group_peer=peer))
     works = dist.batch_isend_irecv(operations)
@@ -278,29 +287,17 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 # Errors
 
 
-def _part(held: _Held, index: int, of: Box, side: str) -> Tensor:
-    if not 0 <= index < len(held):
-        raise ShardingError(
-            f"{here()}: a message of {of} names {side} box {index}, but this rank has {len(held)}; list"
-            f" messages from the boxes that ranks have"
-        )
-    return part(*held[index], of)
-
-
 def _check(source: _Held, target: _Held) -> None:
     """Do tensors fit their boxes, and each other?"""
-    first: Tensor | None = None
+    if not source and not target:
+        return
+    like = (source or target)[0][1]
     for side, held in (("source", source), ("target", target)):
         for index, (box, tensor) in enumerate(held):
-            if tuple(tensor.shape) != box.sizes:
+            fits = tuple(tensor.shape) == box.sizes and tensor.dtype == like.dtype
+            if not fits or tensor.device != like.device:
                 raise ShardingError(
-                    f"{here()}: expected the tensor of {side} {box} (number {index}) to have its sizes, got"
-                    f" shape {tuple(tensor.shape)}"
-                )
-            first = tensor if first is None else first
-            if tensor.dtype != first.dtype or tensor.device != first.device:
-                raise ShardingError(
-                    f"{here()}: expected sources and targets of one dtype and device,"
-                    f" {first.dtype} on {first.device}, got {side} {index} of {tensor.dtype} on"
-                    f" {tensor.device}; convert it before or after the exchange"
+                    f"{here()}: expected {side} {index} as {box}, of {like.dtype} on {like.device}, got shape"
+                    f" {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; convert it before or after"
+                    " the exchange"
                 )

@@ -437,23 +437,21 @@ class ContiguousGroup(ParamGroup):
                 rows = _rows_between(place.start, param.shape, begin, begin + width)
                 offset = max(place.start - begin, 0) if rows.numel else 0
                 local = buffer.post_forward_shard.narrow(0, offset, rows.numel).view(rows.sizes)
-                param.register(self._smaller_param(param, place.start, width, rows, local, info))
+                param.register(self._smaller_param(param, place.start, width, local, info))
         self._free_unsharded()
         self.form = Form.POST_FORWARD
 
     def _smaller_param(
-        self, param: RowsParam, start: int, width: int, rows: Box, local: Tensor, info: FSDPMeshInfo
+        self, param: RowsParam, start: int, width: int, local: Tensor, info: FSDPMeshInfo
     ) -> ShardedParameter:
         shape = param.shape
 
         def box_of(rank: int) -> Box:
             return _rows_between(start, shape, rank * width, (rank + 1) * width)
 
-        offsets = [b - r for b, r in zip(param.piece.box.offsets, param.piece.rows.offsets, strict=True)]
-        box = Box(tuple(o + r for o, r in zip(offsets, rows.offsets, strict=True)), rows.sizes)
         groups, tp_spec = (info.shard_process_group,), param.tp_spec
         mesh = info.mesh if tp_spec is None else _compat.concatenate_meshes([info.mesh, tp_spec.mesh])
-        piece = Piece(param.global_shape, box, groups, box_of, rows, tp_spec, param.name, mesh)
+        piece = Piece(param.global_shape, groups, box_of, param.piece.even_cuts, param.name, mesh)
         return ShardedParameter.wrap(local, piece, requires_grad=param.sharded.requires_grad)
 
 

@@ -16,9 +16,9 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.extension import POST, PRE
 from shardwise.fsdp.parameter import ParamPlacement, ShardedParam
-from shardwise.layout import Box, ContiguousLayout, Owned, ParamSpec, Place, RaggedShard
+from shardwise.layout import ContiguousLayout, Owned, ParamSpec, Place, RaggedShard
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
-from shardwise.sharded_tensor.rows.piece import part_of
+from shardwise.sharded_tensor.rows.piece import even_cuts_of
 
 
 class RowsParam(ShardedParam):
@@ -84,14 +84,9 @@ class RowsParam(ShardedParam):
         self.rows_offset = place.shard_offset
         self.rows_stride = _compat.contiguous_stride(rows.sizes)
         self.whole_stride = _compat.contiguous_stride(self.shape)
-        box = rows
-        if self.tp_spec is not None:
-            offsets = part_of(self.tp_spec).offsets
-            box = Box(tuple(a + b for a, b in zip(rows.offsets, offsets, strict=True)), rows.sizes)
         box_of = partial(layout.box, place.index)
-        self.piece = Piece(
-            self.global_shape, box, groups, box_of, rows, self.tp_spec, self.name, self._shown_mesh()
-        )
+        cuts, mesh = even_cuts_of(self.tp_spec), self._shown_mesh()
+        self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh)
 
     def _shown_mesh(self) -> DeviceMesh:
         """The mesh of the DTensor that the sharded form is to others."""

@@ -51,6 +51,10 @@ class Box:
     def ends(self) -> tuple[int, ...]:
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
+    def shifted(self, by: Sequence[int]) -> Box:
+        """The box that lies `by` so many elements further in every dim."""
+        return Box(tuple(o + more for o, more in zip(self.offsets, by, strict=True)), self.sizes)
+
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes, or None where there is none."""
         starts = tuple(map(max, self.offsets, other.offsets))

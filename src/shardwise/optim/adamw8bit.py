@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -246,12 +246,9 @@ def _has_8_bits(param: Tensor) -> bool:
     """Is `param` large, of several columns, and cut into whole rows if at all?"""
     if param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
         return False
-    placements: Sequence[Placement] = ()
     if isinstance(param, ShardedRows):
-        spec = param.piece.tensor_parallel
-        placements = () if spec is None else spec.placements
-    elif isinstance(param, DTensor):
-        placements = param.placements
+        return all(dim == 0 for _, dim in param.piece.even_cuts)
+    placements = param.placements if isinstance(param, DTensor) else ()
     return all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in placements)
 
 

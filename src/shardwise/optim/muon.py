@@ -234,7 +234,7 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
     shape = (rows, columns)
     if isinstance(param, ShardedRows):
         piece = param.piece
-        if len(piece.groups) > 1 or piece.tensor_parallel is not None:
+        if len(piece.groups) > 1 or piece.even_cuts:
             raise _several_axes(piece.name or name, shape, piece)
         boxes: Sequence[Box] = piece.boxes
         group, rank = piece.group, piece.rank
@@ -375,7 +375,7 @@ class _Exchange:
             borrowed[message.target].append((message.box, rows))
         for i in self.plan.mine:
             self._orthogonalise(self.matrices[i], borrowed[i])
-        self.moves.send_back()
+        self.moves.send(back=True).wait()
         for message, rows in self.moves.outgoing:
             self.matrices[message.source].apply(rows)
 

@@ -25,11 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from shardwise import _compat
+from shardwise._compat.dtensors import OwnShard
 from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
@@ -64,24 +66,34 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
     arriving = getattr(local, "wait", None)  # of a redistribution that is still under way
     local = (local if arriving is None else arriving()).detach()
     group = _group_of(mesh, process_group)
-    holdings = _holdings(
-        mesh, dtensor.placements, tuple(dtensor.shape), order=getattr(spec, "shard_order", None)
-    )
+    placements = _normalized(dtensor.placements, mesh, ndim=dtensor.ndim)
+    holdings = _holdings(mesh, placements, tuple(dtensor.shape), order=getattr(spec, "shard_order", None))
     placed = [
         (box, rank) for rank, holding in holdings.items() if holding.first_replica for box, _ in holding.boxes
     ]
     placed.sort(key=lambda entry: entry[0].offsets)
-    metadata = ShardedTensorMetadata(
-        [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{local.device.type}") for box, rank in placed],
-        dtensor.shape,
-        TensorProperties(dtype=local.dtype),
-    )
     mine = holdings.get(dist.get_rank())
     held = [] if mine is None or not mine.first_replica else mine.boxes
-    shards = [
-        Shard(local[slices].contiguous(), place)
-        for (_, slices), place in zip(held, metadata.held_by(dist.get_rank()), strict=True)
-    ]
+    tensors = [local[slices].contiguous() for _, slices in held]
+    return of_boxes(placed, tensors, shape=dtensor.shape, like=local, group=group)
+
+
+def of_boxes(
+    placed: Iterable[tuple[Box, int]],
+    tensors: Sequence[Tensor],
+    *,
+    shape: torch.Size,
+    like: Tensor,
+    group: dist.ProcessGroup,
+) -> ShardedTensor:
+    """The tensor of these boxes on these global ranks, of which this rank's are `tensors`. Local."""
+    metadata = ShardedTensorMetadata(
+        [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed],
+        shape,
+        TensorProperties(dtype=like.dtype),
+    )
+    places = metadata.held_by(dist.get_rank())
+    shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     return ShardedTensor.wrap(shards, metadata, process_group=group)
 
 
@@ -107,6 +119,8 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     ranks = dist.get_process_group_ranks(group)
     _check_members(mesh, ranks)
     placements = _normalized(placements, mesh, ndim=len(shape))
+    if own := [placement for placement in placements if isinstance(placement, OwnShard)]:
+        raise ShardingError(f"{here()}: {own[0]} places rows; use to_rows() into a tensor that is cut so")
     asked = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
     agree(f"{said_of(sharded)}\nto\n{asked}", group=group, what="the DTensor to make")
     holdings = _holdings(mesh, placements, shape)
@@ -148,26 +162,18 @@ class _Holding:
         """Every box, and where it lies in the local tensor; at least one, maybe empty."""
         if not all(self.runs):
             return [(self._empty(), (slice(None),) * len(self.shape))]
-        dims = []
-        for runs in self.runs:
-            begins = itertools.accumulate((length for _, length in runs), initial=0)
-            dims.append(
-                [(*run, slice(begin, begin + run[1])) for run, begin in zip(runs, begins, strict=False)]
-            )
+        ends = [list(itertools.accumulate(length for _, length in runs)) for runs in self.runs]
         return [
             (
-                Box(tuple(start for start, _, _ in chosen), tuple(n for _, n, _ in chosen)),
-                tuple(s for *_, s in chosen),
+                Box(tuple(start for (start, _), _ in chosen), tuple(length for (_, length), _ in chosen)),
+                tuple(slice(end - length, end) for (_, length), end in chosen),
             )
-            for chosen in itertools.product(*dims)
+            for chosen in itertools.product(*map(zip, self.runs, ends))
         ]
 
     def _empty(self) -> Box:
         """A box of the local tensor's sizes within the whole tensor."""
-        starts = [
-            size if not runs else runs[0][0] if len(runs) == 1 else 0
-            for runs, size in zip(self.runs, self.shape, strict=True)
-        ]
+        starts = [runs[0][0] if runs else size for runs, size in zip(self.runs, self.shape, strict=True)]
         return Box(tuple(starts), self.sizes)
 
 
@@ -175,7 +181,6 @@ def _holdings(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...], *, order: Any = None
 ) -> dict[int, _Holding]:
     """By global rank, in the mesh's order. `order` names the axes cutting each dim in the order they cut."""
-    _check_placements(placements)
     axes: list[list[int]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if _cuts(placement):
@@ -221,6 +226,9 @@ def _length(runs: _Runs) -> int:
 
 def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
     """`runs` over the `count` coordinates of an axis."""
+    if isinstance(placement, OwnShard):
+        held = [placement.local_rows(_length(runs), count, index) for index in range(count)]
+        return [_between(runs, first, first + rows) for rows, first in held]
     if not isinstance(placement, _compat.StridedShard):
         return _chunks(runs, count)
     strides = [_chunks(stride, count) for stride in _chunks(runs, int(placement.split_factor))]
@@ -268,33 +276,24 @@ def _dim(placement: Any) -> int:
     return dim
 
 
-def _check_placements(placements: Sequence[Placement]) -> None:
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Partial):
-            raise ShardingError(
-                f"{here()}: mesh axis {axis} has placement {placement}: its ranks hold terms of a sum, not"
-                " parts of a tensor; call redistribute() with Replicate() or Shard() there first"
-            )
-        if not isinstance(placement, Replicate) and not _cuts(placement):
-            raise ShardingError(
-                f"{here()}: expected Shard or Replicate on every mesh axis, found {placement!r} on axis"
-                f" {axis}; call redistribute() first"
-            )
-
-
 def _normalized(placements: Sequence[Placement], mesh: DeviceMesh, *, ndim: int) -> tuple[Placement, ...]:
     """The placements with dims counted from the first."""
-    _check_placements(placements)
     if len(placements) != mesh.ndim:
         raise ShardingError(
             f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
             f" {tuple(placements)}"
         )
     made: list[Placement] = []
-    for placement in placements:
-        if not _cuts(placement):
-            made.append(Replicate())
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, (Replicate, OwnShard)):
+            made.append(placement)
             continue
+        if not _cuts(placement):
+            terms = "its ranks hold terms of a sum; " if isinstance(placement, Partial) else ""
+            raise ShardingError(
+                f"{here()}: mesh axis {axis} has placement {placement!r}, expected Shard or Replicate;"
+                f" {terms}call redistribute() first"
+            )
         dim = _dim(placement)
         if not -ndim <= dim < ndim:
             raise ShardingError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,8 +101,7 @@ class _Cut:
         return _Cut(describe(metadata), metadata)
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What one rank sends and gets to go from one cut to another: the same each time, so made once."""
 
     text: str
@@ -167,35 +166,25 @@ def _gather(
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     metadata, group = sharded.metadata(), sharded.process_group
-    rank = group.rank()
 
     def told() -> tuple[int, str]:
         failure.raise_here(failure.known(sharded))
-        try:
-            _check_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
-        except ShardingError:
-            raise
-        except Exception as error:  # of things that are no rank, tensor or dtype
-            raise ShardingError(
-                f"got dst {dst!r}, an out of {type(out)}, dtype {dtype!r}: {error}"
-            ) from error
-        chosen = out.dtype if enforce_dtype and out is not None else dtype or metadata.tensor_properties.dtype
-        return int(dst), str(chosen)
+        _check_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
+        return dst, str(dtype)
 
     asked = together("gather()", told, group=group, kind=ShardingError)
-    wanted_by = [rank for rank, _ in asked]
-    if len(set(wanted_by)) > 1:
+    if any(other != asked[0] for other in asked):
+        wanted_by, dtypes = map(list, zip(*asked, strict=True))
         raise ShardingError(
-            f"{here()}: gather() has dst {wanted_by} on the ranks; pass one dst on all of them"
+            f"{here()}: gather() has dst {wanted_by} and dtype {dtypes} on the ranks; pass one dst and one"
+            " dtype on all of them"
         )
-    moved_as = _dtype(asked[dst][1])
-    held = boxes_of(metadata, group)
-    whole = Box.whole(metadata.size)
-    wanted: list[list[Box]] = [[whole] if r == dst else [] for r in range(len(held))]
-    if rank == dst and out is None:
-        out = torch.empty(whole.sizes, dtype=moved_as, device=sharded.anchor.device)
-    target = [out] if out is not None else []
-    wire = sharded.anchor.to(moved_as)
+    whole, wire = Box.whole(metadata.size), sharded.anchor if dtype is None else sharded.anchor.to(dtype)
+    held, is_dst = boxes_of(metadata, group), group.rank() == dst
+    if is_dst and out is None:
+        out = torch.empty(whole.sizes, dtype=wire.dtype, device=wire.device)
+    wanted = [[whole] if rank == dst else [] for rank in range(len(held))]
+    target = [] if out is None else [out]
     autograd.fill(held, wanted, source=sharded.tensors, target=target, group=group, wire=wire)
     return out
 
@@ -210,25 +199,20 @@ def _check_gather(
     dtype: torch.dtype | None,
 ) -> None:
     """Raise ShardingError for what is wrong with this rank's arguments."""
-    if not 0 <= dst < group.size():
-        raise ShardingError(f"to rank {dst} of a group of {group.size()}; pass a rank of the group")
+    if not isinstance(dst, int) or not 0 <= dst < group.size():
+        raise ShardingError(f"has dst {dst}, found no rank {dst} of a group of {group.size()}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ShardingError(f"needs a torch.dtype, found dtype {dtype!r}")
     if out is None:
         return
     if group.rank() != dst:
         raise ShardingError(f"has an out on group rank {group.rank()}, but dst is {dst}; pass out=None there")
-    if out.shape != metadata.size:
-        raise ShardingError(f"needs an out of shape {tuple(metadata.size)}, found {tuple(out.shape)}")
+    if not isinstance(out, Tensor) or out.shape != metadata.size:
+        found = tuple(out.shape) if isinstance(out, Tensor) else repr(out)
+        raise ShardingError(f"needs an out of shape {tuple(metadata.size)}, found {found}")
     expected = dtype or metadata.tensor_properties.dtype
     if out.dtype != expected and not convert:
         raise ShardingError(f"needs an out of {expected}, found {out.dtype}; pass dtype= on every rank")
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found
 
 
 @does(ShardedTensor.to)

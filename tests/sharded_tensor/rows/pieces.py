@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.layout import Box
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows.piece import even_cuts_of
 
 Cut = Callable[[Sequence[int]], Piece]
 
@@ -38,11 +39,7 @@ def by_counts(
         groups = (mesh.get_group(),)
     else:
         groups = tuple(mesh.get_group(name) for name in names)
-    index, step = 0, 1
-    for group in groups:
-        index, step = index + group.rank() * step, step * group.size()
-    mine = boxes[index]
-    return Piece(torch.Size(shape), mine, groups, boxes.__getitem__, mine, on_mesh=mesh)
+    return Piece(torch.Size(shape), groups, boxes.__getitem__, on_mesh=mesh)
 
 
 def uneven(shape: Sequence[int]) -> Piece:
@@ -84,19 +81,9 @@ def _tensor_parallel(shape: Sequence[int], dim: int) -> Piece:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = distribute_tensor(torch.zeros(*shape), mesh["tensor"], [Shard(dim)])
     held = tuple(whole.to_local().shape)
-    offset = (shape[dim] + 1) // 2 * mesh["tensor"].get_local_rank()
     boxes = boxes_of(held, [held[0] // 3, held[0] - held[0] // 3])
-    mine = boxes[mesh["data"].get_local_rank()]
-    offsets = [o + (offset if d == dim else 0) for d, o in enumerate(mine.offsets)]
-    return Piece(
-        torch.Size(shape),
-        Box(tuple(offsets), mine.sizes),
-        (mesh.get_group("data"),),
-        boxes.__getitem__,
-        mine,
-        whole._spec,
-        on_mesh=mesh,
-    )
+    groups = (mesh.get_group("data"),)
+    return Piece(torch.Size(shape), groups, boxes.__getitem__, even_cuts_of(whole._spec), on_mesh=mesh)
 
 
 def rowwise(shape: Sequence[int]) -> Piece:

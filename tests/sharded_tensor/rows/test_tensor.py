@@ -24,9 +24,7 @@ from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 def lonely(local: Tensor) -> ShardedParameter:
     """A parameter all of which this process holds, without any process group."""
     box = Box((0,) * local.ndim, tuple(local.shape))
-    return ShardedParameter.wrap(
-        local, Piece(local.shape, box, (), lambda rank: box, box), requires_grad=True
-    )
+    return ShardedParameter.wrap(local, Piece(local.shape, (), lambda rank: box), requires_grad=True)
 
 
 def test_rows_print_and_convert_outside_a_process_group() -> None:

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.autograd import linked
 from shardwise.sharded_tensor.rows import convert
-from shardwise.sharded_tensor.rows.piece import Piece, local_part
+from shardwise.sharded_tensor.rows.piece import Piece
+
+Wrap = Callable[[Tensor, Piece], Any]  # local rows as a tensor cut as a piece
 
 
-class ToLocal(torch.autograd.Function):
-    """Rows -> this rank's plain tensor."""
+def to_local(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """This rank's plain tensor."""
+    piece, wrap = rows.piece, rows.wrap
+    sums = _partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
 
-    @staticmethod
-    def forward(ctx: Any, rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-        piece: Piece = rows.piece
-        ctx.wrap, ctx.piece = rows.wrap, piece
-        ctx.sums = _partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
-        local: Tensor = rows.local
-        return local.view_as(local)
+    def back(grad: Tensor) -> tuple[Tensor]:
+        return (wrap(convert.summed(grad, piece, sums).contiguous(), piece),)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.wrap(convert.summed(grad, ctx.piece, ctx.sums).contiguous(), ctx.piece), None
+    return cast(Tensor, linked(lambda own: own.local.view_as(own.local), back, rows))
 
 
-class FullTensor(torch.autograd.Function):
-    """Rows -> the whole tensor, equal on all ranks."""
+def full_tensor(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """The whole tensor, equal on all ranks."""
+    piece, wrap = rows.piece, rows.wrap
+    sums = _partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
 
-    @staticmethod
-    def forward(ctx: Any, rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-        ctx.wrap, ctx.piece = rows.wrap, rows.piece
-        whole = [Replicate()] * len(grad_placements or ())
-        ctx.sums = _partial_axes(rows.piece, grad_placements, whole)
-        return convert.full_tensor(rows.local, rows.piece)
+    def back(grad: Tensor) -> tuple[Tensor]:
+        return (wrap(convert.rows_of(convert.summed(grad, piece, sums), piece), piece),)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        summed = convert.summed(grad, ctx.piece, ctx.sums)
-        mine = local_part(ctx.piece, summed).clone(memory_format=torch.contiguous_format)
-        return ctx.wrap(mine, ctx.piece), None
+    return cast(Tensor, linked(lambda own: convert.full_tensor(own.local, piece), back, rows))
 
 
 def _partial_axes(
@@ -65,44 +56,32 @@ def _partial_axes(
     return tuple(found)
 
 
-class Redistribute(torch.autograd.Function):
-    """Rows -> a DTensor that is placed otherwise."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-        ctx.wrap, ctx.piece = rows.wrap, rows.piece
-        return convert.placed(rows.local, rows.piece, mesh, placements)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
-        return ctx.wrap(convert.rows_of(grad, ctx.piece), ctx.piece), None, None
-
-
-class IntoRows(torch.autograd.Function):
-    """A DTensor, or rows that are cut otherwise -> rows cut as `piece`, made by `wrap`."""
-
-    @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, piece: Piece, wrap: Any) -> Any:
-        ctx.source = dtensor.device_mesh, tuple(dtensor.placements)
-        ctx.piece, ctx.wrap = piece, wrap
-        return wrap(convert.from_dtensor(dtensor, piece), piece)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        mesh, placements = ctx.source
-        placements = tuple(Replicate() if p.is_partial() else p for p in placements)
-        rows = convert.rows_of(grad, ctx.piece)
-        return convert.placed(rows, ctx.piece, mesh, placements), None, None
+def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor that is placed otherwise."""
+    piece, wrap = rows.piece, rows.wrap
+    return cast(
+        DTensor,
+        linked(
+            lambda own: convert.placed(own.local, piece, mesh, placements),
+            lambda grad: (wrap(convert.rows_of(grad, piece), piece),),
+            rows,
+        ),
+    )
 
 
-class FromLocal(torch.autograd.Function):
-    """This rank's plain tensor -> rows cut as `piece`, made by `wrap`."""
+def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
+    """A DTensor, or rows that are cut otherwise, as rows cut as `piece`."""
+    mesh = dtensor.device_mesh
+    placements = tuple(Replicate() if p.is_partial() else p for p in dtensor.placements)
+    return linked(
+        lambda source: wrap(convert.rows_of(source, piece), piece),
+        lambda grad: (convert.placed(convert.rows_of(grad, piece), piece, mesh, placements),),
+        dtensor,
+    )
 
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, piece: Piece, wrap: Any) -> Any:
-        ctx.piece = piece
-        return wrap(local.view_as(local), piece)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return convert.rows_of(grad, ctx.piece), None, None
+def from_local(local: Tensor, piece: Piece, wrap: Wrap) -> Any:
+    """This rank's plain tensor as rows cut as `piece`."""
+    return linked(
+        lambda own: wrap(own.view_as(own), piece), lambda grad: (convert.rows_of(grad, piece),), local
+    )

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.agree import agree, together
-from shardwise.comm.exchange import exchange
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box, transfer
+from shardwise.layout import Box
+from shardwise.sharded_tensor.autograd import fill
+from shardwise.sharded_tensor.dtensor import of_boxes
 from shardwise.sharded_tensor.group import group_or_default
-from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.move import said_of
+from shardwise.sharded_tensor.move import boxes_of, said_of
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -41,30 +41,19 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
             hold all of the tensor, or parts of it twice.
     """
     piece = rows.piece
-    _ = piece.axes  # refuses other placements
-    if process_group is None and piece.group is not None and piece.tensor_parallel is None:
+    if process_group is None and piece.group is not None and not piece.even_cuts:
         group, boxes = piece.group, list(piece.boxes)
     else:
         group = group_or_default(process_group)
         boxes = _boxes_told(rows, group=group)
-    kept: list[tuple[int, Box]] = []
-    seen: set[Box] = set()
-    for rank, box in zip(dist.get_process_group_ranks(group), boxes, strict=True):
-        if box not in seen:
-            kept.append((rank, box))
-        if not box.is_empty:
-            seen.add(box)
-    metadata = ShardedTensorMetadata(
-        [
-            ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{rows.local.device.type}")
-            for rank, box in kept
-        ],
-        torch.Size(piece.shape),
-        TensorProperties(dtype=rows.dtype),
-    )
-    metadata.check(dist.get_process_group_ranks(group))
-    shards = [Shard(rows.local.detach(), place) for place in metadata.held_by(dist.get_rank())]
-    return ShardedTensor.wrap(shards, metadata, process_group=group)
+    ranks = dist.get_process_group_ranks(group)
+    held_by = list(zip(boxes, ranks, strict=True))
+    first = dict(reversed(held_by))
+    placed = [(box, rank) for box, rank in held_by if box.is_empty or first[box] == rank]
+    held = [rows.local.detach() for _, rank in placed if rank == dist.get_rank()]
+    made = of_boxes(placed, held, shape=piece.shape, like=rows.local, group=group)
+    made.metadata().check(ranks)
+    return made
 
 
 @torch.no_grad()
@@ -84,19 +73,14 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     metadata, group = sharded.metadata(), sharded.process_group
     wanted = _boxes_told(rows, group=group, shape=metadata.size)
     agree(said_of(sharded), group=group, what="the sharded tensor to copy into rows")
-    ranks, rank = dist.get_process_group_ranks(group), group.rank()
-    held = metadata.boxes_by(ranks)
-    local, anchor = rows.local.detach(), sharded.anchor
-    alike = local.dtype == anchor.dtype and local.device == anchor.device
-    landing = local if alike else torch.empty(local.shape, dtype=anchor.dtype, device=anchor.device)
-    exchange(
-        transfer(held, [[box] for box in wanted], rank=rank),
-        source=[(shard.box, shard.tensor.detach()) for shard in sharded.local_shards()],
-        target=[(wanted[rank], landing)],
+    fill(
+        boxes_of(metadata, group),
+        [[box] for box in wanted],
+        source=sharded.tensors,
+        target=[rows.local],
         group=group,
+        wire=sharded.anchor,
     )
-    if not alike:
-        local.copy_(landing)
 
 
 def _boxes_told(

@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from shardwise._compat.dtensors import route_dtensors
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.rows import convert
-from shardwise.sharded_tensor.rows.autograd import FromLocal, IntoRows
+from shardwise.sharded_tensor.rows import autograd, convert
 from shardwise.sharded_tensor.rows.piece import local_part, piece_of
-from shardwise.sharded_tensor.rows.row_shard import RowShard, is_cut_by_rows
+from shardwise.sharded_tensor.rows.row_shard import RowShard
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 
@@ -23,7 +22,7 @@ class _Rows:
     """torch's functions of these names, for placements that say which rows each rank holds."""
 
     def is_asked_for(self, placements: Sequence[Placement] | None) -> bool:
-        return is_cut_by_rows(placements)
+        return any(type(placement) is RowShard for placement in placements or ())
 
     def from_local(
         self, local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
@@ -43,7 +42,7 @@ class _Rows:
             )
         local = local.contiguous()
         if torch.is_grad_enabled() and local.requires_grad:
-            return cast(ShardedRows, FromLocal.apply(local, piece, ShardedRows.wrap))  # type: ignore[no-untyped-call]
+            return cast(ShardedRows, autograd.from_local(local, piece, ShardedRows.wrap))
         return ShardedRows.wrap(local, piece)
 
     @torch.no_grad()
@@ -69,7 +68,7 @@ class _Rows:
         if dtype is not None:
             tensor = cast(DTensor, tensor.to(dtype))
         piece = piece_of(mesh, placements, tensor.shape, tensor.dtype)
-        return cast(ShardedRows, IntoRows.apply(tensor, piece, ShardedRows.wrap))  # type: ignore[no-untyped-call]
+        return cast(ShardedRows, autograd.into_rows(tensor, piece, ShardedRows.wrap))
 
     def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`; another shape is left for `load_state_dict` to refuse by name."""

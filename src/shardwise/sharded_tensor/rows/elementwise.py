@@ -6,7 +6,6 @@ and cut: ranks that seed alike agree, and get what one process gets.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.registry import Handler
 from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.operands import is_foreign, local_operand, refuse, result_piece, rows
 from shardwise.sharded_tensor.rows.operands import whole as whole_of
 from shardwise.sharded_tensor.rows.piece import Piece, local_part
-from shardwise.sharded_tensor.rows.registry import Handler
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 _KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
@@ -59,17 +58,15 @@ def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """From a whole plain tensor or the same rows; collective from other rows or a DTensor."""
-    target, source = args[0], args[1]
-    if isinstance(target, ShardedRows):
-        if (
-            isinstance(source, DTensor)
-            and target.shape == source.shape
-            and (not isinstance(source, ShardedRows) or source.piece != target.piece)
-        ):
-            source = rows(convert.from_dtensor(source, target.piece), target.piece)
-    elif isinstance(target, DTensor) and target.shape == source.shape:
-        return target.copy_(convert.placed(source.local, source.piece, target.device_mesh, target.placements))
-    return elementwise_(op, (target, source, *args[2:]), kwargs)
+    target, source, *rest = args
+    if isinstance(source, ShardedRows) and source.shape == target.shape:
+        if isinstance(target, ShardedRows):
+            if source.piece != target.piece:
+                source = rows(convert.rows_of(source, target.piece), target.piece)
+        elif isinstance(target, DTensor):
+            mesh, placements = target.device_mesh, target.placements
+            return target.copy_(convert.placed(source.local, source.piece, mesh, placements))
+    return elementwise_(op, (target, source, *rest), kwargs)
 
 
 def random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,15 +117,10 @@ def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, size = args[0], args[1]
     if isinstance(size, torch.dtype) or len(args) > 2 or any(kwargs.values()):
         refuse(op, args, kwargs)
-    piece, sizes = tensor.piece, list(size)
-    if -1 in sizes and op._schema.name != "aten::expand":
-        known = -math.prod(sizes)
-        sizes[sizes.index(-1)] = tensor.numel() // known if known else -1
-    elif len(sizes) == len(tensor.shape):
-        sizes = [old if new == -1 else new for new, old in zip(sizes, tensor.shape, strict=True)]
-    if math.prod(sizes) != tensor.numel() or not sizes or sizes[0] != tensor.shape[0]:
+    piece, sizes = tensor.piece, op(torch.empty(tensor.shape, device="meta"), size).shape
+    if sizes.numel() != tensor.numel() or sizes[:1] != tensor.shape[:1]:
         refuse(op, args, kwargs)
-    if sizes == list(tensor.shape):
+    if sizes == tensor.shape:
         return ShardedRows.wrap(tensor._local_tensor, piece)
     if piece.axes_along(range(1, len(piece.shape))):
         refuse(op, args, kwargs)
@@ -179,27 +171,22 @@ def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return whole_of(args[0]).item()
 
 
-RANDOM = {
-    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_",
-    "random_", "uniform_", "rand_like", "randn_like", "randint_like",
-}  # fmt: skip
 # Elementwise, though torch does not tag them so.
 UNTAGGED = {
     "alias", "clone", "detach", "empty_like", "fill", "fill_", "floor_divide", "floor_divide_", "full_like",
     "lift_fresh", "ones_like", "_pin_memory", "_to_copy", "zero_", "zeros_like",
 }  # fmt: skip
 OTHERS: dict[str, Handler] = {
+    **dict.fromkeys(("bernoulli", "rand_like", "randn_like", "randint_like"), random),
+    **dict.fromkeys(
+        ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+         "uniform_"), random_,
+    ),
     "copy_": copy_,
     "eye": eye,
-    "new_empty": new,
-    "new_zeros": new,
-    "new_ones": new,
-    "new_full": new,
-    "view": view,
-    "_unsafe_view": view,
-    "expand": view,
+    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), new),
+    **dict.fromkeys(("view", "_unsafe_view", "expand"), view),
     "index_put_": index_put_,
-    "mm": product,
-    "bmm": product,
+    **dict.fromkeys(("mm", "bmm"), product),
     "_local_scalar_dense": scalar,
-}
+}  # fmt: skip

@@ -6,21 +6,20 @@ whole tensors, in one all-reduce for all tensors that are cut over the same proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.registry import Handler
 from shardwise.sharded_tensor.rows.operands import is_foreign, local_operand, refuse, result_piece, rows
 from shardwise.sharded_tensor.rows.piece import Piece
-from shardwise.sharded_tensor.rows.reductions import MAX, all_reduced, combine_powers
-from shardwise.sharded_tensor.rows.registry import Handler
+from shardwise.sharded_tensor.rows.reductions import HALF, MAX, all_reduced, combine_powers
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 _pieces: Callable[[Any], Piece] = attrgetter("piece")
@@ -58,39 +57,27 @@ def _same(value: Any, pieces: list[Piece]) -> Any:
 
 
 def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists in which some tensors are plain, or broadcast: place by place."""
+    """Lists in which some tensors are plain, or broadcast: cut place by place."""
     values = [*args, *kwargs.values()]
     count = len(args[0] if type(args[0]) is list else args[1])
-    fused = op._schema.name.startswith("aten::_fused_")
-    per_place = [value if _is_list(value, count) else [value] * count for value in values]
-    pieces: list[Piece | None] = []
-    for place in zip(*per_place, strict=True):
-        if not any(isinstance(value, ShardedRows) for value in place):
-            pieces.append(None)
-            continue
-        plain = [isinstance(v, Tensor) and v.ndim > 0 and not isinstance(v, ShardedRows) for v in place]
-        writes = not op._schema.returns
-        if (writes and plain[0]) or (fused and any(plain)):
-            at = next(v for v, is_plain in zip(place, plain, strict=True) if is_plain)
-            raise ShardingError(
-                f"{here()}: {op} would write tensors sharded by rows into a plain one of shape"
-                f" {tuple(at.shape)}; parameter, gradient and optimizer state must be cut alike"
-            )
-        pieces.append(place[0].piece if writes else result_piece(op, place))
-    cut = [
-        [v if piece is None else local_operand(op, v, piece) for v, piece in zip(value, pieces, strict=True)]
-        if _is_list(original, count)
-        else original
-        for value, original in zip(per_place, values, strict=True)
-    ]
-    if any(isinstance(value, ShardedRows) for value in cut):
+    listed = [isinstance(value, list) and len(value) == count for value in values]
+    if any(isinstance(value, ShardedRows) for value in values):
         raise ShardingError(f"{here()}: {op} got a sharded tensor where it expects a plain scalar tensor")
+    columns = [value if is_list else [value] * count for value, is_list in zip(values, listed, strict=True)]
+    places = list(zip(*columns, strict=True))
+    pieces = [_piece_at(op, place) for place in places]
+
+    def cut(value: Any, piece: Piece | None) -> Any:
+        return value if piece is None else local_operand(op, value, piece)
 
     def run(at: list[int]) -> Any:
-        part = [[value[i] for i in at] if _is_list(value, count) else value for value in cut]
+        part = [
+            [cut(column[i], pieces[i]) for i in at] if is_list else column[0]
+            for column, is_list in zip(columns, listed, strict=True)
+        ]
         return op(*part[: len(args)], **dict(zip(kwargs, part[len(args) :], strict=True)))
 
-    results = _apart([any(map(is_foreign, place)) for place in zip(*per_place, strict=True)], pieces, run)
+    results = _apart(places, run)
     if not op._schema.returns:
         return None
     return [
@@ -98,21 +85,34 @@ def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _apart(
-    foreign: Sequence[bool], pieces: Sequence[Piece | None], run: Callable[[list[int]], Any]
-) -> list[Any]:
+def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
+    """How the result at one place of the lists is cut; None if it is plain, or a DTensor that is not ours."""
+    if not any(isinstance(value, ShardedRows) for value in place):
+        return None
+    plain = [v for v in place if isinstance(v, Tensor) and v.ndim and not isinstance(v, ShardedRows)]
+    if op._schema.returns:
+        return result_piece(op, place)
+    if plain and (plain[0] is place[0] or op._schema.name.startswith("aten::_fused_")):
+        raise ShardingError(
+            f"{here()}: {op} would write tensors sharded by rows into a plain one of shape"
+            f" {tuple(plain[0].shape)}; parameter, gradient and optimizer state must be cut alike"
+        )
+    piece: Piece = place[0].piece
+    return piece
+
+
+def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
     """The results of `run` by place, where DTensors that are not ours get a call of their own."""
-    results: list[Any] = [None] * len(foreign)
-    for theirs in (False, True):
-        at = [i for i, piece in enumerate(pieces) if (foreign[i] and piece is None) == theirs]
+    results: list[Any] = [None] * len(places)
+    ours = [
+        any(isinstance(v, ShardedRows) for v in place) or not any(map(is_foreign, place)) for place in places
+    ]
+    for called in (True, False):
+        at = [i for i, is_ours in enumerate(ours) if is_ours == called]
         if at and (found := run(at)) is not None:
             for i, result in zip(at, found, strict=True):
                 results[i] = result
     return results
-
-
-def _is_list(value: Any, count: int) -> bool:
-    return isinstance(value, list) and len(value) == count
 
 
 def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -124,13 +124,16 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     if "out" in kwargs or (p < 0 and not root):
         refuse(op, args, kwargs)
     if any(map(is_foreign, tensors)):
-        return _norms_apart(op, tensors, args[1:], kwargs)
-    locals_ = [local_of(tensor) for tensor in tensors]
-    # A norm in half precision is rounded once, at the end.
+
+        def run(at: list[int]) -> list[Tensor]:
+            found = op([tensors[i] for i in at], *args[1:], **kwargs)
+            return [norm.full_tensor() if is_foreign(norm) else norm for norm in found]
+
+        return _apart([[tensor] for tensor in tensors], run)
+    locals_ = [_local_of(tensor) for tensor in tensors]
     wide = wanted
-    if wanted is None or wanted in (torch.bfloat16, torch.float16):
-        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
-        wide = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32) if low else wanted
+    if wanted in (None, *HALF) and any(t.dtype in HALF for t in tensors):  # rounded once, at the end
+        wide = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     filled = [local for local in locals_ if local.numel()]
     found = iter(_compat.foreach_norm(filled, p, wide) if filled else ())  # type: ignore[arg-type]
     each = [
@@ -140,17 +143,6 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     axes = [t.piece.axes if isinstance(t, ShardedRows) else () for t in tensors]
     totals = combine_powers(each, axes, p, root=root)
     return [total.to(wanted or tensor.dtype.to_real()) for total, tensor in zip(totals, tensors, strict=True)]
-
-
-def _norms_apart(op: Any, tensors: Sequence[Tensor], rest: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """As `norms`; those of DTensors that are not ours are whole too."""
-    pieces = [t.piece if isinstance(t, ShardedRows) else None for t in tensors]
-
-    def run(at: list[int]) -> list[Tensor]:
-        found = op([tensors[i] for i in at], *rest, **kwargs)
-        return [norm.full_tensor() if is_foreign(norm) else norm for norm in found]
-
-    return _apart([is_foreign(tensor) for tensor in tensors], pieces, run)
 
 
 def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -164,25 +156,20 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors, found, scale = args
     if foreign := [tensor for tensor in tensors if is_foreign(tensor)]:
         op(foreign, found, scale, **kwargs)
-    op([local_of(tensor) for tensor in tensors if not is_foreign(tensor)], found, scale, **kwargs)
-    for group in groups_of(t.piece.axes for t in tensors if isinstance(t, ShardedRows)):
+    op([_local_of(tensor) for tensor in tensors if not is_foreign(tensor)], found, scale, **kwargs)
+    axes = [group for t in tensors if isinstance(t, ShardedRows) for group in t.piece.axes]
+    for group in dict.fromkeys(axes):  # in the order of the list, which is that of every rank
         found.copy_(all_reduced(found, MAX, group))
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def _local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, ShardedRows) else tensor
 
 
-def groups_of(axes: Iterable[Sequence[dist.ProcessGroup]]) -> list[dist.ProcessGroup]:
-    """Each process group once, in the order of the list, which is that of every rank."""
-    return list(dict.fromkeys(group for each in axes for group in each))
-
-
-FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 LISTS: dict[str, Handler] = {
     "_foreach_norm": norms,
     "_foreach_powsum": norms,
     "_foreach_max": maxima,
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
-    **dict.fromkeys(FUSED, foreach),
+    **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), foreach),
 }

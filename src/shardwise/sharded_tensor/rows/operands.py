@@ -85,19 +85,18 @@ def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
     widest = max(pieces, key=lambda piece: piece.shape.numel()) if len(pieces) > 1 else pieces[0]
     if all(value.ndim == 0 or value.shape == widest.shape for value in tensors):
         return widest
-    other = next(value for value in tensors if value.ndim and value.shape != widest.shape)
     try:
         shape = torch.broadcast_shapes(*(value.shape for value in tensors))
-    except RuntimeError as error:
-        raise _misfit(op, other, widest) from error
+    except RuntimeError:
+        shape = torch.Size()
     if shape == widest.shape:
         return widest
-    if len(shape) != len(widest.shape) or shape[0] != widest.shape[0]:
-        raise _misfit(op, other, widest)
-    of = [d if shape[d] == widest.shape[d] else None for d in range(1, len(shape))]
-    if widest.axes_along([d for d in range(1, len(shape)) if d not in of]):
-        raise _misfit(op, other, widest)
-    return widest.with_trailing(shape[1:], of=of)
+    if len(shape) == len(widest.shape) and shape[0] == widest.shape[0]:
+        of = [d if shape[d] == widest.shape[d] else None for d in range(1, len(shape))]
+        if not widest.axes_along([d for d in range(1, len(shape)) if d not in of]):
+            return widest.with_trailing(shape[1:], of=of)
+    other = next(value for value in tensors if value.ndim and value.shape != widest.shape)
+    raise _misfit(op, other, widest)
 
 
 def local_operand(op: Any, value: Any, piece: Piece) -> Any:
@@ -114,7 +113,7 @@ def local_operand(op: Any, value: Any, piece: Piece) -> Any:
         return value._local_tensor
     if isinstance(value, DTensor):
         if value.shape == piece.shape:
-            return convert.from_dtensor(value, piece)
+            return convert.rows_of(value, piece)
         with torch.no_grad():
             value = value.full_tensor()
     if value.ndim == 0:
@@ -135,12 +134,9 @@ def _misfit(op: Any, value: Tensor, piece: Piece) -> ShardingError:
 
 def _broadcasts(piece: Piece, to: Piece) -> bool:
     """The same rows, of widths that broadcast, cut alike where they are equal?"""
-    if len(piece.shape) != len(to.shape) or piece.groups != to.groups or piece.counts != to.counts:
+    if len(piece.shape) != len(to.shape) or piece.shape[0] != to.shape[0]:
         return False
-    if piece.shape[0] != to.shape[0]:
+    of = [d if piece.shape[d] == to.shape[d] else None for d in range(1, len(to.shape))]
+    if any(d is None and size != 1 for d, size in zip(of, piece.shape[1:], strict=True)):
         return False
-    equal = [d for d in range(len(to.shape)) if piece.shape[d] == to.shape[d]]
-    if any(piece.shape[d] != 1 for d in range(len(to.shape)) if d not in equal):
-        return False
-    cut = range(len(to.shape))
-    return all(piece.axes_along([d]) == (to.axes_along([d]) if d in equal else ()) for d in cut)
+    return to.with_trailing(piece.shape[1:], of=of) == piece

@@ -1,7 +1,7 @@
 """What an operator does to tensors that are row ranges of whole ones.
 
-`find_handler(op)` decides once per operator; `registry.HANDLERS` remembers. A handler gets the operator
-and its arguments and answers for the whole tensors::
+`find_handler` decides once per operator. A handler gets the operator and its arguments and answers for the
+whole tensors::
 
     elementwise    elementwise.py   the op on local rows; plain operands are whole and are cut to the rows
     random         elementwise.py   drawn whole from this rank's generator, then cut
@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 
-from shardwise.sharded_tensor.rows.elementwise import OTHERS, RANDOM, UNTAGGED, elementwise, elementwise_
-from shardwise.sharded_tensor.rows.elementwise import random as random_new
-from shardwise.sharded_tensor.rows.elementwise import random_ as random_in_place
+from shardwise.sharded_tensor.registry import Handler, does
+from shardwise.sharded_tensor.rows.elementwise import OTHERS, UNTAGGED, elementwise, elementwise_
 from shardwise.sharded_tensor.rows.lists import LISTS, foreach
 from shardwise.sharded_tensor.rows.operands import refuse
 from shardwise.sharded_tensor.rows.reductions import REDUCTIONS
-from shardwise.sharded_tensor.rows.registry import Handler, register
+from shardwise.sharded_tensor.rows.tensor import handler_of
+
+_KNOWN: dict[str, Handler] = {**OTHERS, **LISTS, **REDUCTIONS}
 
 
-@register
+@does(handler_of)
 def find_handler(op: Any) -> Handler:
     """How to run `op`."""
     name = op._schema.name.removeprefix("aten::")
@@ -33,13 +34,8 @@ def find_handler(op: Any) -> Handler:
         return elementwise if torch.Tag.pointwise in op.tags or name == "prims::fma" else refuse
     if op.namespace != "aten":
         return refuse
-    if name in RANDOM:
-        return random_in_place if _writes_first(op) else random_new
-    for handlers in (OTHERS, LISTS, REDUCTIONS):
-        if name in handlers and op._schema.overload_name != "other":  # max.other is maximum
-            return handlers[name]
-    if torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags:
-        return elementwise_ if _writes_first(op) else elementwise
+    if name in _KNOWN and op._schema.overload_name != "other":  # max.other is maximum
+        return _KNOWN[name]
     if name.startswith("_foreach_"):
         return foreach if _is_elementwise(name.removeprefix("_foreach_")) and not _has_out(op) else refuse
     if _is_elementwise(name):

@@ -17,7 +17,10 @@ from shardwise import _compat
 from shardwise._compat.dtensors import OwnSpec
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
+from shardwise.sharded_tensor.ops.operands import within
 from shardwise.sharded_tensor.rows.row_shard import RowShard
+
+EvenCuts = tuple[tuple[dist.ProcessGroup, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,25 +32,22 @@ class Piece:
 
     Attributes:
         shape: of the whole tensor.
-        box: this rank's part of it.
         groups: the process groups over which rows are cut, the fastest-varying first. Empty where every
             rank holds the whole tensor.
         box_of: for an index counted over `groups` (the first group's rank varies fastest), the rows it
-            holds, in the coordinates of the tensor that the groups cut: the whole one, or with tensor
-            parallelism this rank's part of it.
-        rows: `box` in those coordinates.
-        tensor_parallel: how the tensor that `groups` cut is itself a part of the whole one.
+            holds, one index after the other; in the coordinates of the tensor that the groups cut: the
+            whole one, or with tensor parallelism this rank's part of it.
+        even_cuts: the process groups of tensor parallelism with the dim that each cuts evenly, before
+            `groups` cut what is left; the outer first.
         name: of the parameter, for errors.
-        on_mesh: the mesh that a DTensor shows, with `groups` and those of `tensor_parallel` among its axes;
-            None: one of `groups` alone.
+        on_mesh: the mesh that a DTensor shows, with the groups of all cuts among its axes; None: one of
+            `groups` alone.
     """
 
     shape: torch.Size
-    box: Box
     groups: tuple[dist.ProcessGroup, ...]
     box_of: Callable[[int], Box] = field(repr=False)
-    rows: Box
-    tensor_parallel: _compat.DTensorSpec | None = field(default=None, repr=False)
+    even_cuts: EvenCuts = ()
     name: str = ""
     on_mesh: DeviceMesh | None = field(default=None, repr=False)
 
@@ -57,9 +57,10 @@ class Piece:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Piece) or self.shape != other.shape:
-            return NotImplemented if not isinstance(other, Piece) else False
-        return self._cut == other._cut and self.counts == other.counts
+        if not isinstance(other, Piece):
+            return NotImplemented
+        mine, others = (self.shape, self.groups, self.even_cuts), (other.shape, other.groups, other.even_cuts)
+        return mine == others and self.counts == other.counts
 
     def __hash__(self) -> int:
         return hash((self.shape, self.groups))
@@ -74,9 +75,15 @@ class Piece:
         """The global ranks of `group`, in its order."""
         return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.box.sizes == tuple(self.shape)
+    @cached_property
+    def rows(self) -> Box:
+        """This rank's, in the coordinates of `box_of`."""
+        return self.box_of(self.rank)
+
+    @cached_property
+    def box(self) -> Box:
+        """This rank's part of the whole tensor."""
+        return self.rows.shifted(_even_part(self.shape, self.even_cuts).offsets)
 
     @cached_property
     def ranks(self) -> int:
@@ -90,12 +97,12 @@ class Piece:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """What each index over `groups` holds, as `box_of` says it."""
+        """What each index over `groups` holds."""
         return tuple(self.box_of(rank) for rank in range(self.ranks))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Rows of each of `boxes`, which lie one after the other."""
+        """Rows of each of `boxes`."""
         return tuple(box.sizes[0] for box in self.boxes)
 
     @cached_property
@@ -103,7 +110,7 @@ class Piece:
         """The mesh of a DTensor that is cut so."""
         if self.on_mesh is not None:
             return self.on_mesh
-        if self.group is None or self.tensor_parallel is not None:
+        if self.group is None or self.even_cuts:
             raise ShardingError(
                 f"{here()}: {self} belongs to no mesh; only rows over one process group, or made by"
                 " fully_shard, are a DTensor to others"
@@ -113,9 +120,7 @@ class Piece:
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """How a DTensor that is cut so is placed on `mesh`."""
-        found: dict[dist.ProcessGroup, Placement] = {}
-        if (spec := self.tensor_parallel) is not None:
-            found = {spec.mesh.get_group(axis): placement for axis, placement in enumerate(spec.placements)}
+        found: dict[dist.ProcessGroup, Placement] = {group: Shard(dim) for group, dim in self.even_cuts}
         step = 1
         for group in self.groups:
             found[group] = RowShard(self.counts, step)
@@ -135,10 +140,6 @@ class Piece:
     def _specs(self) -> dict[torch.dtype, _compat.DTensorSpec]:
         return {}
 
-    @property
-    def _cut(self) -> tuple[object, ...]:
-        return (self.groups, self._tensor_parallel_axes)
-
     @cached_property
     def axes(self) -> tuple[dist.ProcessGroup, ...]:
         """Every process group whose ranks hold different elements of the whole tensor."""
@@ -147,24 +148,7 @@ class Piece:
     def axes_along(self, dims: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
         """The process groups whose ranks hold different elements along `dims`."""
         rows = self.groups if 0 in dims else ()
-        return (*rows, *(group for group, dim in self._tensor_parallel_axes if dim in dims))
-
-    @cached_property
-    def _tensor_parallel_axes(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """The mesh axes of tensor parallelism that cut, with the dim that each cuts."""
-        spec = self.tensor_parallel
-        if spec is None:
-            return []
-        cut = []
-        for axis, placement in enumerate(spec.placements):
-            if isinstance(placement, Shard):
-                cut.append((spec.mesh.get_group(axis), placement.dim))
-            elif not isinstance(placement, Replicate):
-                raise ShardingError(
-                    f"{here()}: a parameter of shape {tuple(self.shape)} has tensor-parallel placement"
-                    f" {placement}; rows can be cut from Shard and Replicate only"
-                )
-        return cut
+        return (*rows, *(group for group, dim in self.even_cuts if dim in dims))
 
     def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
         """The piece of a tensor with the same rows of another width: `(rows, *trailing)`.
@@ -176,36 +160,18 @@ class Piece:
         """
         trailing = tuple(trailing)
         of = tuple(of) if of is not None else (None,) * len(trailing)
-        held = [size if d is None else self.box.sizes[d] for size, d in zip(trailing, of, strict=True)]
-        starts = [0 if d is None else self.box.offsets[d] for d in of]
+        held = [size if d is None else self.rows.sizes[d] for size, d in zip(trailing, of, strict=True)]
+        before, shape = self.box_of, torch.Size((self.shape[0], *trailing))
 
-        def widen(box: Box) -> Box:
-            return Box((box.offsets[0], *[0] * len(held)), (box.sizes[0], *held))
+        def box_of(rank: int) -> Box:
+            rows = before(rank)
+            return Box((rows.offsets[0], *[0] * len(held)), (rows.sizes[0], *held))
 
-        box_of, shape = self.box_of, torch.Size((self.shape[0], *trailing))
-        return replace(
-            self,
-            shape=shape,
-            box=Box((self.box.offsets[0], *starts), (self.box.sizes[0], *held)),
-            box_of=lambda rank: widen(box_of(rank)),
-            rows=widen(self.rows),
-            tensor_parallel=self.spec_of(shape, (0, *of)),
-        )
+        return replace(self, shape=shape, box_of=box_of, even_cuts=self.even_cuts_of((0, *of)))
 
-    def spec_of(self, shape: Sequence[int], of: Sequence[int | None]) -> _compat.DTensorSpec | None:
-        """The tensor-parallel form of a tensor of `shape` whose dims are cut as this one's dims `of`."""
-        spec = self.tensor_parallel
-        if spec is None:
-            return None
-        assert spec.tensor_meta is not None
-        cut = dict(self._tensor_parallel_axes)
-        placements: list[Placement] = []
-        for axis in range(len(spec.placements)):
-            dim = cut.get(spec.mesh.get_group(axis))
-            placements.append(Replicate() if dim is None or dim not in of else Shard(of.index(dim)))
-        return _compat.dtensor_spec(
-            spec.mesh, placements, shape=torch.Size(shape), dtype=spec.tensor_meta.dtype
-        )
+    def even_cuts_of(self, of: Sequence[int | None]) -> EvenCuts:
+        """Those of a tensor whose dims are cut as this one's dims `of`."""
+        return tuple((group, of.index(dim)) for group, dim in self.even_cuts if dim in of)
 
 
 _REPLICATE = Replicate()
@@ -226,21 +192,9 @@ def piece_of(
 def _piece_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> Piece:
-    rows: dict[int, RowShard] = {}
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, RowShard):
-            rows[axis] = placement
-    inner = [a for a in range(mesh.ndim) if a not in rows and not placements[a].is_replicate()]
-    spec = None
-    if inner:
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise ShardingError(
-                f"{here()}: rows beside tensor parallelism need a mesh with names, got {mesh}"
-            )
-        kept = [placements[axis] for axis in inner]
-        spec = _compat.dtensor_spec(mesh[tuple(names[a] for a in inner)], kept, shape=shape, dtype=dtype)
-    part = Box.whole(shape) if spec is None else part_of(spec)
+    rows = {axis: found for axis, found in enumerate(placements) if isinstance(found, RowShard)}
+    even_cuts = _even_cuts(mesh, [_REPLICATE if axis in rows else p for axis, p in enumerate(placements)])
+    part = _even_part(shape, even_cuts)
     first = sorted(rows, key=lambda axis: rows[axis].step)
     groups = tuple(mesh.get_group(axis) for axis in first)
     counts = rows[first[0]].counts if first else (shape[0],)
@@ -252,27 +206,39 @@ def _piece_of(
     rest = part.sizes[1:]
     starts = list(accumulate(counts, initial=0))
     boxes = [Box((a, *[0] * len(rest)), (n, *rest)) for a, n in zip(starts, counts, strict=False)]
-    mine = boxes[place_over(groups)[0]]
-    box = Box(tuple(a + b for a, b in zip(part.offsets, mine.offsets, strict=True)), mine.sizes)
-    return Piece(shape, box, groups, boxes.__getitem__, mine, spec, on_mesh=mesh)
+    return Piece(shape, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
 
 
-def part_of(spec: _compat.DTensorSpec) -> Box:
-    """This rank's part of a tensor that tensor parallelism cuts."""
-    meta = spec.tensor_meta
-    assert meta is not None
-    box = Box.whole(meta.shape)
-    for axis, placement in enumerate(spec.placements):
-        if placement.is_replicate():
-            continue
-        if not isinstance(placement, Shard):
+def even_cuts_of(spec: _compat.DTensorSpec | None) -> EvenCuts:
+    """How tensor parallelism cuts a DTensor; not at all where it is none.
+
+    Raises:
+        ShardingError: by other than `Shard` and `Replicate`.
+    """
+    return () if spec is None else _even_cuts(spec.mesh, spec.placements)
+
+
+def _even_cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
+    for placement in placements:
+        if type(placement) not in (Shard, Replicate):
             raise ShardingError(
-                f"{here()}: a tensor-parallel parameter placed as {placement} cannot be sharded"
+                f"{here()}: a parameter has tensor-parallel placement {placement}; rows can be cut from Shard"
+                " and Replicate only"
             )
-        inner = EvenShard(placement.dim).box(
-            box.sizes, rank=spec.mesh.get_local_rank(axis), ranks=spec.mesh.size(axis)
-        )
-        box = Box(tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True)), inner.sizes)
+    return tuple((mesh.get_group(axis), p.dim) for axis, p in enumerate(placements) if isinstance(p, Shard))
+
+
+def even_boxes(sizes: tuple[int, ...], group: dist.ProcessGroup, dim: int) -> list[Box]:
+    """What each rank of `group` holds of a tensor that it cuts evenly."""
+    ranks = group.size()
+    return [EvenShard(dim).box(sizes, rank=rank, ranks=ranks) for rank in range(ranks)]
+
+
+def _even_part(shape: torch.Size, even_cuts: EvenCuts) -> Box:
+    """What they leave of a tensor to this rank."""
+    box = Box.whole(shape)
+    for group, dim in even_cuts:
+        box = even_boxes(box.sizes, group, dim)[group.rank()].shifted(box.offsets)
     return box
 
 
@@ -286,15 +252,5 @@ def place_over(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
 
 
 def local_part(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, or of one that broadcasts to it: a view.
-
-    Dims align at the last; a dim of size 1 stays.
-    """
-    first = len(piece.shape) - whole.ndim
-    for dim, size in enumerate(whole.shape):
-        wanted, offset = piece.box.sizes[first + dim], piece.box.offsets[first + dim]
-        if size != 1 and size != wanted:
-            whole = whole.narrow(dim, offset, wanted)
-        elif size == 1 and piece.shape[first + dim] == 1 and wanted == 0:
-            whole = whole.narrow(dim, 0, 0)
-    return whole
+    """This rank's part of a whole tensor, or of one that broadcasts to it: a view."""
+    return within(whole, piece.box, size=piece.shape)

@@ -10,9 +10,9 @@ What ranks combine is fp32 or wider, and is rounded to the result's dtype at the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,22 +21,19 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm import extremes
 from shardwise.comm.watch import announced
-from shardwise.sharded_tensor.rows.convert import gather_tensor_parallel
+from shardwise.sharded_tensor.registry import Handler
+from shardwise.sharded_tensor.rows.convert import gather_even
 from shardwise.sharded_tensor.rows.operands import refuse, rows
-from shardwise.sharded_tensor.rows.piece import Piece
-from shardwise.sharded_tensor.rows.registry import Handler
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 Groups = Sequence[dist.ProcessGroup]
 SUM, PRODUCT, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 _NAMES = {SUM: "sum", PRODUCT: "product", MAX: "max", MIN: "min"}
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
     """The ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
-    if not groups:
-        return value
     if value.is_floating_point():
         wide = torch.promote_types(value.dtype, torch.float32)
     else:
@@ -85,200 +82,176 @@ def combine_powers(
     return each
 
 
-# What every reduction is made of
+class _Call:
+    """One call of a reduction of rows.
+
+    Attributes:
+        dims: those that it names, all of them if it names none.
+        groups: the process groups that cut the tensor along them.
+        wanted: the dtype that is asked for, or that of the rows.
+    """
+
+    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.op, self.args, self.kwargs = op, args, kwargs
+        if not isinstance(args[0], ShardedRows) or any(
+            isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())
+        ):
+            self.refuse("with an out= on tensors sharded by rows")
+        self.tensor: ShardedRows = args[0]
+        self.local = self.tensor._local_tensor
+        self.dims = self._dims(self.argument("dim"))
+        self.keepdim = bool(self.argument("keepdim", False))
+        self.groups = self.tensor.piece.axes_along(self.dims)
+        self.wanted: torch.dtype = self.argument("dtype") or self.tensor.dtype
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        for place, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                known = argument.default_value if argument.has_default_value() else default
+                return self.args[place] if place < len(self.args) else self.kwargs.get(name, known)
+        return default
+
+    def _dims(self, dim: Any) -> tuple[int, ...]:
+        ndim = self.tensor.ndim
+        if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+            return tuple(range(ndim))
+        named, least = [dim] if isinstance(dim, int) else list(dim), max(ndim, 1)
+        if any(not -least <= d < least for d in named):
+            raise IndexError(
+                f"dims {named} are out of range for a tensor of shape {tuple(self.tensor.shape)}"
+            )
+        return tuple(sorted(d % ndim for d in named)) if ndim else ()
+
+    @property
+    def count(self) -> int:
+        """How many elements become one."""
+        return math.prod(self.tensor.shape[d] for d in self.dims)
+
+    def on(self, local: Tensor, **options: Any) -> Any:
+        """What the op makes of local rows."""
+        return self.op(local, *self.args[1:], **{**self.kwargs, **options})
+
+    def filled(self, neutral: float) -> Tensor:
+        """The local rows, or where there is nothing along `dims`, one neutral element in its place."""
+        if all(self.local.shape[d] for d in self.dims):
+            return self.local
+        sizes = [1 if d in self.dims else size for d, size in enumerate(self.local.shape)]
+        return self.local.new_full(sizes, neutral)
+
+    def spread(self, value: Tensor) -> Tensor:
+        """`value`, reduced on all ranks that cut `dims`: sharded rows, or if dim 0 went whole."""
+        piece, shape = self.tensor.piece, self.tensor.shape
+        stays = value.ndim == len(shape)
+        of = [None if d in self.dims else d for d in range(len(shape)) if stays or d not in self.dims]
+        sizes = [size if d is None else shape[d] for d, size in zip(of, value.shape, strict=True)]
+        if 0 not in self.dims:
+            return rows(value, piece.with_trailing(sizes[1:], of=of[1:]))
+        return gather_even(value, sizes, piece.even_cuts_of(of))
+
+    def refuse(self, why: str = "") -> NoReturn:
+        refuse(self.op, self.args, self.kwargs, why)
 
 
-def _argument(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.name == name:
-            known = argument.default_value if argument.has_default_value() else default
-            return args[place] if place < len(args) else kwargs.get(name, known)
-    return default
+def reduction(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: Callable[[_Call], Any]) -> Any:
+    """Along dims that no group cuts the op on local rows; else what `rule` makes of all ranks' rows."""
+    call = _Call(op, args, kwargs)
+    is_local = not call.groups and call.local.numel()  # of no elements the op may warn
+    found = call.on(call.local) if is_local else rule(call)
+    return call.spread(found) if isinstance(found, Tensor) else tuple(map(call.spread, found))
 
 
-def _dims(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """The dims that a reduction names (all of them if it names none), and whether they stay."""
-    dim, ndim = _argument(op, args, kwargs, "dim"), args[0].ndim
-    if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
-        refuse(op, args, kwargs, "with an out= on tensors sharded by rows")
-    keepdim = bool(_argument(op, args, kwargs, "keepdim", False))
-    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
-        return tuple(range(ndim)), keepdim
-    named = [dim] if isinstance(dim, int) else list(dim)
-    if any(not -max(ndim, 1) <= d < max(ndim, 1) for d in named):
-        raise IndexError(f"dims {named} are out of range for a tensor of shape {tuple(args[0].shape)}")
-    return tuple(sorted(d % ndim for d in named)) if ndim else (), keepdim
+# Rules
 
 
-def _spread(tensor: ShardedRows, value: Tensor, dims: tuple[int, ...], *, keepdim: bool) -> Tensor:
-    """`value`, reduced along `dims` on all ranks that cut them: sharded rows, or if dim 0 went whole."""
-    piece = tensor.piece
-    of = [None if d in dims else d for d in range(tensor.ndim) if keepdim or d not in dims]
-    if 0 not in dims:
-        shape = [tensor.shape[d] if d is not None else 1 for d in of]
-        return rows(value, piece.with_trailing(shape[1:], of=of[1:]))
-    if not any(piece.axes_along([d]) for d in of if d is not None):
-        return value
-    spec = piece.spec_of([tensor.shape[d] if d is not None else 1 for d in of], of)
-    assert spec is not None
-    return gather_tensor_parallel(value.contiguous(), spec)
+def _along(call: _Call) -> Any:
+    """What each row has its own answer of."""
+    if call.groups:
+        call.refuse("along a dim that is cut over ranks")
+    return call.on(call.local)
 
 
-def _filled(local: Tensor, piece: Piece, dims: tuple[int, ...], neutral: float) -> Tensor:
-    """`local`, or where this rank has nothing along `dims`, one neutral element in its place."""
-    if all(local.shape[d] for d in dims):
-        return local
-    return local.new_full([1 if d in dims else size for d, size in enumerate(local.shape)], neutral)
+def _combined(call: _Call, *, reduce: Any) -> Tensor:
+    """What the op makes of each rank's rows, reduced."""
+    if reduce == PRODUCT and call.wanted.is_complex:
+        call.refuse()
+    if call.wanted not in HALF or not any(each.name == "dtype" for each in call.op._schema.arguments):
+        return combine(call.on(call.local), call.groups, reduce)
+    return combine(call.on(call.local, dtype=torch.float32), call.groups, reduce).to(call.wanted)
 
 
-# Reductions
+def _mean(call: _Call) -> Tensor:
+    if not (call.wanted.is_floating_point or call.wanted.is_complex):
+        call.on(torch.empty(call.tensor.shape, dtype=call.wanted, device="meta"))  # raises torch's own error
+    wide = torch.float32 if call.wanted in HALF else call.wanted
+    total = combine(call.local.sum(call.dims, keepdim=call.keepdim, dtype=wide), call.groups, SUM)
+    return (total / call.count).to(call.wanted)
 
 
-def summed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, reduce: Any) -> Any:
-    """sum, nansum, prod, count_nonzero."""
-    tensor = args[0]
-    dims, keepdim = _dims(op, args, kwargs)
-    groups = tensor.piece.axes_along(dims)
-    wanted = kwargs.get("dtype") or tensor.dtype
-    if reduce == PRODUCT and wanted.is_complex and groups:
-        refuse(op, args, kwargs)
-    if wanted in _HALF and groups and op._schema.name != "aten::count_nonzero":
-        value = combine(
-            op(tensor._local_tensor, *args[1:], **{**kwargs, "dtype": torch.float32}), groups, reduce
-        )
-        value = value.to(wanted)
-    else:
-        value = combine(op(tensor._local_tensor, *args[1:], **kwargs), groups, reduce)
-    return _spread(tensor, value, dims, keepdim=keepdim)
-
-
-def mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    dims, keepdim = _dims(op, args, kwargs)
-    groups = tensor.piece.axes_along(dims)
-    wanted = kwargs.get("dtype") or tensor.dtype
-    if not (wanted.is_floating_point or wanted.is_complex):
-        return op(torch.empty(tensor.shape, dtype=wanted, device="meta"))  # torch's own error
-    if not groups:
-        return _spread(tensor, op(tensor._local_tensor, *args[1:], **kwargs), dims, keepdim=keepdim)
-    wide = torch.float32 if wanted in _HALF else wanted
-    total = combine(tensor._local_tensor.sum(dims, keepdim=keepdim, dtype=wide), groups, SUM)
-    count = math.prod(tensor.shape[d] for d in dims)
-    return _spread(tensor, (total / count).to(wanted), dims, keepdim=keepdim)
-
-
-def norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    dims, keepdim = _dims(op, args, kwargs)
-    order = _argument(op, args, kwargs, "ord" if op._schema.name.endswith("vector_norm") else "p")
+def _norm(call: _Call) -> Tensor:
+    order = call.argument("ord", call.argument("p"))
     p = 2.0 if order is None else float(order)
-    groups = tensor.piece.axes_along(dims)
-    wanted = _argument(op, args, kwargs, "dtype") or tensor.dtype
     if p < 0 and not math.isinf(p):
-        refuse(op, args, kwargs, f"for p = {p} on tensors sharded by rows")
-    if math.isinf(p) and any(tensor.shape[d] == 0 for d in dims):
-        refuse(op, args, kwargs, "along an empty dim")
-    local = _filled(tensor._local_tensor, tensor.piece, dims, math.inf if p < 0 else 0.0)
-    wide = torch.float32 if wanted in _HALF else wanted
-    value = torch.linalg.vector_norm(local, p, dims, keepdim, dtype=wide)
-    if groups:
-        (value,) = combine_powers([value], [groups], p)
-    return _spread(tensor, value.to(wanted.to_real()), dims, keepdim=keepdim)
+        call.refuse(f"for p = {p} on tensors sharded by rows")
+    if math.isinf(p) and not call.count:
+        call.refuse("along an empty dim")
+    wide = torch.float32 if call.wanted in HALF else call.wanted
+    local = call.filled(math.inf if p < 0 else 0.0)
+    value = torch.linalg.vector_norm(local, p, call.dims, call.keepdim, dtype=wide)
+    return combine_powers([value], [call.groups], p)[0].to(call.wanted.to_real())
 
 
-def extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, largest: bool) -> Any:
-    """amax, amin, and max and min without a dim."""
-    tensor = args[0]
-    if len(op._schema.returns) != 1:
-        return along(op, args, kwargs)
-    dims, keepdim = _dims(op, args, kwargs)
-    if any(tensor.shape[d] == 0 for d in dims) or tensor.is_complex():
-        refuse(op, args, kwargs)
-    if tensor.is_floating_point():
+def _extreme(call: _Call, *, largest: bool) -> Any:
+    if len(call.op._schema.returns) > 1:  # with indices
+        return _along(call)
+    dtype = call.tensor.dtype
+    if not call.count or dtype.is_complex:
+        call.refuse()
+    if dtype.is_floating_point:
         worst = -math.inf if largest else math.inf
-    elif tensor.dtype == torch.bool:
+    elif dtype == torch.bool:
         worst = not largest
     else:
-        limits = torch.iinfo(tensor.dtype)
-        worst = limits.min if largest else limits.max
-    local = _filled(tensor._local_tensor, tensor.piece, dims, worst)
-    value = combine(op(local, *args[1:], **kwargs), tensor.piece.axes_along(dims), MAX if largest else MIN)
-    return _spread(tensor, value, dims, keepdim=keepdim)
+        worst = torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+    return combine(call.on(call.filled(worst)), call.groups, MAX if largest else MIN)
 
 
-def truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, reduce: Any) -> Any:
-    """any, all."""
-    tensor = args[0]
-    dims, keepdim = _dims(op, args, kwargs)
-    value = combine(op(tensor._local_tensor, *args[1:], **kwargs), tensor.piece.axes_along(dims), reduce)
-    return _spread(tensor, value, dims, keepdim=keepdim)
-
-
-def variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, root: bool) -> Any:
-    """var, std: the mean of squared distances from the mean."""
-    tensor = args[0]
-    dims, keepdim = _dims(op, args, kwargs)
-    if not tensor.piece.axes_along(dims) and tensor._local_tensor.numel():  # of no rows torch warns
-        return _spread(tensor, op(tensor._local_tensor, *args[1:], **kwargs), dims, keepdim=keepdim)
-    if tensor.is_complex() or not tensor.is_floating_point():
-        refuse(op, args, kwargs)
-    unbiased = _argument(op, args, kwargs, "unbiased", True)
-    correction = _argument(op, args, kwargs, "correction")
-    correction = int(unbiased) if correction is None else correction
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    squares = (wide - wide.mean(dims, keepdim=True)).square().sum(dims, keepdim=keepdim)
-    found = squares / max(0, math.prod(tensor.shape[d] for d in dims) - correction)
-    return (found.sqrt() if root else found).to(tensor.dtype)
-
-
-def along(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops along one trailing dim, in which each row has its own answer."""
-    tensor = args[0]
-    if not isinstance(tensor, ShardedRows) or _argument(op, args, kwargs, "dim") is None:
-        refuse(op, args, kwargs)
-    dims, _ = _dims(op, args, kwargs)
-    if not dims or tensor.piece.axes_along(dims):
-        refuse(op, args, kwargs, "along a dim that is cut over ranks")
-    found = op(tensor._local_tensor, *args[1:], **kwargs)
-
-    def wrap(value: Tensor) -> Tensor:
-        stays = value.ndim == tensor.ndim
-        of = [None if d in dims else d for d in range(1, tensor.ndim) if stays or d not in dims]
-        sizes = [
-            tensor.shape[d] if d is not None else size for d, size in zip(of, value.shape[1:], strict=True)
-        ]
-        return rows(value, tensor.piece.with_trailing(sizes, of=of))
-
-    return wrap(found) if isinstance(found, Tensor) else tuple(wrap(value) for value in found)
+def _variance(call: _Call, *, root: bool) -> Tensor:
+    """The mean of squared distances from the mean."""
+    if not call.tensor.is_floating_point():
+        call.refuse()
+    correction = call.argument("correction")
+    if correction is None:
+        correction = int(call.argument("unbiased", True))
+    wide = call.tensor.to(torch.promote_types(call.tensor.dtype, torch.float32))
+    distances: Any = wide - wide.mean(call.dims, keepdim=True)
+    squares = distances._local_tensor.square().sum(call.dims, keepdim=call.keepdim)
+    variance = combine(squares, call.groups, SUM) / max(0, call.count - correction)
+    return (variance.sqrt() if root else variance).to(call.tensor.dtype)
 
 
 def equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """`torch.equal`: collective over the axes that cut either."""
     a, b = args
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool((a == b).all().item())
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all().item())
 
 
-REDUCTIONS: dict[str, Handler] = {
-    "sum": partial(summed, reduce=SUM),
-    "nansum": partial(summed, reduce=SUM),
-    "count_nonzero": partial(summed, reduce=SUM),
-    "prod": partial(summed, reduce=PRODUCT),
-    "mean": mean,
-    "norm": norm,
-    "linalg_vector_norm": norm,
-    "amax": partial(extreme, largest=True),
-    "amin": partial(extreme, largest=False),
-    "max": partial(extreme, largest=True),
-    "min": partial(extreme, largest=False),
-    "any": partial(truth, reduce=MAX),
-    "all": partial(truth, reduce=MIN),
-    "var": partial(variance, root=False),
-    "std": partial(variance, root=True),
-    "equal": equal,
+_RULES: dict[str, Callable[[_Call], Any]] = {
+    **dict.fromkeys(("sum", "nansum", "count_nonzero"), partial(_combined, reduce=SUM)),
+    "prod": partial(_combined, reduce=PRODUCT),
+    "any": partial(_combined, reduce=MAX),
+    "all": partial(_combined, reduce=MIN),
+    "mean": _mean,
+    **dict.fromkeys(("norm", "linalg_vector_norm"), _norm),
+    **dict.fromkeys(("amax", "max"), partial(_extreme, largest=True)),
+    **dict.fromkeys(("amin", "min"), partial(_extreme, largest=False)),
+    "var": partial(_variance, root=False),
+    "std": partial(_variance, root=True),
     **dict.fromkeys(
         ("argmax", "argmin", "cumsum", "cumprod", "logcumsumexp", "logsumexp", "sort", "topk",
-         "_softmax", "_log_softmax"), along,
+         "_softmax", "_log_softmax"), _along,
     ),
 }  # fmt: skip
+REDUCTIONS: dict[str, Handler] = {
+    "equal": equal,
+    **{name: partial(reduction, rule=rule) for name, rule in _RULES.items()},
+}

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
-from torch.distributed.tensor import Placement
-
 from shardwise._compat.dtensors import OwnShard
 from shardwise.errors import ShardingError, here
 
@@ -78,8 +76,3 @@ class RowShard(OwnShard):
             f"{here()}: torch was asked {what} where {self} says which rows each rank holds, and would cut"
             " evenly; make the tensor with distribute_tensor, DTensor.from_local or redistribute"
         )
-
-
-def is_cut_by_rows(placements: Sequence[Placement] | None) -> bool:
-    """Does one of `placements` say which rows each rank holds?"""
-    return placements is not None and any(type(placement) is RowShard for placement in placements)

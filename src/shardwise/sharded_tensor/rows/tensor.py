@@ -13,35 +13,50 @@ cost of one call per op, and `torch.nn.utils.clip_grad_norm_` is right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise import _compat
 from shardwise._compat.dtensors import OwnDTensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import entries
+from shardwise.sharded_tensor.registry import Handler, declared
 from shardwise.sharded_tensor.rows import autograd, convert
 from shardwise.sharded_tensor.rows.piece import Piece, piece_of
-from shardwise.sharded_tensor.rows.registry import HANDLERS, handler_of
 from shardwise.sharded_tensor.rows.row_shard import RowShard
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 _requires_grad: Any = Tensor.requires_grad
+_handlers: dict[Any, Handler] = {}  # by operator, once it was met
+
+
+@declared
+def handler_of(op: Any) -> Handler:  # type: ignore[empty-body]
+    """How to run `op` on rows, met for the first time; `ops` decides."""
+
+
+def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
+    """A method that refuses, since its answer would be of this rank's rows alone."""
+
+    def refuse(self: ShardedRows, *unused: Any, **also: Any) -> NoReturn:
+        raise ShardingError(
+            f"{here()}: {what} of a tensor of shape {tuple(self.shape)} sharded by rows would be of"
+            f" this rank's ({self.box}) alone; call it on .full_tensor() (collective) or on .local"
+        )
+
+    return refuse
 
 
 class ShardedRows(OwnDTensor):
-    """A DTensor of global shape whose local memory is this rank's rows.
+    """A DTensor of global shape whose local memory is this rank's rows, maybe none.
 
     Made by `fully_shard(layout="contiguous")`: parameters, their gradients, and what optimizers derive
-    from them; and by `distribute_tensor`, `DTensor.from_local` and `redistribute` with such a tensor's
-    `placements`. Where a rank holds no rows, `local` has zero of them.
+    from them; and by `distribute_tensor`, `DTensor.from_local` and `redistribute` with their `placements`.
     """
 
     # torch looks for it by name at every attribute (grad, dtype, ...): here it finds it first.
@@ -64,18 +79,16 @@ class ShardedRows(OwnDTensor):
     @classmethod
     @_compat.runs_eagerly
     def from_dtensor(cls, dtensor: DTensor, piece: Piece) -> ShardedRows:
-        """A DTensor of the same global shape, cut as `piece`.
-
-        From `Shard(0)` over the ranks of the piece each row moves at most once; from other placements
-        the whole tensor is gathered on the way. Collective over the DTensor's mesh.
-        """
-        return cls.wrap(convert.from_dtensor(dtensor, piece), piece)
+        """A DTensor of the same global shape, cut as `piece`. Collective over the DTensor's mesh."""
+        return cls.wrap(convert.rows_of(dtensor, piece), piece)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        handler = HANDLERS.get(func) or handler_of(func)
+        handler = _handlers.get(func)
+        if handler is None:
+            handler = _handlers[func] = handler_of(func)
         return handler(func, args, kwargs or {})
 
     @property
@@ -101,7 +114,7 @@ class ShardedRows(OwnDTensor):
                 still to be added up (`Partial`) over mesh axes that replicate it. None: as this tensor.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(Tensor, autograd.ToLocal.apply(self, grad_placements))  # type: ignore[no-untyped-call]
+            return autograd.to_local(self, grad_placements)
         return self._local_tensor
 
     @_compat.runs_eagerly
@@ -115,7 +128,7 @@ class ShardedRows(OwnDTensor):
                 (`Replicate`, the default) or to be added up (`Partial`).
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(Tensor, autograd.FullTensor.apply(self, grad_placements))  # type: ignore[no-untyped-call]
+            return autograd.full_tensor(self, grad_placements)
         return convert.full_tensor(self._local_tensor, self.piece)
 
     @_compat.runs_eagerly
@@ -139,28 +152,24 @@ class ShardedRows(OwnDTensor):
         source = self if forward_dtype in (None, self.dtype) else cast(DTensor, self.to(forward_dtype))
         if mesh == self.device_mesh and tuple(placements) == self.placements:
             return source
-        return cast(DTensor, autograd.Redistribute.apply(source, mesh, tuple(placements)))  # type: ignore[no-untyped-call]
+        return autograd.redistributed(source, mesh, tuple(placements))
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
-        """The same tensor as a DTensor cut evenly on dim 0; each row moves at most once.
+        """The same tensor cut evenly on dim 0 over every axis of `mesh`, without gradient.
 
-        Collective over the ranks that hold its rows.
-
-        Args:
-            mesh: 1-D mesh of just these ranks, or None to make one.
-
-        Raises:
-            ShardingError: a tensor-parallel tensor, rows cut over several mesh axes or none, or another
-                mesh.
+        `mesh` is by default of the ranks over which rows are cut. Collective as `redistribute`.
         """
-        return convert.to_dtensor(self._local_tensor, self.piece, mesh)
+        group = self.piece.group
+        if mesh is None:
+            mesh = DeviceMesh.from_group(group, self.device.type) if group is not None else self.device_mesh
+        return cast(DTensor, self.detach()).redistribute(mesh, [Shard(0)] * mesh.ndim)
 
     @_compat.runs_eagerly
     def load_dtensor(self, source: DTensor) -> None:
         """Take the values of a DTensor of the same global shape. Collective over the DTensor's mesh."""
         with torch.no_grad():
-            self._local_tensor.copy_(convert.from_dtensor(source, self.piece))
+            self._local_tensor.copy_(convert.rows_of(source, self.piece))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = "ShardedParameter" if self._is_param else "ShardedRows"
@@ -169,11 +178,9 @@ class ShardedRows(OwnDTensor):
 
     def __deepcopy__(self, memo: Any) -> ShardedRows:
         if id(self) not in memo:
-            copied = self.wrap(
-                self._local_tensor.detach().clone(), self.piece, requires_grad=self.requires_grad
-            )
-            copied._is_param = self._is_param
-            memo[id(self)] = copied
+            kind = ShardedParameter if self._is_param else ShardedRows
+            local = self._local_tensor.detach().clone()
+            memo[id(self)] = kind.wrap(local, self.piece, requires_grad=self.requires_grad)
         return cast(ShardedRows, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -190,18 +197,17 @@ class ShardedRows(OwnDTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Other rows of a tensor of the same shape, or a DTensor of it, in place of these.
+        """Other rows of a tensor of the same shape, or a DTensor of it, copied to where these lie.
 
-        They are copied to where these lie, which is what ranks gather; only another dtype or device takes
-        other memory.
+        Ranks gather that memory; only another dtype or device takes other.
         """
-        if isinstance(value, DTensor) and not isinstance(value, ShardedRows) and value.shape == self.shape:
-            value = self.from_dtensor(value, self.piece)
-        if not isinstance(value, ShardedRows) or value.shape != self.shape:
+        if not isinstance(value, DTensor) or value.shape != self.shape:
             raise ShardingError(
                 f"{here()}: expected rows of a tensor of shape {tuple(self.shape)} as .data, found a"
                 f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
             )
+        if not isinstance(value, ShardedRows):
+            value = self.from_dtensor(value, self.piece)
         if value.piece == self.piece and (value.dtype, value.device) == (self.dtype, self.device):
             if value._local_tensor is not self._local_tensor:
                 self._local_tensor.copy_(value._local_tensor)
@@ -242,23 +248,10 @@ class ShardedRows(OwnDTensor):
         self.hooked = ShardedRows.any_hooked = True
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def tolist(self) -> Any:
-        return self._beyond("tolist()")
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._beyond("numpy()")
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self._beyond("numpy()")
-
-    def data_ptr(self) -> int:
-        return self._beyond("data_ptr()")
-
-    def _beyond(self, what: str) -> NoReturn:
-        raise ShardingError(
-            f"{here()}: {what} of a tensor of shape {tuple(self.shape)} sharded by rows would be of"
-            f" this rank's ({self.box}) alone; call it on .full_tensor() (collective) or on .local"
-        )
+    tolist: Any = _of_local_rows_alone("tolist()")
+    numpy: Any = _of_local_rows_alone("numpy()")
+    __array__: Any = numpy
+    data_ptr: Any = _of_local_rows_alone("data_ptr()")
 
     # What torch.compile asks of a tensor made of others; DTensor answers the first half from `_spec`
 
