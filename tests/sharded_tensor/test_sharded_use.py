@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.layout import Box
-from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec, ones, zeros
+from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec, autograd, ones, zeros
 
 SIZE = (5, 7)
 # On three ranks: one shard each; several on rank 0 and none on rank 2.
@@ -269,6 +270,20 @@ def test_the_whole_is_differentiable_and_every_rank_has_it() -> None:
         with CommCounter() as counter:
             made.full_tensor()
         assert counter.bytes("send") == 2 * held * 4 + word_bytes()  # to each of the two others
+
+
+@on_ranks(3)
+def test_the_whole_comes_by_one_all_gather_on_backends_that_are_better_at_it() -> None:
+    whole = counted(SIZE)
+    for spec, kind in (*((spec, "all_gather") for spec in SPECS), (rows(1), "broadcast")):
+        made = cut(whole, spec, requires_grad=True)
+        with mock.patch.object(autograd, "backend_of", return_value="another"), CommCounter() as counter:
+            found = made.full_tensor()
+        assert [call.kind for call in counter.calls if call.kind not in ("send", "recv")] == [kind]
+        assert torch.equal(found, whole)
+        (found * whole).sum().backward()
+        assert made.grad is not None
+        assert torch.equal(made.grad.full_tensor(), whole)
 
 
 # ---------------------------------------------------------------- as objects

@@ -151,37 +151,45 @@ def _end_to_end(
     return (buffer.view(torch.uint8), counts), [(m, view.view(m.box.sizes)) for (_, m), view in views]
 
 
-def gather(boxes: Sequence[Box], whole: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Fill in the `boxes` of all ranks in `whole`, where this rank's own is already. Collective over `group`.
+def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Fill in the boxes of all ranks in `whole`, where this rank's own are already. Collective over `group`.
+
+    One all-gather, padded to the rank that holds most; or a broadcast by each rank that holds any, where one
+    alone does or padding would more than double the bytes.
 
     Args:
-        boxes: of each rank of the group one, maybe empty; the same on all ranks.
+        held: the boxes of each rank of the group; the same on all ranks.
         whole: of any dtype. Where it stands for values in a graph, the all-gather becomes part of that.
     """
-    numels = [box.numel for box in boxes]
+    all_of_it, ranks = Box.whole(whole.shape), len(held)
+    parts = [[part(all_of_it, whole, box) for box in boxes if not box.is_empty] for boxes in held]
+    numels = [sum(each.numel() for each in pieces) for pieces in parts]
     holders = [rank for rank, numel in enumerate(numels) if numel]
-    if not holders or len(boxes) == 1:
+    if not holders or ranks == 1:
         return
-    parts = [part(Box.whole(whole.shape), whole, box) for box in boxes]
     largest, traced = max(numels), _compat.is_functional(whole)
-    if not traced and (len(holders) == 1 or largest * len(boxes) > 2 * sum(numels)):
+    if not traced and (len(holders) == 1 or largest * ranks > 2 * sum(numels)):
         for rank in holders:
-            wire, staged = _buffer([parts[rank]], whole.device)
+            wire, staged = _buffer(parts[rank], whole.device)
             _copy((view, own) for own, view in staged)
             dist.broadcast(wire, group=group, group_src=rank)
             _copy(staged)
         return
-    mine = parts[group.rank()].reshape(-1)
-    if mine.numel() < largest or mine.stride(0) != 1:
-        mine = torch.cat([mine, mine.new_zeros(largest - mine.numel())])
+    flat = [each.reshape(-1) for each in parts[group.rank()]]
+    if padding := largest - numels[group.rank()]:
+        flat.append(whole.new_zeros(padding))
+    mine = flat[0] if len(flat) == 1 and flat[0].stride(0) == 1 else torch.cat(flat)
     if traced:
-        gathered = _compat.traced_all_gather(mine, group.size(), group.group_name)
+        gathered = _compat.traced_all_gather(mine, ranks, group.group_name)
     else:
-        gathered = mine.new_empty(group.size() * largest)
+        gathered = mine.new_empty(ranks * largest)
         sent, received = mine.view(torch.uint8), gathered.view(torch.uint8)
         _compat.all_gather_single(received, sent, group, async_op=False)
-    for into, each in zip(parts, gathered.view(len(boxes), largest), strict=True):
-        into.copy_(each[: into.numel()].view(into.shape))
+    for rank, pieces in enumerate(parts):
+        begin = rank * largest
+        for into in pieces:
+            into.copy_(gathered[begin : begin + into.numel()].view(into.shape))
+            begin += into.numel()
 
 
 def part(box: Box, tensor: Tensor, of: Box) -> Tensor:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm import extremes
-from shardwise.comm.agree import Agreement
-from shardwise.comm.exchange import exchange, part
+from shardwise.comm.agree import Agreement, backend_of
+from shardwise.comm.exchange import exchange, gather, part
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.group import is_outside
@@ -118,7 +118,7 @@ def moved(
     anchor: Tensor,
     like: torch.memory_format = torch.contiguous_format,
     agreement: Agreement | None = None,
-    to_all: bool = False,
+    to_all: Sequence[Sequence[Box]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """This rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
 
@@ -129,7 +129,7 @@ def moved(
         anchor: an empty tensor that requires grad where the whole source does.
         like: memory format of what is made.
         agreement: under way, about these messages; see `exchange`.
-        to_all: is the target the whole on every rank, and so is its gradient?
+        to_all: where the target is the whole on every rank, and so its gradient: what each rank holds.
 
     Returns:
         The target tensors, and an empty one that keeps a rank without any in the autograd graph.
@@ -141,6 +141,13 @@ def moved(
             torch.empty(box.sizes, dtype=nothing.dtype, device=nothing.device, memory_format=like)
             for box in target
         ]
+        if to_all is not None and not nothing.is_meta and backend_of(group, nothing.device) != "gloo":
+            if agreement is not None:
+                agreement.settle()
+            for box, tensor in zip(source, held, strict=True):
+                part(target[0], made[0], box).copy_(tensor)
+            gather(to_all, made[0], group=group)
+            return nothing.new_empty(0), *made
         exchange_values(
             messages,
             source=list(zip(source, held, strict=True)),
@@ -151,7 +158,7 @@ def moved(
         return nothing.new_empty(0), *made
 
     def backward(_: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        if to_all:
+        if to_all is not None:
             # Copies: views would keep all of the whole gradient alive, and share it with its other users.
             own = (part(target[0], grads[0], box) for box in source)
             return nothing, *(grad.clone(memory_format=torch.contiguous_format) for grad in own)

@@ -151,7 +151,7 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
         group=group,
         anchor=sharded.anchor,
         agreement=agreement,
-        to_all=True,
+        to_all=boxes_of(sharded.metadata(), group),
     )
     return whole
 

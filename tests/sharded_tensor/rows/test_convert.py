@@ -111,7 +111,7 @@ def test_dtensors_and_rows_convert_both_ways_moving_each_row_at_most_once(cut: C
         assert moved_bytes(counter) == dtensor.to_local().nbytes - kept_bytes
         assert torch.equal(back.local, rows.local)
         rows.zero_()
-        rows.load_dtensor(dtensor)
+        rows.copy_(dtensor)
         assert torch.equal(rows.local, back.local)
 
 

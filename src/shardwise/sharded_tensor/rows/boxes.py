@@ -27,18 +27,15 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
     """The same tensor as a sharded one, which shares the memory of the rows; without gradient.
 
-    Local where rows are cut over one group, without tensor parallelism, and no other group is asked for;
-    otherwise collective: ranks tell their boxes.
+    A rank without rows holds an empty shard. Local where rows are cut over one group, without tensor
+    parallelism, and no other group is asked for; otherwise collective: ranks tell their boxes.
 
     Args:
-        rows: a `ShardedParameter`, its gradient or an optimizer's state. A rank without rows holds an empty
-            shard.
-        process_group: the ranks of the sharded tensor, which together hold all of it. By default the one
-            group over which rows are cut, or the default group.
+        rows: a `ShardedParameter`, its gradient or an optimizer's state.
+        process_group: by default the one group over which rows are cut, or the default group.
 
     Raises:
-        ShardingError: a tensor-parallel placement that is neither replicated nor sharded; ranks that do not
-            hold all of the tensor, or parts of it twice.
+        ShardingError: ranks that together do not hold all of the tensor, or parts of it twice.
     """
     piece = rows.piece
     if process_group is None and piece.group is not None and not piece.even_cuts:
@@ -60,11 +57,8 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
 def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     """Copy the values of a sharded tensor into `rows`, wherever they lie; each rank gets what it lacks once.
 
-    Collective over the group of `sharded`.
-
-    Args:
-        sharded: of any cut, device and dtype; values are converted.
-        rows: this rank's part of a tensor of the same shape; every rank of the group passes its own.
+    Collective over the group of `sharded`, of which every rank passes its rows of a tensor of the same shape.
+    Values are converted to their dtype and device.
 
     Raises:
         ShardingError: on every rank, where a rank passes rows of a tensor of another shape.

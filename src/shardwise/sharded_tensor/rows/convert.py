@@ -44,15 +44,9 @@ def _gathered(local: Tensor, piece: Piece) -> Tensor:
         width = step * group.size()
         first = piece.rank // width * width
         starts = range(first, first + width, step)
-        gather([_end_to_end(piece.boxes[i : i + step]) for i in starts], whole, group=group)
+        gather([piece.boxes[i : i + step] for i in starts], whole, group=group)
         step = width
     return whole
-
-
-def _end_to_end(boxes: Sequence[Box]) -> Box:
-    """Rows that lie one after the other, as one box."""
-    first = next((box for box in boxes if not box.is_empty), boxes[0])
-    return Box(first.offsets, (sum(box.sizes[0] for box in boxes), *first.sizes[1:]))
 
 
 def gather_even(part: Tensor, shape: Sequence[int], even_cuts: EvenCuts) -> Tensor:
@@ -65,7 +59,7 @@ def gather_even(part: Tensor, shape: Sequence[int], even_cuts: EvenCuts) -> Tens
     whole = part.new_empty(torch.Size(shape))
     own = gather_even(part, mine.sizes, tuple(inner))
     part_at(Box.whole(shape), whole, mine).copy_(own)
-    gather(boxes, whole, group=group)
+    gather([[box] for box in boxes], whole, group=group)
     return whole
 
 
@@ -148,13 +142,12 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
 def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
     """The rows of `piece` from the rank that is `source` on every mesh axis. Collective over the mesh."""
     box, whole = Box.whole(piece.shape), whole.contiguous()
-    nothing = Box(box.offsets, (0, *box.sizes[1:]))
     for axis in range(piece.mesh.ndim):
         group = piece.mesh.get_group(axis)
         if group.size() > 1:
             whole = whole if group.rank() == source else torch.empty_like(whole)
             with announced(group, f"distribute a whole tensor\nof shape {list(piece.shape)}"):
-                held = [box if rank == source else nothing for rank in range(group.size())]
+                held = [[box] if rank == source else [] for rank in range(group.size())]
                 gather(held, whole, group=group)
     return local_part(piece, whole).clone(memory_format=torch.contiguous_format)
 

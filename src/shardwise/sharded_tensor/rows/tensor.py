@@ -165,12 +165,6 @@ class ShardedRows(OwnDTensor):
             mesh = DeviceMesh.from_group(group, self.device.type) if group is not None else self.device_mesh
         return cast(DTensor, self.detach()).redistribute(mesh, [Shard(0)] * mesh.ndim)
 
-    @_compat.runs_eagerly
-    def load_dtensor(self, source: DTensor) -> None:
-        """Take the values of a DTensor of the same global shape. Collective over the DTensor's mesh."""
-        with torch.no_grad():
-            self._local_tensor.copy_(convert.rows_of(source, self.piece))
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = "ShardedParameter" if self._is_param else "ShardedRows"
         grad = ", requires_grad=True" if self.requires_grad else ""
