@@ -39,7 +39,8 @@ _FORWARD = (
 
 def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
     """The error for an op whose answer from this rank's rows alone would be wrong."""
-    sharded = next((value for value in leaves((args, kwargs)) if isinstance(value, ShardedRows)), None)
+    listed = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
+    sharded = next((value for each in listed for value in each if isinstance(value, ShardedRows)), None)
     name = op._schema.name.removeprefix("aten::")
     which = "" if sharded is None else f" (here {_called(sharded.piece.name)}of shape {tuple(sharded.shape)})"
     raise ShardingError(
@@ -62,14 +63,6 @@ def is_foreign(value: Any) -> bool:
 def whole(tensor: ShardedRows) -> Tensor:
     """The whole tensor, below autograd. Collective."""
     return convert.full_tensor(tensor.local, tensor.piece)
-
-
-def leaves(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in leaves(item)]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in leaves(item)]
-    return [value]
 
 
 def rows(local: Tensor, piece: Piece) -> ShardedRows:

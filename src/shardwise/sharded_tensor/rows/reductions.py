@@ -225,7 +225,7 @@ def _variance(call: _Call, *, root: bool) -> Tensor:
     wide = call.tensor.to(torch.promote_types(call.tensor.dtype, torch.float32))
     distances: Any = wide - wide.mean(call.dims, keepdim=True)
     squares = distances._local_tensor.square().sum(call.dims, keepdim=call.keepdim)
-    variance = combine(squares, call.groups, SUM) / max(0, call.count - correction)
+    variance: Tensor = combine(squares, call.groups, SUM) / max(0, call.count - correction)
     return (variance.sqrt() if root else variance).to(call.tensor.dtype)
 
 
