@@ -33,6 +33,7 @@ from shardwise.checkpoint.commit import MANIFEST, find, rank_and_size, read_mani
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
+from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import digest
@@ -54,10 +55,13 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     """
     rank, _ = rank_and_size()
     what = f"loading from {path}"
-    asked = together(what, lambda: (step, str(find(Path(path), step)) if rank == 0 else ""))
-    expected, folder = asked[0]
-    other = {r: f"expected step={expected} as on rank 0, found {s}" for r, (s, _) in enumerate(asked)}
-    raise_all(what, {r: text for r, text in other.items() if asked[r][0] != expected})
+
+    def ask() -> dict[str, Any]:
+        return {"call": {"step": step}, "found": str(find(Path(path), step)) if rank == 0 else ""}
+
+    asked = together(what, ask)
+    alike(what, asked, {"call": "Load the same step on every rank"})
+    folder = asked[0]["found"]
     what = f"loading {folder}"
     checked: list[_Checked] = []
 

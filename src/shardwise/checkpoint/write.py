@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -35,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from shardwise import _compat
 from shardwise.checkpoint.commit import FORMAT, open_staging, prune, publish, rank_and_size
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
-from shardwise.comm.agree import raise_all, together
+from shardwise.checkpoint.told import alike
+from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.files.manifest import digest, sync
 from shardwise.layout import Box, cover
@@ -64,7 +64,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
         _check_arguments(path, step, keep)
         found = flatten(state, rank=rank, ranks=size)
         flat.leaves, flat.lists, flat.per_rank = found.leaves, found.lists, found.per_rank
-        return {"call": [step, keep], **_told(flat, compare=size > 1)}
+        return {"call": {"step": step, "keep": keep}, **_told(flat, compare=size > 1)}
 
     contents = _agreed(what, together(what, tell))
     tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
@@ -100,53 +100,34 @@ def _told(flat: Flat, *, compare: bool) -> dict[str, Any]:
         "values": {n: to_json(n, leaf.value) for n, leaf in flat.leaves.items() if not leaf.is_tensor},
         "lists": flat.lists,
         "per_rank": flat.per_rank,
-        "contents": {name: _content(leaf) for name, leaf in tensors.items()} if compare else {},
+        "contents": {n: _content(leaf) for n, leaf in tensors.items() if compare and _is_plain(leaf)},
     }
 
 
-def _content(leaf: Leaf) -> str | None:
-    """A digest of a plain tensor, which is to be equal on all ranks that have it; None of others."""
-    if isinstance(leaf.value, DTensor) or hasattr(leaf.value, "__create_write_items__"):
-        return None
-    return hashlib.sha256(as_bytes(leaf.value)).hexdigest()
+def _is_plain(leaf: Leaf) -> bool:
+    return not isinstance(leaf.value, DTensor) and not hasattr(leaf.value, "__create_write_items__")
 
 
-_FIX_VALUE = "Make it equal, or wrap it in shardwise.checkpoint.PerRank, which keeps every rank's own"
-_FIX_TENSOR = (
-    "Make it equal (say by dist.broadcast from rank 0), or wrap it in shardwise.checkpoint.PerRank, which"
-    " keeps every rank's own"
+def _content(leaf: Leaf) -> str:
+    return f"a plain tensor of numbers {hashlib.sha256(as_bytes(leaf.value)).hexdigest()}"
+
+
+_FIX = "Give the same on every rank"
+_FIX_CONTENT = (
+    "Make it equal (a tensor say by dist.broadcast from rank 0), or wrap it in"
+    " shardwise.checkpoint.PerRank, which keeps every rank's own"
 )
+_KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, "contents": _FIX_CONTENT}
 
 
 def _agreed(what: str, told: list[dict[str, Any]]) -> dict[str, Any]:
     """The manifest's contents over all ranks. Raises on every rank where they differ."""
-    contents: dict[str, Any] = {"tensors": {}, "values": {}, "lists": {}}
-    seen: dict[str, Any] = {}
-    per_rank: dict[str, None] = {}
-    problems: dict[int, str | None] = {}
-    for rank, tale in enumerate(told):
-        wrong = []
-        if tale["call"] != told[0]["call"]:
-            wrong.append(f"expected step and keep {told[0]['call']} as on rank 0, found {tale['call']}")
-        for kind, known in contents.items():
-            for name, entry in tale[kind].items():
-                expected = known.setdefault(name, entry)
-                if json.dumps(expected) != json.dumps(entry):
-                    fix = f". {_FIX_VALUE}" if kind == "values" else ""
-                    wrong.append(
-                        f"{name}: expected {expected!r:.200} as on a lower rank, found {entry!r:.200}{fix}"
-                    )
-        for name, content in tale["contents"].items():
-            if seen.setdefault(name, content) != content:
-                wrong.append(f"{name}: a plain tensor with other numbers than on a lower rank. {_FIX_TENSOR}")
-        for name in set(tale["values"]) & set(contents["tensors"]) | set(tale["tensors"]) & set(
-            contents["values"]
-        ):
-            wrong.append(f"{name}: a tensor on one rank, a plain value on another")
-        per_rank |= dict.fromkeys(tale["per_rank"])
-        problems[rank] = "\n".join(wrong) or None
-    raise_all(what, problems)
-    return {**contents, "per_rank": list(per_rank)}
+    found = alike(what, told, _KINDS)
+    mixed = sorted(set(found["tensors"]) & set(found["values"]))
+    if mixed:
+        raise CheckpointError(f"{what} failed: {mixed[0]}: a tensor on one rank, a plain value on another")
+    per_rank = list(dict.fromkeys(name for tale in told for name in tale["per_rank"]))
+    return {**{kind: found[kind] for kind in ("tensors", "values", "lists")}, "per_rank": per_rank}
 
 
 # ------------------------------------------------------------ tensors

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.commit import rank_and_size
 from shardwise.checkpoint.state import as_bytes
+from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import sync
@@ -67,16 +68,17 @@ def save_slices(
 
     def tell() -> dict[str, Any]:
         own.update({name: _known(name, tensor) for name, tensor in tensors.items()})
-        texts = json.dumps([str(path), _checked(metadata)], sort_keys=True)
-        return {"call": texts, "tensors": {name: _told(tensor) for name, tensor in own.items()}}
+        call = {"path": str(path), "metadata": sorted(_checked(metadata).items())}
+        return {"call": call, "tensors": {name: _told(tensor) for name, tensor in own.items()}}
 
     told = together(what, tell)
+    known = alike(what, told, {"call": _FIX, "tensors": _FIX})["tensors"]
     rank, _ = rank_and_size()
     plan: list[_Plan] = []
 
     def check() -> None:
-        _check_told(own, told, rank)
-        plan.append(_planned(told, metadata))
+        _check_holders(own, told)
+        plan.append(_planned(known, told, metadata))
 
     together(what, check)
     staging = Path(together(what, lambda: _create(path, plan[0]) if rank == 0 else "")[0])
@@ -123,39 +125,27 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 def _told(tensor: ShardedTensor | Tensor) -> list[Any]:
     """What ranks compare: dtype, shape, and how it is cut."""
-    cut = fingerprint(describe(tensor.metadata())) if isinstance(tensor, ShardedTensor) else None
+    cut = "not sharded"
+    if isinstance(tensor, ShardedTensor):
+        cut = f"cut {fingerprint(describe(tensor.metadata())):x}"
     return [NAMES[tensor.dtype], list(tensor.shape), cut]
 
 
-def _check_told(own: Mapping[str, ShardedTensor | Tensor], told: Sequence[dict[str, Any]], rank: int) -> None:
-    """Did every rank mean what this one does?"""
+_FIX = "Give the same on every rank"
+
+
+def _check_holders(own: Mapping[str, ShardedTensor | Tensor], told: Sequence[dict[str, Any]]) -> None:
     problems = []
-    for other, tale in enumerate(told):
-        if tale["call"] != told[rank]["call"]:
-            problems.append(
-                f"path and metadata are {told[rank]['call']} here, but {tale['call']} on rank {other}"
-            )
-        for name, found in tale["tensors"].items():
-            expected = told[rank]["tensors"].get(name, found)
-            if found != expected:
-                problems.append(f"{name}: {_show(expected)} here, but {_show(found)} on rank {other}")
     for name, tensor in own.items():
-        holders = (
-            [shard.rank for shard in tensor.metadata().shards_metadata]
-            if isinstance(tensor, ShardedTensor)
-            else []
-        )
-        missing = sorted({holder for holder in holders if name not in told[holder]["tensors"]})
-        if missing:
-            problems.append(
-                f"{name}: ranks {missing} hold shards of it, but do not save it; pass it there too"
-            )
+        if isinstance(tensor, ShardedTensor):
+            holders = {shard.rank for shard in tensor.metadata().shards_metadata}
+            missing = sorted(holder for holder in holders if name not in told[holder]["tensors"])
+            if missing:
+                problems.append(
+                    f"{name}: ranks {missing} hold shards of it, but do not save it; pass it there too"
+                )
     if problems:
         raise CheckpointError("\n".join(problems))
-
-
-def _show(told: Sequence[Any]) -> str:
-    return f"{told[0]} {tuple(told[1])} {'not sharded' if told[2] is None else f'in cut {told[2]:x}'}"
 
 
 @dataclass(frozen=True)
@@ -174,13 +164,10 @@ class _Plan:
     places: dict[str, _Place]
 
 
-def _planned(told: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None) -> _Plan:
-    known: dict[str, list[Any]] = {}
-    savers: dict[str, list[int]] = {}
-    for rank, tale in enumerate(told):
-        for name, entry in tale["tensors"].items():
-            known[name] = entry
-            savers.setdefault(name, []).append(rank)
+def _planned(
+    known: Mapping[str, list[Any]], told: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None
+) -> _Plan:
+    savers = {name: [rank for rank, tale in enumerate(told) if name in tale["tensors"]] for name in known}
     names = sorted(known, key=lambda name: (-DTYPES[known[name][0]].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, begin = {}, 0
