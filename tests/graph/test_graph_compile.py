@@ -154,7 +154,7 @@ def test_graphs_of_a_sharded_model_overlap_and_are_bounded() -> None:
     compiled = torch.compile(
         net,
         fullgraph=True,
-        backend=lambda module, inputs: _compat.aot_eager(module, inputs, edit=record, decompose=False),
+        backend=lambda module, inputs: _compat.aot_edited(module, inputs, edit=record),
     )
     compiled(torch.randn(2, WIDTH)).sum().backward()
     (forward, held), (backward, held_backward) = made

@@ -161,39 +161,48 @@ def group_ranks(group_name: str) -> int:
 AOT_EAGER = {"aot_eager": False, "aot_eager_decomp_partition": True}
 
 
-def aot_eager(
-    graph_module: Any, inputs: Any, *, edit: Callable[[torch.fx.Graph], None], decompose: bool
+def aot_edited(
+    graph_module: Any,
+    inputs: Any,
+    *,
+    edit: Callable[[torch.fx.Graph], None],
+    compiler: Callable[..., Any] | None = None,
+    decompose: bool = False,
 ) -> Callable[..., Any]:
-    """Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition", whose graphs are edited first.
+    """What a backend makes of the graphs of operators of a graph, edited first.
 
-    The second of these offers no way in between its partitioner and its compiler.
+    Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition" runs them as they are; the second
+    offers no way in between its partitioner and its compiler. Or `compiler` compiles them.
     """
     from functools import partial
 
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch import config
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
     from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
-    def compiler(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
+    def compile_edited(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
         edit(made.graph)
         made.recompile()
-        return boxed_nop(made, fakes)
+        if compiler is None:
+            return boxed_nop(made, fakes)
+        return cast(Callable[..., Any], make_boxed_func(compiler(made, fakes)))
 
     if not decompose:
-        backend = aot_autograd(
-            fw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
+        backend: Any = aot_autograd(
+            fw_compiler=compile_edited, partition_fn=partition, keep_inference_input_mutations=True
         )
-        return backend(graph_module, inputs)
+        return cast(Callable[..., Any], backend(graph_module, inputs))
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(unlift_effect_tokens=True):
         backend = aot_autograd(
-            fw_compiler=compiler,
+            fw_compiler=compile_edited,
             decompositions=select_decomp_table(),
             partition_fn=partial(partition, compiler="inductor"),
         )
-        return backend(graph_module, inputs)
+        return cast(Callable[..., Any], backend(graph_module, inputs))
 
 
 def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
@@ -236,22 +245,6 @@ def why_untraceable(error: Exception) -> str | None:
     from torch._dynamo.exc import Unsupported
 
     return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
-
-
-def aot_then(
-    graph_module: Any, inputs: Any, *, edit: Callable[[torch.fx.Graph], None], compiler: Callable[..., Any]
-) -> Callable[..., Any]:
-    """What a backend of `torch.compile` makes of the graphs of operators of a graph, edited first."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
-
-    def compile_edited(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
-        edit(made.graph)
-        made.recompile()
-        return cast(Callable[..., Any], make_boxed_func(compiler(made, fakes)))
-
-    backend: Any = aot_autograd(fw_compiler=compile_edited, keep_inference_input_mutations=True)
-    return cast(Callable[..., Any], backend(graph_module, inputs))
 
 
 def compiled_frame() -> tuple[int, int] | None:

@@ -54,8 +54,8 @@ def with_passes(
         passes(graph)
 
     if callable(backend):
-        edited = partial(_compat.aot_then, edit=edit, compiler=backend)
+        edited = partial(_compat.aot_edited, edit=edit, compiler=backend)
         return {"backend": backend if first is None else edited}
     if backend in _compat.AOT_EAGER:
-        return {"backend": partial(_compat.aot_eager, edit=edit, decompose=_compat.AOT_EAGER[backend])}
+        return {"backend": partial(_compat.aot_edited, edit=edit, decompose=_compat.AOT_EAGER[backend])}
     return {"backend": backend}

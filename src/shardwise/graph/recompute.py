@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise import _compat
+from shardwise.graph.memory import aliased, written
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -33,7 +34,9 @@ def recompute(graph: Graph) -> list[Node]:
     place = {node: i for i, node in enumerate(nodes)}
     again: set[Node] = set()
     for node in nodes[:start]:
-        if _is_marked(node) or (_is_view(node) and all(one in again for one in node.all_input_nodes)):
+        # A view of what is computed again would keep it.
+        is_view = aliased(node) is not None and not written(node)
+        if _is_marked(node) or (is_view and all(one in again for one in node.all_input_nodes)):
             again.add(node)
     copies: dict[Node, Node] = {}
     for node in nodes[start:]:
@@ -68,11 +71,3 @@ def _is_marked(node: Node) -> bool:
     if schema is None:
         return node.target is operator.getitem
     return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
-
-
-def _is_view(node: Node) -> bool:
-    """Does `node` put out memory of its inputs, without which they cannot be freed?"""
-    if node.target is operator.getitem:
-        return True
-    schema = _compat.schema(node.target)
-    return schema is not None and not schema.is_mutable and any(out.alias_info for out in schema.returns)

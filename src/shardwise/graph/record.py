@@ -61,7 +61,7 @@ class Recorder:
             assert graph.owning_module is not None
             self.graphs.append(Recorded(kinds[-1], number, graph.owning_module))
 
-        return _compat.aot_eager(module, inputs, edit=keep, decompose=self.decompose)
+        return _compat.aot_edited(module, inputs, edit=keep, decompose=self.decompose)
 
     @property
     def modules(self) -> list[GraphModule]:

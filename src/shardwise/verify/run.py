@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,33 +45,16 @@ def verify(
     _check_arguments(case_spec, ranks=ranks, steps=steps, replicas=replicas)
     if tolerance is not None:
         fixed_tolerance(tolerance)
+    asked: dict[str, Any] = {"spec": case_spec, "ranks": ranks, "replicas": replicas}
+    asked |= {"steps": steps, "seed": seed, "layout": layout}
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-        plan = Plan(
-            spec=case_spec,
-            ranks=ranks,
-            steps=steps,
-            seed=seed,
-            folder=folder,
-            tolerance=tolerance,
-            dtype=dtype,
-            replicas=replicas,
-            layout=layout,
-        )
+        plan = Plan(**asked, folder=folder, tolerance=tolerance, dtype=dtype)
         try:
             [used] = run_ranks(run_reference, plan, world_size=1, timeout=timeout, name="reference")
             differences, *_ = run_ranks(run_sharded, plan, used, world_size=ranks, timeout=timeout)
         except RankError as failure:
             raise CaseError(f"{case_spec} could not be run. {failure}", traceback=failure.traceback) from None
-    return VerifyResult(
-        spec=case_spec,
-        ranks=ranks,
-        replicas=replicas,
-        steps=steps,
-        seed=seed,
-        layout=layout,
-        tolerance=used,
-        differences=tuple(differences),
-    )
+    return VerifyResult(**asked, tolerance=used, differences=tuple(differences))
 
 
 def _check_arguments(case_spec: str, *, ranks: int, steps: int, replicas: int) -> None:

@@ -93,6 +93,7 @@ class Passes:
     def uuid(self) -> str:
         """What these passes, and `recompute`, do, for caches of compiled graphs: settings and source."""
         here = Path(__file__).parent
-        sources = [*sorted(here.glob("*.py")), here.parent / "collectives.py", here.parent / "recompute.py"]
+        others = [here.parent / name for name in ("collectives.py", "memory.py", "recompute.py")]
+        sources = [*sorted(here.glob("*.py")), *others]
         text = b"".join(source.read_bytes() for source in sources) + repr(self).encode()
         return hashlib.sha256(text).hexdigest()
