@@ -68,8 +68,8 @@ def refresh(state: ModuleState) -> None:
         if group.traced is None or isinstance(group.traced, str) or refusal is not None:
             group.traced = refusal  # None: made again when a graph needs it
             continue
-        for described, segment in zip(group.layout.segments, group.traced, strict=True):
-            segment.how = _collectives(group, reducer, described)
+        for index, segment in enumerate(group.traced):
+            segment.how = _collectives(group, reducer, group.layout.segments[index])
             segment.reshard = _reshards(state, group)
 
 

@@ -3,10 +3,13 @@
 from shardwise.layout.box import Box
 from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place
 from shardwise.layout.cover import cover, disjoint
-from shardwise.layout.group_layout import Gathered, GroupLayout, InterleavedLayout, ParamSpec, Segment, Slot
+from shardwise.layout.group_layout import InterleavedLayout, ParamSpec, Segment, Slot
 from shardwise.layout.messages import Message, transfer
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
+
+GroupLayout = InterleavedLayout | ContiguousLayout  # what a parameter group asks where its parameters lie
+Gathered = Segment | ContiguousSegment  # and of each buffer that it gathers into
 
 __all__ = [
     "Box",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -72,29 +71,6 @@ class Segment:
     @property
     def unsharded_numel(self) -> int:
         return self.ranks * (self.shard_numel - self.padding)
-
-
-class Gathered(Protocol):
-    """What every kind of segment says of the buffer it is gathered into."""
-
-    @property
-    def unsharded_numel(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def gather_dtype(self) -> torch.dtype: ...
-
-
-class GroupLayout(Protocol):
-    """What a parameter group asks of a layout."""
-
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def specs(self) -> tuple[ParamSpec, ...]: ...
-    @property
-    def segments(self) -> Sequence[Gathered]: ...
-    def describe(self) -> str: ...
 
 
 class InterleavedLayout:
