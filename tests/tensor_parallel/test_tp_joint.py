@@ -14,11 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_tp_training import APART, COL, FUSED, LANGUAGE, ROW, Block, Language
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import OutputKind
 
 from ranks import on_ranks
-from shardwise import _compat
 from shardwise.comm.count import CommCounter
 from shardwise.tensor_parallel import counts, tensor_parallel_transformation
 from shardwise.tensor_parallel.state import held, placement_from_json, record_of
@@ -110,12 +109,19 @@ def exported(name: str) -> tuple[nn.Module, tuple[Tensor, ...], ExportedProgram]
 
 
 def with_backward(program: ExportedProgram, *, core: bool = False) -> ExportedProgram:
-    """The joint program; attention stays whole either way."""
+    """The joint program; attention stays whole either way, for which torch's own function has no table."""
     table: dict[Any, Any] = dict(torch.export.default_decompositions()) if core else {}
     table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _compat.with_backward(program, loss=0, decompositions=table)
+        decompose: Any = exported_program._decompose_exported_program
+        return decompose(
+            program,
+            cia_to_decomp={},
+            python_decomp_table=table,
+            joint_loss_index=0,
+            decompose_custom_triton_ops=False,
+        )
 
 
 @functools.cache

@@ -122,27 +122,6 @@ def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
     allow(setter, *args)
 
 
-def with_backward(
-    program: torch.export.ExportedProgram, *, loss: int, decompositions: dict[Any, Any]
-) -> torch.export.ExportedProgram:
-    """`program` with the backward of its output number `loss`, a scalar, in it: it returns gradients too.
-
-    `torch.export.experimental`'s function for this takes no table of decompositions, and torch's own table
-    takes attention apart, whose matrices of scores are then kept for the backward.
-    """
-    from torch.export import exported_program
-
-    decompose: Any = exported_program._decompose_exported_program
-    made: torch.export.ExportedProgram = decompose(
-        program,
-        cia_to_decomp={},
-        python_decomp_table=decompositions,
-        joint_loss_index=loss,
-        decompose_custom_triton_ops=False,
-    )
-    return made
-
-
 # shardwise.graph: what torch.compile's backends keep private.
 
 

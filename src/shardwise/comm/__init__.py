@@ -16,7 +16,6 @@ from shardwise.comm.foreach import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
-    foreach_reduce_scatter_copy_in,
 )
 from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter
 from shardwise.comm.streams import CommStreams
@@ -40,5 +39,4 @@ __all__ = [
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
     "foreach_reduce",
-    "foreach_reduce_scatter_copy_in",
 ]

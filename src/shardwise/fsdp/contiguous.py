@@ -35,7 +35,7 @@ from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import StatePlacement
 from shardwise.fsdp.traced import Cut
-from shardwise.layout import Box, ContiguousLayout, ContiguousSegment
+from shardwise.layout import Box, ContiguousLayout, ContiguousSegment, rows_between
 from shardwise.mesh import FSDPMeshInfo
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import place_over
@@ -434,7 +434,7 @@ class ContiguousGroup(ParamGroup):
             buffer.post_forward_shard = buffer.full.narrow(0, begin, width).clone()
             for place in buffer.segment.places:
                 param = self.params[place.index]
-                rows = _rows_between(place.start, param.shape, begin, begin + width)
+                rows = rows_between(param.shape, place.start, begin, begin + width)
                 offset = max(place.start - begin, 0) if rows.numel else 0
                 local = buffer.post_forward_shard.narrow(0, offset, rows.numel).view(rows.sizes)
                 param.register(self._smaller_param(param, place.start, width, local, info))
@@ -447,21 +447,12 @@ class ContiguousGroup(ParamGroup):
         shape = param.shape
 
         def box_of(rank: int) -> Box:
-            return _rows_between(start, shape, rank * width, (rank + 1) * width)
+            return rows_between(shape, start, rank * width, (rank + 1) * width)
 
         groups, tp_spec = (info.shard_process_group,), param.tp_spec
         mesh = info.mesh if tp_spec is None else _compat.concatenate_meshes([info.mesh, tp_spec.mesh])
         piece = Piece(param.global_shape, groups, box_of, param.piece.even_cuts, param.name, mesh)
         return ShardedParameter.wrap(local, piece, requires_grad=param.sharded.requires_grad)
-
-
-def _rows_between(start: int, shape: torch.Size, begin: int, end: int) -> Box:
-    """The rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
-    width = max(1, shape[1:].numel())
-    first = min(max(begin - start, 0) // width, shape[0])
-    last = min(max(end - start, 0) // width, shape[0])
-    trailing = shape[1:]
-    return Box((first, *[0] * len(trailing)), (last - first, *trailing))
 
 
 def _cut(segment: ContiguousSegment, params: Sequence[ShardedParam]) -> Cut:

@@ -1,7 +1,7 @@
 """Pure arithmetic of sharding: boxes, placements, and where parameters lie in a group's buffers."""
 
 from shardwise.layout.box import Box
-from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place
+from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place, rows_between
 from shardwise.layout.cover import cover, disjoint
 from shardwise.layout.group_layout import InterleavedLayout, ParamSpec, Segment, Slot
 from shardwise.layout.messages import Message, transfer
@@ -32,5 +32,6 @@ __all__ = [
     "disjoint",
     "least_shard_numel",
     "pack",
+    "rows_between",
     "transfer",
 ]

@@ -26,7 +26,7 @@ import torch
 from shardwise.errors import ShardingError, here
 from shardwise.layout.box import Box
 from shardwise.layout.group_layout import ParamSpec
-from shardwise.layout.packing import Packing, pack
+from shardwise.layout.packing import pack
 from shardwise.layout.placement import EvenShard, Owned, RaggedShard
 
 _Cut = RaggedShard | Owned
@@ -93,10 +93,8 @@ class ContiguousLayout:
 
     def box(self, index: int, rank: int) -> Box:
         """The rows of parameter `index` that `rank` holds; zero rows where it holds none."""
-        start, shard_numel = self._found[index]
-        shape = self.specs[index].shape
-        packing = Packing((start,), shard_numel, self.ranks, (math.prod(shape),))
-        return _rows(shape, *packing.range(0, rank))
+        start, size = self._found[index]
+        return rows_between(self.specs[index].shape, start, rank * size, (rank + 1) * size)
 
     def describe(self) -> str:
         """One line per segment and per parameter; equal on ranks that will communicate alike."""
@@ -169,12 +167,10 @@ def _segment(
         align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
         owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in mine),
     )
-    places = []
-    for i, (index, shape, _) in enumerate(mine):
-        start = packing.starts[i]
-        box = _rows(shape, *packing.range(i, rank))
-        offset = 0 if box.is_empty else max(start - rank * packing.shard_numel, 0)
-        places.append(Place(index, start, packing.numels[i], box, offset))
+    places, begin = [], rank * packing.shard_numel
+    for (index, shape, _), start, numel in zip(mine, packing.starts, packing.numels, strict=True):
+        box = rows_between(shape, start, begin, begin + packing.shard_numel)
+        places.append(Place(index, start, numel, box, 0 if box.is_empty else max(start - begin, 0)))
     places.sort(key=lambda place: (place.start, place.numel, place.index))
     return ContiguousSegment(dtype, gather_dtype, trainable, ranks, packing.shard_numel, tuple(places))
 
@@ -184,8 +180,8 @@ def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
     return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
 
 
-def _rows(shape: tuple[int, ...], begin: int, end: int) -> Box:
-    """The rows of a tensor of `shape` between elements `begin` and `end`, which lie between rows."""
-    row = max(1, math.prod(shape[1:]))
-    first, last = begin // row, end // row
+def rows_between(shape: tuple[int, ...], start: int, begin: int, end: int) -> Box:
+    """The rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
+    row, numel = max(1, math.prod(shape[1:])), math.prod(shape)
+    first, last = (min(max(at - start, 0), numel) // row for at in (begin, end))
     return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))

@@ -42,12 +42,6 @@ class Packing:
         """Elements of the gathered buffer that no parameter uses."""
         return self.ranks * self.shard_numel - sum(self.numels)
 
-    def range(self, index: int, rank: int) -> tuple[int, int]:
-        """`(begin, end)` of the elements of parameter `index` that `rank` holds; equal where none."""
-        start, numel = self.starts[index], self.numels[index]
-        begin = rank * self.shard_numel - start
-        return min(max(begin, 0), numel), min(max(begin + self.shard_numel, 0), numel)
-
 
 @dataclass(frozen=True)
 class _Item:
