@@ -16,9 +16,9 @@ import shardwise
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, _compat, fully_shard
 from shardwise.comm.kinds import GATHER, SCATTER
-from shardwise.graph import record
+from shardwise.graph import graph_report, record
 from shardwise.graph.collectives import collectives
-from shardwise.graph.passes import Passes, most_unsharded, saved_gathers
+from shardwise.graph.passes import Passes
 
 WIDTH, STEPS = 6, 2
 LAYOUTS = ("contiguous", "interleaved")
@@ -148,7 +148,7 @@ def test_graphs_of_a_sharded_model_overlap_and_are_bounded() -> None:
             for one in collectives(graph):
                 events += [one.kind] if node is one.issue else []
                 events += [f"wait {one.kind}"] if node is one.wait else []
-        made.append((events, most_unsharded(graph)))
+        made.append((events, graph_report(graph).peak_groups))
 
     net = sharded(Net(), layout="contiguous")
     compiled = torch.compile(
@@ -214,8 +214,6 @@ def test_a_bound_in_backward_counts_what_forward_saved() -> None:
         recorder = record(passes=(Passes(prefetch=3, max_unsharded=limit),))
         compiled = torch.compile(model, backend=recorder, fullgraph=True)
         compiled(torch.randn(2, 6, requires_grad=True)).square().sum().backward()
-        forward, backward = (one.graph for one in recorder.modules)
-        returned = forward.output_node().args[0]
-        saved = {returned[place].name: label for place, label in saved_gathers(forward).items()}
-        assert len(set(saved.values())) == 1
-        assert most_unsharded(backward, saved=saved) == most
+        report = recorder.report()
+        assert len({one.gathers for one in report.forward[0].saved}) == 1
+        assert report.backward[0].peak_groups == most

@@ -19,12 +19,12 @@ from ranks import on_ranks
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.graph.collectives import collectives
+from shardwise.graph.measure import graph_report
 from shardwise.graph.passes import (
     Passes,
     bound_unsharded,
     check_order,
     merge_small,
-    most_unsharded,
     order_text,
     prefetch,
     sink_waits,
@@ -36,6 +36,11 @@ from shardwise.graph.passes.moves import tail, uses
 RANKS, SIZE = 4, 3
 C10D: Any = torch.ops._c10d_functional
 ATEN: Any = torch.ops.aten
+
+
+def most_unsharded(graph: Graph) -> int:
+    """How many gathers are held at a time, at most."""
+    return graph_report(graph, kind="forward").peak_groups
 
 
 class Drawing:

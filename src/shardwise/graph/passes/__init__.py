@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.fx import Graph
 
 from shardwise.errors import ShardingError
-from shardwise.graph.passes.bound_unsharded import bound_unsharded, most_unsharded, saved_gathers
+from shardwise.graph.passes.bound_unsharded import bound_unsharded, saved_gathers
 from shardwise.graph.passes.check_order import check_order, order_text
 from shardwise.graph.passes.merge_small import merge_small
 from shardwise.graph.passes.prefetch import prefetch
@@ -25,7 +25,6 @@ __all__ = [
     "bound_unsharded",
     "check_order",
     "merge_small",
-    "most_unsharded",
     "order_text",
     "prefetch",
     "saved_gathers",

@@ -53,18 +53,6 @@ def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] = NONE
     return moved
 
 
-def most_unsharded(graph: Graph, *, saved: Mapping[str, str] = NONE_SAVED) -> int:
-    """How many gathers of the graph's inputs are held at a time, at most, with those that forward saved."""
-    found = [one for one in collectives(graph) if one.kind == GATHER and is_of_inputs(one.issue)]
-    spans = [(one.issue, last_use(one)) for one in found]
-    ends = _ends_of_saved(graph, saved).values()
-    counts = [
-        sum(start <= one.issue <= end for start, end in spans) + sum(one.issue <= end for end in ends)
-        for one in found
-    ]
-    return max([*counts, len(ends)])
-
-
 def saved_gathers(graph: Graph) -> dict[int, str]:
     """By place, what a graph returns of gathered parameters, and which gather brought it."""
     returned = graph.output_node().args[0]
