@@ -74,10 +74,7 @@ def compile_step(
         fullgraph: raise where forward, loss and backward are not one graph. Else they become several.
         max_norm: clip the norm of the gradients of all of the model's parameters to this.
         scheduler: called after each step of the optimizer.
-        dynamic: as of `torch.compile`.
-        prefetch: gather parameters this many groups ahead; 0: where they are needed.
-        max_unsharded: gather no more groups than this at a time; None: as many as `prefetch` takes.
-        options: inductor's, beside the passes that are set here.
+        dynamic, prefetch, max_unsharded, options: as of `shardwise.compile`.
 
     Raises:
         ShardingError: options for another backend than inductor; (when called) what cannot be one graph.

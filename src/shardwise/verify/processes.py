@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -46,13 +46,28 @@ class RankError(ShardwiseError):
         self.traceback = traceback
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What one process is to do."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    timeout: float
+    folder: Path
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"log{self.rank}"
+
+
 @dataclass
 class _Child:
-    rank: int
+    job: _Job
     label: str  # how messages call it
     process: BaseProcess
     pipe: Connection
-    log: Path
     done: bool = False
     value: Any = None
     failure: tuple[float, str, str] | None = None  # time, message, traceback
@@ -72,8 +87,8 @@ def run_ranks(
         children: list[_Child] = []
         try:
             for rank in range(world_size):
-                label = f"{name} {rank}" if world_size > 1 else name
-                children.append(_start(target, args, rank, world_size, Path(folder), timeout, label))
+                job = _Job(target, args, rank, world_size, timeout, Path(folder))
+                children.append(_start(job, f"{name} {rank}" if world_size > 1 else name))
             _listen(children, timeout)
             _raise_failure(children)
             return [child.value for child in children]
@@ -81,26 +96,13 @@ def run_ranks(
             _end(children)
 
 
-def _start(
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    folder: Path,
-    timeout: float,
-    label: str,
-) -> _Child:
+def _start(job: _Job, label: str) -> _Child:
     context = _context()
     ours, theirs = context.Pipe(duplex=False)
-    log = folder / f"log{rank}"
-    process = context.Process(  # type: ignore[attr-defined]
-        target=_main,
-        args=(target, args, rank, world_size, str(folder), str(log), timeout, theirs),
-        daemon=True,
-    )
+    process = context.Process(target=_main, args=(job, theirs), daemon=True)  # type: ignore[attr-defined]
     process.start()
     theirs.close()
-    return _Child(rank=rank, label=label, process=process, pipe=ours, log=log)
+    return _Child(job, label, process, ours)
 
 
 def _context() -> mp.context.BaseContext:
@@ -115,37 +117,29 @@ def _context() -> mp.context.BaseContext:
     return context
 
 
-def _main(
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    folder: str,
-    log: str,
-    timeout: float,
-    pipe: Connection,
-) -> None:
+def _main(job: _Job, pipe: Connection) -> None:
     """The life of one rank, from its first line to its report."""
-    _write_output_to(log)
-    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    _write_output_to(job.log)
+    rank, world_size = str(job.rank), str(job.world_size)
+    os.environ.update(OMP_NUM_THREADS="1", RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # also where the host name does not resolve
     torch.set_num_threads(1)
 
     def alive() -> None:
-        faulthandler.dump_traceback_later(HANGS * timeout, file=sys.stderr)
+        faulthandler.dump_traceback_later(HANGS * job.timeout, file=sys.stderr)
         pipe.send(("alive",))
 
     try:
         alive()
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout + 60.0),  # the parent notices a hang first
+            init_method=f"file://{job.folder}/rendezvous",
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.timeout + 60.0),  # the parent notices a hang first
         )
-        value = target(alive, *args)
+        value = job.target(alive, *job.args)
         pipe.send(("done", value))
         pipe.close()
         dist.barrier()  # nobody closes its connections while another still uses them
@@ -156,7 +150,7 @@ def _main(
         os._exit(1)
 
 
-def _write_output_to(log: str) -> None:
+def _write_output_to(log: Path) -> None:
     """Send everything this process prints to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -215,7 +209,7 @@ def _death(exitcode: int | None) -> str:
 
 def _record_hang(children: list[_Child], timeout: float) -> None:
     """Fail the first of those still running, with the stacks of all."""
-    stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in children)
+    stacks = "\n".join(f"{child.label}:\n{_tail(child.job.log)}" for child in children)
     waiting = ", ".join(child.label for child in children)
     message = f"nothing moved for {timeout:g} s; still running: {waiting}"
     children[0].failure = (time.monotonic(), message, stacks)
@@ -228,7 +222,7 @@ def _raise_failure(children: list[_Child]) -> None:
     first = min(failed, key=lambda child: (child.failure or (0.0, "", ""))[0])
     assert first.failure is not None
     _, message, trace = first.failure
-    raise RankError(message, rank=first.rank, traceback=trace or _tail(first.log))
+    raise RankError(message, rank=first.job.rank, traceback=trace or _tail(first.job.log))
 
 
 def _tail(log: Path) -> str:
@@ -238,19 +232,13 @@ def _tail(log: Path) -> str:
 
 def _end(children: list[_Child]) -> None:
     """Let finished processes leave by themselves, kill the others, and wait for all."""
-    finished = bool(children) and all(child.done for child in children)
-    for child in _until(children, GRACE_S * 5 if finished else 0.0):
-        child.process.kill()
+    finished = all(child.done for child in children)
+    deadline = time.monotonic() + (GRACE_S * 5 if finished else 0.0)
+    for child in children:
+        child.process.join(max(deadline - time.monotonic(), 0.0))
+        if child.process.is_alive():
+            child.process.kill()
     for child in children:
         child.process.join()
         child.process.close()
         child.pipe.close()
-
-
-def _until(children: list[_Child], seconds: float) -> Iterator[_Child]:
-    """The children still running after waiting up to `seconds` for all of them."""
-    deadline = time.monotonic() + seconds
-    for child in children:
-        child.process.join(max(deadline - time.monotonic(), 0.0))
-        if child.process.is_alive():
-            yield child
