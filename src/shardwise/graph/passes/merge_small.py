@@ -50,7 +50,7 @@ def merge_small(graph: Graph, *, nbytes: int) -> list[list[str]]:
     for kind in (GATHER, SCATTER, REDUCE):
         for run in _runs(graph, kind, nbytes):
             merged.append([one.issue.name for one in run])
-            (_merge_gathers if kind == GATHER else _merge_reductions)(graph, run)
+            _merge(graph, run)
     return merged
 
 
@@ -110,45 +110,30 @@ def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
     return sorted(set(chain))
 
 
-def _merge_gathers(graph: Graph, run: list[Collective]) -> None:
-    first = run[0].issue
-    for one in run[1:]:
-        hoist(pack(one.issue)[0], first.prev)
-    sizes = [values(one.inputs[0])[0].numel() for one in run]
-    with graph.inserting_before(first):
-        parts = [_call(graph, _aten.reshape.default, one.inputs[0], [-1]) for one in run]
-        whole = _call(graph, _aten.cat.default, parts)
-        issue = _reissue(graph, run[0], whole)
+def _merge(graph: Graph, run: list[Collective]) -> None:
+    """Inputs side by side in one row for each rank that a reduce-scatter sends to, results so by sender."""
+    first = run[0]
+    if first.kind == GATHER:
+        at = first.issue
+        for one in run[1:]:
+            hoist(pack(one.issue)[0], at.prev)
+    else:
+        anchor = at = run[-1].issue
+        reductions = {one.issue: one for one in collectives(graph) if one.kind in (SCATTER, REDUCE)}
+        for one in run[:-1]:
+            anchor = move_behind([node for node in _chain(one, reductions) if node < at], anchor)
+    to, by = (first.ranks if first.kind == kind else 1 for kind in (SCATTER, GATHER))
+    sizes = [values(one.inputs[0])[0].numel() // to for one in run]
+    with graph.inserting_before(at):
+        parts = [_call(graph, _aten.reshape.default, one.inputs[0], [to, -1]) for one in run]
+        whole = _call(graph, _aten.view.default, _call(graph, _aten.cat.default, parts, 1), [-1])
+        issue = _call(graph, first.issue.target, whole, *first.issue.args[1:], **first.issue.kwargs)
     with graph.inserting_before(min(one.wait for one in run)):
-        wait = _call(graph, run[0].wait.target, issue)
-        rows = _call(graph, _aten.view.default, wait, [run[0].ranks, -1])
+        wait = _call(graph, first.wait.target, issue)
+        rows = _call(graph, _aten.view.default, wait, [by, -1])
         split = _call(graph, _aten.split_with_sizes.default, rows, sizes, 1)
     for index, one in enumerate(run):
         _replace(graph, one, split, index)
-
-
-def _merge_reductions(graph: Graph, run: list[Collective]) -> None:
-    last = run[-1].issue
-    reductions = {one.issue: one for one in collectives(graph) if one.kind in (SCATTER, REDUCE)}
-    anchor = last
-    for one in run[:-1]:
-        anchor = move_behind([node for node in _chain(one, reductions) if node < last], anchor)
-    rows = run[0].ranks if run[0].kind == SCATTER else 1
-    sizes = [values(one.inputs[0])[0].numel() // rows for one in run]
-    with graph.inserting_before(last):
-        parts = [_call(graph, _aten.reshape.default, one.inputs[0], [rows, -1]) for one in run]
-        whole = _call(graph, _aten.cat.default, parts, 1)
-        issue = _reissue(graph, run[0], _call(graph, _aten.view.default, whole, [-1]))
-    with graph.inserting_before(min(one.wait for one in run)):
-        wait = _call(graph, run[0].wait.target, issue)
-        split = _call(graph, _aten.split_with_sizes.default, wait, sizes)
-    for index, one in enumerate(run):
-        _replace(graph, one, split, index)
-
-
-def _reissue(graph: Graph, one: Collective, whole: Node) -> Node:
-    """The collective `one`, but of `whole`."""
-    return _call(graph, one.issue.target, whole, *one.issue.args[1:], **one.issue.kwargs)
 
 
 def _replace(graph: Graph, one: Collective, split: Node, index: int) -> None:
