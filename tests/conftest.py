@@ -12,7 +12,7 @@ from shardwise._compat.dtensors import RUNS_OWN_DTENSORS
 
 NO_CONTIGUOUS_LAYOUT = f"torch {torch.__version__} runs operations on rows as DTensor's own"
 REFUSED = 'layout="contiguous" needs torch'  # how fully_shard says so
-OF_ROWS = "tests/sharded_tensor/rows/"
+OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat.py", "tests/sharded_tensor/rows/")
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ if not RUNS_OWN_DTENSORS:
 
     def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
-            if item.nodeid.startswith(OF_ROWS):
+            if item.nodeid.startswith(OF_THE_LAYOUT):
                 item.add_marker(pytest.mark.skip(reason=NO_CONTIGUOUS_LAYOUT))
 
     @pytest.hookimpl(wrapper=True)

@@ -51,8 +51,7 @@ def read_index(folder: Path, tensors: Mapping[str, Any], files: Mapping[str, Any
     """The index of a checkpoint, which must fit the manifest's `tensors` and `files`.
 
     Raises:
-        CheckpointError: an index that is damaged or none; other tensors, shapes or dtypes than the
-        manifest's;
+        CheckpointError: an index that is damaged or none; other names, shapes or dtypes than the manifest's;
             chunks that do not cover a tensor once, or lie outside the files.
     """
     file = inside(folder, INDEX)

@@ -1,8 +1,7 @@
 """Read a checkpoint into a state that already exists, whatever number of ranks wrote it.
 
-    verify    on every rank: the manifest, every file's bytes (each rank hashes its part), the index,
-    every name,
-              shape and dtype, and the dtype, shape and place of every chunk that this rank is to read
+    verify    on every rank: the manifest, every file's bytes (each rank hashes its part), the index, every
+              name, shape and dtype, and the dtype, shape and place of every chunk that this rank is to read
     write     only then: bytes into tensors, values into the state
 
 What is wrong on any rank raises on all, before anything is written. What the files say is never more than

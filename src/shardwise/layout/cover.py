@@ -74,10 +74,8 @@ def _add_up(starts: Ints, ends: Ints) -> bool:
     if starts.shape[1] << len(cut) > _CORNERS:
         return False
     starts, ends = np.append(starts, low, axis=1), np.append(ends, high, axis=1)
-    signs = np.ones(
-        (1, starts.shape[1]), np.int64
-    )  # of a corner of each box; of the box around them the opposite
-    signs[0, -1] = -1
+    signs = np.ones((1, starts.shape[1]), np.int64)  # of a corner of each box
+    signs[0, -1] = -1  # of the box around them the opposite
     places, points = np.zeros_like(signs), 1  # that corner's point as a number, so many are possible
     for d in cut:
         values, edges = np.unique(np.stack([starts[d], ends[d]]), return_inverse=True)
