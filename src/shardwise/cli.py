@@ -143,7 +143,7 @@ def tp_export(
     aot: Annotated[bool, typer.Option(help="Also compile each to machine code, by AOTInductor.")] = False,
 ) -> None:
     """Cut an exported program over ranks: one program a rank, in one folder."""
-    from shardwise.errors import ShardingError
+    from shardwise.errors import ShardwiseError
     from shardwise.tensor_parallel.aot import compile_package
     from shardwise.tensor_parallel.package import export_command
 
@@ -160,7 +160,7 @@ def tp_export(
         if aot:
             compile_package(out)
             printed += f"Compiled {ranks} programs\n"
-    except ShardingError as error:
+    except ShardwiseError as error:
         _print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
     Console().print(printed, markup=False, highlight=False, soft_wrap=True)

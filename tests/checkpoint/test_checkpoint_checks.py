@@ -126,7 +126,7 @@ def test_a_hostile_index_is_refused_without_running_it(tmp_path: Path) -> None:
     target = tmp_path / "ran"
     if dist.get_rank() == 0:  # its author made every digest fit
         (folder / ".metadata").write_bytes(pickle.dumps(Payload(target)))
-        manifest = commit.read_manifest(folder)
+        manifest = commit.manifest_of(folder)
         manifest["files"][".metadata"] = digest(folder / ".metadata")
         (folder / commit.MANIFEST).unlink()
         folder.rename(tmp_path / "step-00000001.tmp-x")

@@ -12,8 +12,6 @@ One job saves to a PATH at a time; PATH is a file system that all ranks see.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -26,10 +24,8 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import Types, all_in, check_types, is_count, read_json, sync
-from shardwise.files.paths import inside
+from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, sync, write_manifest
 
-MANIFEST = "manifest.json"
 FORMAT = 2
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -78,11 +74,7 @@ def open_staging(path: Path, step: int) -> Path:
 
 def publish(staging: Path, step: int, manifest: dict[str, Any]) -> Path:
     """Write the manifest and rename `staging` to a checkpoint's name. One rank calls it."""
-    body = {**manifest, "sha256": _own_digest(manifest)}
-    with (staging / MANIFEST).open("w") as stream:
-        json.dump(body, stream, indent=1)
-    sync(staging / MANIFEST)
-    sync(staging)
+    write_manifest(staging, manifest)
     path = staging.parent
     taken = [version for number, version, _ in checkpoints(path) if number == step]
     version = f".{max(taken) + 1}" if taken else ""
@@ -103,41 +95,24 @@ def prune(path: Path, keep: int | None, *, written: Path) -> None:
             shutil.rmtree(doomed)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose own digest must fit and whose entries have the types they should.
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked: see `files.manifest`. Of this format are
 
-    format, step, world_size     int
+    step, world_size             int
     tensors                      {name: {"shape": [int], "dtype": name of a torch dtype}}
     values                       {name: what `to_json` makes}
     lists                        {name: length} of the lists that tensors are in
     per_rank                     [name] of what every rank has its own of
-    files                        {name: {"bytes": int, "sha256": hexadecimal digits}}
     """
-    file = inside(folder, MANIFEST)
     try:
-        manifest: dict[str, Any] = read_json(file)
-        expected, version = manifest.pop("sha256"), manifest["format"]
-        if _own_digest(manifest) != expected:
-            raise CheckpointError(f"{file}: its content does not fit its own sha256")
-        if version != FORMAT:
-            raise CheckpointError(f"{file}: expected format {FORMAT}, found {version!r:.100}")
-        check_types(file, manifest, _TYPES)
+        return read_manifest(folder, format=FORMAT, types=_TYPES)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Load another step, or use another release") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: unreadable manifest ({type(error).__name__}: {error}). Load another step"
-        ) from error
-    return manifest
 
 
 def _is_tensor(value: Any) -> bool:
     known = isinstance(getattr(torch, value["dtype"], None), torch.dtype)
     return known and isinstance(value["shape"], list) and all(map(is_count, value["shape"]))
-
-
-def _is_file(value: Any) -> bool:
-    return is_count(value["bytes"]) and isinstance(value["sha256"], str) and len(value) == 2
 
 
 def _is_value(value: Any) -> bool:
@@ -152,9 +127,4 @@ _TYPES: Types = {
     "values": (all_in(dict, _is_value), "plain values by name"),
     "lists": (all_in(dict, is_count), "lengths by name"),
     "per_rank": (all_in(list, lambda name: isinstance(name, str)), "a list of names"),
-    "files": (all_in(dict, _is_file), "sizes and digests by name"),
 }
-
-
-def _own_digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
-from shardwise.checkpoint.commit import MANIFEST, find, rank_and_size, read_manifest
+from shardwise.checkpoint.commit import find, manifest_of, rank_and_size
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import digest
+from shardwise.files.manifest import MANIFEST, whole_file
 from shardwise.files.paths import inside, regular
 
 
@@ -112,7 +112,7 @@ class _Checked:
 
 def _check(folder: Path, state: dict[str, Any]) -> _Checked:
     rank, size = rank_and_size()
-    manifest = read_manifest(folder)
+    manifest = manifest_of(folder)
     own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     _check_files(folder, manifest["files"])
     flat = flatten(state, rank=rank, ranks=size)
@@ -145,14 +145,11 @@ def _check_files(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
     problems = []
     for number, name in enumerate(sorted(files)):
         try:
-            file = inside(folder, name)
-            if number % size != rank:
-                continue
-            found = digest(regular(file))
-            if found != files[name]:
-                problems.append(f"{file}: damaged, expected {files[name]}, found {found}. Load another step")
+            inside(folder, name)
+            if number % size == rank:
+                whole_file(folder, name, files[name])
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(f"{error}. Load another step")
     if problems:
         raise CheckpointError("\n".join(problems))
 

@@ -1,6 +1,10 @@
-"""What a manifest says, checked: JSON of the expected types, and digests that fit the files.
+"""What a folder's manifest says, checked: JSON of the expected types, and digests that fit the files.
 
-A digest finds damage, not malice: it does not say who wrote a file.
+    format     what the folder is, by name or number
+    files      {name: {"bytes": int, "sha256": hexadecimal digits}} of the others
+    sha256     of the manifest without this entry
+
+and whatever else belongs to that format. A digest finds damage, not malice: it does not say who wrote a file.
 """
 
 from __future__ import annotations
@@ -13,9 +17,55 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError
-from shardwise.files.paths import regular
+from shardwise.files.paths import inside, regular
 
+MANIFEST = "manifest.json"
 Types = Mapping[str, tuple[Callable[[Any], bool], str]]
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of `folder`, all of it or nothing; return once it is on disk."""
+    new = folder / f"{MANIFEST}.new"
+    new.write_text(json.dumps({**manifest, "sha256": _own_digest(manifest)}, indent=1) + "\n")
+    sync(new)
+    new.rename(folder / MANIFEST)
+    sync(folder)
+
+
+def read_manifest(folder: Path, *, format: int | str, types: Types) -> dict[str, Any]:
+    """The manifest of `folder`, without its own digest.
+
+    Raises:
+        CheckpointError: one that is missing, damaged, of another format, or has entries of other types.
+    """
+    file = inside(folder, MANIFEST)
+    manifest: dict[str, Any] = read_json(file)
+    check_types(file, manifest, {"format": (lambda found: found == format, repr(format))})
+    expected = manifest.pop("sha256", None)
+    if _own_digest(manifest) != expected:
+        raise CheckpointError(f"{file}: its content does not fit its own sha256")
+    check_types(file, manifest, {"files": (all_in(dict, _is_file), "sizes and digests by name"), **types})
+    return manifest
+
+
+def whole_file(folder: Path, name: str, expected: Mapping[str, Any]) -> Path:
+    """The file `name` of `folder`, which must be inside it and have the digest expected.
+
+    Raises:
+        CheckpointError: one that is missing, damaged or outside.
+    """
+    file = regular(inside(folder, name))
+    if (found := digest(file)) != expected:
+        raise CheckpointError(f"{file}: damaged, expected {expected}, found {found}")
+    return file
+
+
+def _own_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _is_file(value: Any) -> bool:
+    return is_count(value["bytes"]) and isinstance(value["sha256"], str) and len(value) == 2
 
 
 def digest(file: Path) -> dict[str, Any]:

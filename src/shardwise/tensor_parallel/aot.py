@@ -1,7 +1,7 @@
 """Ranks' programs as machine code, compiled ahead of time by AOTInductor, in the folder that `save` wrote.
 
     folder/rank-0.aot.pt2     of rank-0.pt2, with its weights
-    folder/compiled.json      the name of the process group, every file's sha256
+    folder/manifest.json      also the name of the process group, these files' sha256
 
 Collectives are compiled as calls of torch's functional ones, over a job's default group, by the name that
 torch gives it. Weights must be there: `materialize` before `save`.
@@ -9,7 +9,6 @@ torch gives it. Weights must be there: `materialize` before `save`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +19,10 @@ from torch.export import ExportedProgram
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.files.manifest import digest, read_json
+from shardwise.files.manifest import digest, write_manifest
 from shardwise.tensor_parallel import package
 from shardwise.tensor_parallel.materialize import missing_weights
 from shardwise.tensor_parallel.operators import ops
-
-COMPILED = "compiled.json"
 
 
 def compile_package(folder: str | Path) -> None:
@@ -37,15 +34,14 @@ def compile_package(folder: str | Path) -> None:
         folder: the folder; files are added to it.
 
     Raises:
-        ShardingError: a process group that is there already, weights that are not, or a folder that cannot be
-            read.
+        ShardingError: a process group that is there already, or weights that are not.
+        CheckpointError: a folder that cannot be read.
     """
     place = Path(folder)
-    ranks = package.ranks_of(place)
-    written = []
+    manifest = package.manifest_of(place)
     with _stand_in() as group_name:
-        for rank in range(ranks):
-            program = package.load(place, rank=rank, world_size=ranks)
+        for rank in range(manifest["world_size"]):
+            program = package.load(place, rank=rank)
             missing = missing_weights(program)
             if missing:
                 raise ShardingError(
@@ -54,8 +50,8 @@ def compile_package(folder: str | Path) -> None:
                 )
             path = place / f"rank-{rank}.aot.pt2"
             _compat.aoti_compile(_for_inference(package.bind(program, group_name)), str(path))
-            written.append({"name": path.name, **digest(path)})
-    (place / COMPILED).write_text(json.dumps({"group": group_name, "files": written}, indent=1) + "\n")
+            manifest["files"][path.name] = digest(path)
+    write_manifest(place, {**manifest, "compiled_for": group_name})
 
 
 def load_compiled(
@@ -69,21 +65,22 @@ def load_compiled(
         group: that it communicates over; must have the name that it was compiled for, as a default group has.
 
     Raises:
-        ShardingError: a group of another name or size; a file that is missing or damaged.
+        ShardingError: a group of another name or size; a folder without compiled programs.
+        CheckpointError: a file that is missing or damaged.
     """
     place = Path(folder)
-    ranks = package.ranks_of(place)
+    manifest = package.manifest_of(place)
     group = group or package.default_group()
-    if not (place / COMPILED).is_file():
+    name = manifest.get("compiled_for")
+    if name is None:
         raise ShardingError(f"{here()}: {place} has no compiled programs; compile_package it before the job")
-    known = read_json(place / COMPILED)
-    rank = package.rank_in(place, ranks, group, rank=rank)
-    if group.group_name != known["group"]:
+    rank = package.rank_in(place, manifest["world_size"], group, rank=rank)
+    if group.group_name != name:
         raise ShardingError(
-            f"{here()}: {place} was compiled for a default group, by the name {known['group']!r}, not"
+            f"{here()}: {place} was compiled for a default group, by the name {name!r}, not"
             f" {group.group_name!r}; load the program itself by `load`, and compile it by torch.compile"
         )
-    return _compat.aoti_load(str(package.whole_file(place, known["files"][rank])))
+    return _compat.aoti_load(str(package.file_in(place, manifest, f"rank-{rank}.aot.pt2")))
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:

@@ -1,13 +1,13 @@
 """Every rank's program in one folder, and back into a rank of a job.
 
-    folder/manifest.json     version, world size, strategies, every parameter's placement, every file's sha256
+    folder/manifest.json     world size, strategies, every parameter's placement, every file's sha256
     folder/rank-0.pt2        by torch.export.save
     folder/rank-1.pt2
 
 A folder is written beside its place and renamed, so that it is there whole or not at all. `load` refuses a
-rank or world size other than the folder's, and files that are not those written. The checksums find damage,
-not malice: `torch.export.load` reads a file's example inputs and custom objects by unpickling where they are
-more than tensors, so load folders only of those whom you would let run code.
+rank or world size other than the folder's, and files that are not those written (`files.manifest`). It
+unpickles a file's example inputs and custom objects where they are more than tensors, as `torch.export.load`
+does: load folders only of those whom you would let run code.
 
 The graph names the process group of its collectives. `load` and `bind` put the name of the group given there,
 so programs made in one process without any group run in whichever group a job has for them.
@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,14 @@ from torch.export import ExportedProgram
 
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError, ShardingError, here
-from shardwise.files.manifest import all_in, check_types, digest, is_count, read_json
-from shardwise.files.paths import inside
+from shardwise.files.manifest import digest, is_count, read_manifest, whole_file, write_manifest
 from shardwise.tensor_parallel import device
 from shardwise.tensor_parallel.auto import choose
 from shardwise.tensor_parallel.explain import collective_kind, explain
 from shardwise.tensor_parallel.state import RECORD, record_of
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
-FORMAT, VERSION = "shardwise.tensor_parallel", 1
-MANIFEST = "manifest.json"
+FORMAT = "shardwise.tensor_parallel 2"
 
 _SHARED = ("world_size", "strategies", "parameters")  # what the records of all ranks have in common
 
@@ -63,21 +61,41 @@ def save(
         ShardingError: programs that are not the parts of one, in order; a folder that is there.
     """
     place = Path(folder)
-    if not isinstance(programs, ExportedProgram):
-        _check_free(place, overwrite=overwrite)
-        _save_all(list(programs), place)
-        return
-    record = record_of(programs)
-    if record["world_size"] == 1:
-        _check_free(place, overwrite=overwrite)
-        _save_all([programs], place)
+    alone = isinstance(programs, ExportedProgram)
+    mine: list[ExportedProgram] = [programs] if alone else list(programs)  # type: ignore[list-item, arg-type]
+    records = [record_of(program) for program in mine]
+    if not alone or records[0]["world_size"] == 1:
+        group = None
     elif not dist.is_initialized():
         raise ShardingError(
-            f"one program of {record['world_size']} was given and there is no process group to ask for the"
-            " others; give all of them as a list"
+            f"one program of {records[0]['world_size']} was given and there is no process group to ask for"
+            " the others; give all of them as a list"
         )
     else:
-        _save_together(programs, record, place, group or default_group(), overwrite=overwrite)
+        group = group or default_group()
+    first = group is None or dist.get_rank(group) == 0
+
+    def told(action: Callable[[], Any]) -> list[Any]:
+        """What the action returns, on each rank that saves."""
+        if group is None:
+            return [action()]
+        return together(f"saving to {place}", action, group=group, kind=ShardingError)
+
+    def check() -> list[dict[str, Any]]:
+        if place.exists() and not overwrite:
+            raise ShardingError(f"{place} is there already; choose another folder, or pass overwrite=True")
+        return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
+
+    _check_parts([record for each in told(check) for record in each])
+    beside = str(_beside(place))
+    temporary = Path(told(lambda: beside)[0])
+    try:
+        written = told(lambda: _write(mine, temporary))
+        files = {name: each for part in written for name, each in part.items()}
+        told(lambda: _finish(temporary, place, records[0], files) if first else None)
+    finally:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load(
@@ -96,15 +114,14 @@ def load(
             without a default one, the program is loaded as it is: `bind` it before it runs.
 
     Raises:
-        ShardingError: a rank or world size other than the group's or the folder's; a file that is missing or
-            damaged; a folder of another format.
-        CheckpointError: a manifest that names a file outside the folder.
+        ShardingError: a rank or world size other than the group's or the folder's.
+        CheckpointError: a file that is missing, damaged or outside the folder; a folder of another format.
     """
     place = Path(folder)
-    manifest = _manifest(place)
+    manifest = manifest_of(place)
     group = group or (default_group() if dist.is_initialized() and rank is None else None)
     rank = rank_in(place, manifest["world_size"], group, rank=rank, world_size=world_size)
-    path = whole_file(place, manifest["files"][rank])
+    path = file_in(place, manifest, f"rank-{rank}.pt2")
     program = torch.export.load(path)
     found_rank = record_of(program)["rank"]
     if found_rank != rank:
@@ -184,59 +201,6 @@ def _agreed(what: str, given: int | None, found: int) -> int:
 # ------------------------------------------------------------ writing
 
 
-def _save_all(programs: list[ExportedProgram], place: Path) -> None:
-    records = [record_of(program) for program in programs]
-    _check_parts(records)
-    temporary = _beside(place)
-    try:
-        temporary.mkdir(parents=True)
-        files = [_write(program, temporary, rank) for rank, program in enumerate(programs)]
-        _finish(temporary, place, records[0], files)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _save_together(
-    program: ExportedProgram,
-    record: dict[str, Any],
-    place: Path,
-    group: dist.ProcessGroup,
-    *,
-    overwrite: bool,
-) -> None:
-    """Every rank writes its own file; the first one makes the folder and gives it its name."""
-    what, rank = f"saving to {place}", dist.get_rank(group)
-
-    def tell() -> dict[str, Any]:
-        _check_free(place, overwrite=overwrite)
-        return {key: record[key] for key in ("rank", *_SHARED)}
-
-    _check_parts(together(what, tell, group=group, kind=ShardingError))
-    beside = str(_beside(place))
-    temporary = Path(together(what, lambda: beside, group=group, kind=ShardingError)[0])
-
-    def write() -> dict[str, Any]:
-        temporary.mkdir(parents=True, exist_ok=True)
-        return _write(program, temporary, rank)
-
-    def finish(files: list[dict[str, Any]]) -> None:
-        if rank == 0:
-            _finish(temporary, place, record, files)
-
-    try:
-        files = together(what, write, group=group, kind=ShardingError)
-        together(what, lambda: finish(files), group=group, kind=ShardingError)
-    finally:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_free(place: Path, *, overwrite: bool) -> None:
-    if place.exists() and not overwrite:
-        raise ShardingError(f"{place} is there already; choose another folder, or pass overwrite=True")
-
-
 def _check_parts(records: list[dict[str, Any]]) -> None:
     ranks = records[0]["world_size"] if records else 0
     found = [record["rank"] for record in records]
@@ -257,16 +221,18 @@ def _beside(place: Path) -> Path:
     return place.with_name(f".{place.name}.{secrets.token_hex(6)}")
 
 
-def _write(program: ExportedProgram, folder: Path, rank: int) -> dict[str, Any]:
-    path = folder / f"rank-{rank}.pt2"
-    torch.export.save(program, path)
-    return {"name": path.name, **digest(path)}
+def _write(programs: list[ExportedProgram], folder: Path) -> dict[str, Any]:
+    """Save programs, and give the digests of their files by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {f"rank-{record_of(program)['rank']}.pt2": program for program in programs}
+    for name, program in paths.items():
+        torch.export.save(program, folder / name)
+    return {name: digest(folder / name) for name in paths}
 
 
-def _finish(temporary: Path, place: Path, record: dict[str, Any], files: list[dict[str, Any]]) -> None:
-    manifest = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "files": files}
-    manifest |= {key: record[key] for key in _SHARED}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+def _finish(temporary: Path, place: Path, record: dict[str, Any], files: dict[str, Any]) -> None:
+    shared = {key: record[key] for key in _SHARED}
+    write_manifest(temporary, {"format": FORMAT, "torch": torch.__version__, "files": files, **shared})
     place.parent.mkdir(parents=True, exist_ok=True)
     old = _beside(place)
     if place.exists():
@@ -278,57 +244,30 @@ def _finish(temporary: Path, place: Path, record: dict[str, Any], files: list[di
 # ------------------------------------------------------------ reading
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    path = place / MANIFEST
-    if not path.exists():
-        raise ShardingError(f"{here()}: {path} is not there; {place} is no folder that save wrote")
-    try:
-        manifest: dict[str, Any] = read_json(path)
-        check_types(path, manifest, {"format": (lambda name: isinstance(name, str), "a name")})
-        found = manifest["format"], manifest.get("version")
-        if found != (FORMAT, VERSION):
-            raise ShardingError(
-                f"{here()}: {path} is {found[0]} version {found[1]}; this shardwise reads {FORMAT} version"
-                f" {VERSION}"
-            )
-        ranks = manifest.get("world_size")
-        check_types(
-            path,
-            manifest,
-            {
-                "world_size": (is_count, "a number of ranks"),
-                "files": (lambda files: _are_files(files) and len(files) == ranks, f"{ranks} files"),
-            },
-        )
-    except CheckpointError as error:
-        raise ShardingError(f"{here()}: {path} cannot be read ({error}); copy the folder again") from error
-    return manifest
-
-
-_are_files = all_in(list, lambda file: all(isinstance(file[key], str) for key in ("name", "sha256")))
-
-
-def whole_file(place: Path, entry: Mapping[str, Any]) -> Path:
-    """The file of a folder that a manifest's `entry` names, as it was when it was written.
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """What `save` wrote down of a folder.
 
     Raises:
-        ShardingError: a file that is missing or damaged.
-        CheckpointError: one outside the folder.
+        CheckpointError: a manifest that is missing, damaged, or of another format.
     """
-    path = inside(place, entry["name"])
-    found = digest(path)["sha256"] if path.is_file() else "no such file"
-    if found != entry["sha256"]:
-        raise ShardingError(
-            f"{here()}: {path} is not what was saved: sha256 {found[:16]}, expected {entry['sha256'][:16]};"
-            " copy the folder again"
-        )
-    return path
+    try:
+        return read_manifest(folder, format=FORMAT, types={"world_size": (is_count, "a number of ranks")})
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{here()}: {error}; copy the folder again, or save the programs again"
+        ) from error
 
 
-def ranks_of(folder: Path) -> int:
-    """For how many ranks a folder has programs."""
-    found: int = _manifest(folder)["world_size"]
-    return found
+def file_in(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
+    """A file of a folder, as it was when it was written.
+
+    Raises:
+        CheckpointError: one that is missing, damaged or outside.
+    """
+    try:
+        return whole_file(folder, name, manifest["files"].get(name, {}))
+    except CheckpointError as error:
+        raise CheckpointError(f"{here()}: {error}; copy the folder again") from error
 
 
 # ------------------------------------------------------------ the command
