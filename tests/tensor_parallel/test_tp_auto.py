@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import tensor_parallel_transformation
-from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best, choose, price
+from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best, choose
 from shardwise.tensor_parallel.explain import counts
-from shardwise.tensor_parallel.exploring import explore, repeated
+from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explore, repeated
 from shardwise.tensor_parallel.program import read
-from shardwise.tensor_parallel.space import STYLES, Space
 
 CHEAP = Prices(latency=1e-9)  # for tiny models, which are not worth a collective otherwise
 
@@ -128,14 +127,34 @@ def space(name: str, ranks: int) -> Space:
     return explore(read(program(name)), ranks)
 
 
+def uses_of(of: Space, styles: tuple[str, ...]) -> list[Use]:
+    """What every step does, given a style for each decision, one after another."""
+    states: dict[Any, State] = {}
+    for group, style in zip(of.decisions, styles, strict=True):
+        states.update((value, by_style[STYLES.index(style)]) for value, by_style in group.states)
+    uses = []
+    for step in of.steps:
+        (use,) = (
+            use
+            for use in step.uses
+            if all(states.setdefault(x, at) == at for x, at in zip(step.inputs, use.before, strict=True))
+        )
+        states.update(zip(step.leaves, use.after, strict=True))
+        uses.append(use)
+    return uses
+
+
+def price(of: Space, prices: Prices, styles: tuple[str, ...]) -> float:
+    return prices.of_all(of, uses_of(of, styles))
+
+
 def layer_styles(plan: ChosenPlan, prefix: str) -> dict[str, str]:
     names = (name for name in plan.strategies if name.startswith(prefix) and name.endswith(".weight"))
     return {name[len(prefix) : -len(".weight")]: plan.strategies[name] for name in names}
 
 
 def check_prediction(of: Space, whole: ExportedProgram, styles: tuple[str, ...]) -> None:
-    uses = of.follow(styles)
-    assert uses is not None
+    uses = uses_of(of, styles)
     expected = dict(Counter(kind for use in uses for kind, _ in use.collectives))
     for rank in (0, of.ranks - 1):
         made = tensor_parallel_transformation(whole, rank, of.ranks, "cpu", of.strategies(styles))
@@ -237,7 +256,7 @@ def test_a_memory_budget_is_met_at_the_least_price() -> None:
     fitting = (
         price(of, dear, styles)
         for styles in itertools.product(STYLES, repeat=len(of.decisions))
-        if max(of.held(of.follow(styles) or ())) <= whole * 7 // 10
+        if max(of.held(uses_of(of, styles))) <= whole * 7 // 10
     )
     assert plan.seconds == pytest.approx(min(fitting))
     assert f"of {whole * 7 // 10:,} allowed" in str(plan)

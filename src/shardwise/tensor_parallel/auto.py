@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import coo_array  # type: ignore[import-untyped]
+from torch import fx
 from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.explain import rendered
-from shardwise.tensor_parallel.exploring import explore
+from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explore
 from shardwise.tensor_parallel.program import read
-from shardwise.tensor_parallel.space import STYLES, Space, State, Use
 
 _SCALE = 1e6  # the objective's largest coefficient, far above the solver's tolerances of 1e-6
 _PREFERENCE = 1e-2  # of plans that cost the same: the one that cuts less, and rather by column
@@ -65,6 +65,10 @@ class Prices:
         sent = sum(self.latency + each * self.seconds_per_byte_sent for _, each in use.collectives)
         held = max(use.held, default=0) * self.seconds_per_byte_held
         return sent + held + use.flops * self.seconds_per_flop
+
+    def of_all(self, space: Space, uses: Sequence[Use]) -> float:
+        """Seconds for a program, given each step's use."""
+        return sum(map(self.of, uses)) + space.always_held * self.seconds_per_byte_held
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class ChosenPlan:
 
     def _more(self, index: int, style: str) -> float | None:
         found = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
-        return None if found is None else price(self.space, self.prices, found.styles) - self.seconds
+        return None if found is None else self.prices.of_all(self.space, found.uses) - self.seconds
 
     def table(self) -> str:
         """Every decision with its style and bytes, and what the best plan with another style costs more."""
@@ -189,10 +193,9 @@ def best(space: Space, *, prices: Prices | None = None, memory_budget: int | Non
     solved = _solve(space, prices, memory_budget)
     if solved is None:
         raise ShardingError(_no_plan(space, memory_budget))
-    uses = space.follow(solved.styles)
-    assert uses is not None
+    uses = solved.uses
     decisions = [
-        Decision(group.names, style, max(space.bytes_of(uses, group.names)), space.whole(group.names))
+        Decision(group.names, style, max(space.held(uses, group.names)), space.whole(group.names))
         for group, style in zip(space.decisions, solved.styles, strict=True)
     ]
     return ChosenPlan(
@@ -201,7 +204,7 @@ def best(space: Space, *, prices: Prices | None = None, memory_budget: int | Non
         memory_budget=memory_budget,
         strategies=space.strategies(solved.styles),
         decisions=tuple(decisions),
-        seconds=price(space, prices, solved.styles),
+        seconds=prices.of_all(space, uses),
         collectives=dict(Counter(kind for use in uses for kind, _ in use.collectives)),
         bytes_sent=sum(sent for use in uses for _, sent in use.collectives),
         bytes_held=space.held(uses),
@@ -212,24 +215,15 @@ def best(space: Space, *, prices: Prices | None = None, memory_budget: int | Non
     )
 
 
-def price(space: Space, prices: Prices, styles: Sequence[str]) -> float:
-    """Seconds for the plan with these styles for the space's decisions; infinite if no rule can build it."""
-    uses = space.follow(styles)
-    if uses is None:
-        return float("inf")
-    return sum(map(prices.of, uses)) + space.always_held * prices.seconds_per_byte_held
-
-
 def _no_plan(space: Space, budget: int | None) -> str:
     only_memory = Prices(latency=0, seconds_per_byte_sent=0, seconds_per_byte_held=1, seconds_per_flop=0)
     least = _solve(space, only_memory, None)
-    uses = None if least is None else space.follow(least.styles)
-    if uses is None:
+    if least is None:
         return f"the rules can build no plan at all for {space.ranks} ranks, not even of whole weights"
     return (
         f"no plan for {space.ranks} ranks holds at most {budget:,} bytes of parameters and buffers on every"
-        f" rank; the one that holds least needs {max(space.held(uses)):,} of {space.whole():,}. Use more"
-        " ranks, or a larger memory_budget"
+        f" rank; the one that holds least needs {max(space.held(least.uses)):,} of {space.whole():,}."
+        " Use more ranks, or a larger memory_budget"
     )
 
 
@@ -239,6 +233,7 @@ def _no_plan(space: Space, budget: int | None) -> str:
 @dataclass(frozen=True)
 class _Solved:
     styles: tuple[str, ...]
+    uses: tuple[Use, ...]  # of each step
     seconds: float
     gap: float
 
@@ -294,8 +289,10 @@ def _solve(
     if found.x is None:
         return None
     chosen = found.x[:integers].reshape(-1, count).argmax(1)
+    built = iter(found.x[integers:])  # the uses of these styles are 1, all others 0
+    uses = tuple(max(step.uses, key=lambda use: next(built)) for step in space.steps)
     gap = float(getattr(found, "mip_gap", None) or 0.0)
-    return _Solved(tuple(STYLES[s] for s in chosen), time.perf_counter() - begun, gap)
+    return _Solved(tuple(STYLES[s] for s in chosen), uses, time.perf_counter() - begun, gap)
 
 
 def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
@@ -304,7 +301,7 @@ def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[in
     Returns, for each variable, what ranks hold because of it.
     """
     held: dict[int, tuple[int, ...]] = {}
-    left: dict[int, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
+    left: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
     for index, group in enumerate(space.decisions):
         for value, by_style in group.states:
             of_value = left.setdefault(value, {})

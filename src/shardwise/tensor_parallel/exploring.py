@@ -1,8 +1,11 @@
-"""A program explored: every operation built by its own rule, alone, for every state its inputs may come in.
+"""What plans can make of a program: each operation built by its own rule, for every state of its inputs.
 
 So nothing is said here of what operations do. A rule runs on a partition that has only its operation, its
 inputs being in one combination of states; what it then took, sent and left is read off that partition. States
-of inputs are those that came of the operations before, the first being those of weights in each style.
+of inputs are those that came of the operations before, the first being those of weights in each style:
+
+    before  q cut by heads, k whole      ->   sends nothing, 2 * B * H/n * L * L * D FLOP,
+                                              after: q as before, k as before, result cut by heads
 
 `repeated` says which weights are alike, and so get one style.
 """
@@ -12,9 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -29,10 +32,109 @@ from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, sev
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import REPLICATE, Partial, Placement, Split, hint, local_shape
 from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs
-from shardwise.tensor_parallel.space import STYLES, Group, Space, State, Step, Use
 from shardwise.tensor_parallel.state import fake_mode_of
 
+STYLES = ("replicate", "column", "row")  # the first is what a parameter has where nothing is asked
 _MOST = 256  # combinations of states of an operation's inputs
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a value is; where else, by communication, it is too; of a parameter, its style.
+
+    `placement` is None for a parameter before its first use, a tuple for a value with several results.
+    """
+
+    placement: Any
+    sent: frozenset[Placement] = frozenset()
+    style: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """What a step does for one combination of states.
+
+    Attributes:
+        before: states of its inputs.
+        after: the same inputs' states afterwards, and the result's.
+        collectives: kind, and bytes that each rank sends.
+        flops: of rank 0, which has the largest share.
+        placed: of inputs that are parameters first used here, by place: the bytes that ranks then hold.
+    """
+
+    before: tuple[State, ...]
+    after: tuple[State, ...]
+    collectives: tuple[tuple[str, int], ...] = ()
+    flops: int = 0
+    placed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """Bytes of parameters first used here, by rank."""
+        return tuple(map(sum, zip(*(held for _, held in self.placed), strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An operation or output: values that it takes; those it leaves, which are these and its result."""
+
+    inputs: tuple[fx.Node, ...]
+    leaves: tuple[fx.Node, ...]
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights that get one style.
+
+    Attributes:
+        names: of the weights.
+        vectors: parameters of their modules that get it too.
+        states: by value: its first state, for each of `STYLES`.
+    """
+
+    names: tuple[str, ...]
+    vectors: tuple[str, ...]
+    states: tuple[tuple[fx.Node, tuple[State, ...]], ...]
+
+
+@dataclass
+class Space:
+    """A program over `ranks`, explored.
+
+    Attributes:
+        decisions: what there is to choose.
+        steps: in order.
+        always_held: bytes of parameters and buffers that nothing uses.
+    """
+
+    ranks: int
+    decisions: tuple[Group, ...]
+    steps: tuple[Step, ...]
+    always_held: int
+    _names: dict[fx.Node, str] = field(repr=False)
+    _sizes: dict[str, int] = field(repr=False)
+
+    def strategies(self, styles: Sequence[str]) -> dict[str, str]:
+        """Style by parameter, for all that are to be cut."""
+        found = {}
+        for group, style in zip(self.decisions, styles, strict=True):
+            if style != STYLES[0]:
+                found.update(dict.fromkeys((*group.names, *group.vectors), style))
+        return found
+
+    def held(self, uses: Sequence[Use], names: Sequence[str] | None = None) -> tuple[int, ...]:
+        """Bytes of the parameters `names`, or of all and of buffers, by rank; given each step's use."""
+        found = [0 if names is not None else self.always_held] * self.ranks
+        for step, use in zip(self.steps, uses, strict=True):
+            for place, held in use.placed:
+                if names is None or self._names[step.inputs[place]] in names:
+                    found = list(map(sum, zip(found, held, strict=True)))
+        return tuple(found)
+
+    def whole(self, names: Sequence[str] | None = None) -> int:
+        """Bytes of the parameters `names`, or of all parameters and buffers, uncut."""
+        return sum(self._sizes[name] for name in (self._sizes if names is None else names))
 
 
 def explore(whole: Whole, ranks: int) -> Space:
@@ -43,19 +145,24 @@ def explore(whole: Whole, ranks: int) -> Space:
     """
     if ranks < 1:
         raise ShardingError(f"a plan needs at least one rank, got world_size={ranks}")
-    made = _Exploration(whole, ranks)
-    groups = _groups(made)
-    for group in groups:
-        made.begin(group)
+    groups = _groups(whole)
+    made = _Exploration(whole, ranks, groups)
     for node in whole.graph.nodes:
-        if node.op == "output":
-            made.outputs(node)
+        if node.op == "output":  # each is a step of its own
+            for value, owner in outputs(whole, node):
+                if isinstance(value, fx.Node):
+                    inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
+                    made.step(inputs, None, partial(output, value=value, owner=owner))
+        elif node.op in ("placeholder", "get_attr"):
+            first = State(None if node in whole.parameters else REPLICATE)
+            made.states.setdefault(node, {first: _Local(node.meta.get("val"))})
         else:
-            made.visit(node)
-    sizes = {x.name: nbytes(node) for node, x in whole.parameters.items() if node not in whole.aliases}
-    used = {name for step in made.steps for use in step.uses for name, _ in use.placed}
+            made.step(node.all_input_nodes, node, partial(build, node=node))
+    names = {node: x.name for node, x in whole.parameters.items()}
+    sizes = {name: nbytes(node) for node, name in names.items() if node not in whole.aliases}
+    used = {names[step.inputs[place]] for step in made.steps for use in step.uses for place, _ in use.placed}
     unused = sum(size for name, size in sizes.items() if name not in used)
-    return Space(ranks, groups, tuple(made.steps), unused, made.start, sizes)
+    return Space(ranks, groups, tuple(made.steps), unused, names, sizes)
 
 
 # ------------------------------------------------------------ what each operation does
@@ -70,66 +177,41 @@ class _Local:
 
 
 _States = dict[State, _Local]
-_Builds = Callable[[Partition], Any]
-_Placed = tuple[tuple[int, tuple[int, ...]], ...]  # of the inputs, which are placed here, and ranks' bytes
-_Found = tuple[list[tuple[Use, _Placed]], list[_States]]
+_Combination = Sequence[tuple[State, _Local]]
 
 
 class _Exploration:
     """Goes through the program once, knowing of each value all states that it can be in at this point."""
 
-    def __init__(self, whole: Whole, ranks: int) -> None:
-        self.whole, self.ranks, self.parameters = whole, ranks, whole.parameters
-        self.number = {node: index for index, node in enumerate(whole.graph.nodes)}
+    def __init__(self, whole: Whole, ranks: int, groups: Sequence[Group]) -> None:
+        self.ranks, self.parameters = ranks, whole.parameters
         self.fake_mode = fake_mode_of(whole.program)
-        self.states: dict[fx.Node, _States] = {}
-        self.start: dict[int, State] = {}
+        self.states: dict[fx.Node, _States] = {
+            node: {state: _Local(node.meta["val"]) for state in by_style}
+            for group in groups
+            for node, by_style in group.states
+        }
         self.steps: list[Step] = []
-        self.known: dict[Any, _Found] = {}
+        self.known: dict[Any, tuple[tuple[Use, ...], list[_States]]] = {}
 
-    def begin(self, group: Group) -> None:
-        """Parameters of `group` come in the states of all styles."""
-        node_of = {number: node for node, number in self.number.items()}
-        for value, by_style in group.states:
-            node = node_of[value]
-            self.states[node] = {each: _Local(node.meta["val"]) for each in by_style}
-
-    def visit(self, node: fx.Node) -> None:
-        if node.op in ("placeholder", "get_attr"):
-            first = State(None) if node in self.parameters else State(REPLICATE)
-            if node not in self.states:
-                self.states[node] = {first: _Local(node.meta.get("val"))}
-                self.start[self.number[node]] = first
-            return
-        self._step(node.all_input_nodes, node, lambda p: build(p, node))
-
-    def outputs(self, node: fx.Node) -> None:
-        """Each output is a step of its own."""
-        for value, owner in outputs(self.whole, node):
-            if isinstance(value, fx.Node):
-                inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
-                self._step(inputs, None, partial(output, value=value, owner=owner))
-
-    def _step(self, inputs: list[fx.Node], node: fx.Node | None, build: _Builds) -> None:
-        outcome = inputs if node is None else [*inputs, node]
+    def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
+        """An operation, whose result is `node`, or an output."""
+        leaves = inputs if node is None else [*inputs, node]
         alike = None if node is None else self._likeness(node, inputs)
-        found = self.known.get(alike) or self._uses(inputs, outcome, build)
+        found = self.known.get(alike) or self._uses(inputs, leaves, build)
         if alike is not None:
             self.known[alike] = found
         uses, left = found
         if not uses:
             what = "an output" if node is None else f"{name_of(node)} ({node.name})"
             raise ShardingError(f"no rule can build {what}, not even on whole inputs")
-        named = tuple(
-            replace(use, placed=tuple((self.parameters[inputs[place]].name, held) for place, held in placed))
-            for use, placed in uses
-        )
-        leaves = tuple(self.number[x] for x in outcome)
-        self.steps.append(Step(leaves[: len(inputs)], leaves, named))
-        self.states.update(zip(outcome, left, strict=True))
+        self.steps.append(Step(tuple(inputs), tuple(leaves), uses))
+        self.states.update(zip(leaves, left, strict=True))
 
-    def _uses(self, inputs: list[fx.Node], outcome: list[fx.Node], build: _Builds) -> _Found:
-        left: list[_States] = [{} for _ in outcome]
+    def _uses(
+        self, inputs: list[fx.Node], leaves: list[fx.Node], build: Callable[[Partition], Any]
+    ) -> tuple[tuple[Use, ...], list[_States]]:
+        left: list[_States] = [{} for _ in leaves]
         uses = []
         for combination in self._combinations(inputs):
             p = self._partition(inputs, combination)
@@ -137,12 +219,12 @@ class _Exploration:
                 build(p)
             except Exception:  # whatever the rule cannot build, no plan may lead to
                 continue
-            before = tuple(each for each, _ in combination)
-            after = [_state_of(p, x) for x in outcome]
+            after = [_state_of(p, x) for x in leaves]
             for states, (each, local) in zip(left, after, strict=True):
                 states.setdefault(each, local)
+            before = tuple(each for each, _ in combination)
             uses.append(self._use(p, inputs, before, tuple(each for each, _ in after)))
-        return uses, left
+        return tuple(uses), left
 
     def _likeness(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         """Equal for operations with the same uses, as repeated layers have; None if not known."""
@@ -163,21 +245,21 @@ class _Exploration:
             cut = column_ranges(self._partition([], []), node, shape[-1], dim=len(shape) - 1)
         return node.target, args, tuple(told), users, states, owned, cut
 
-    def _combinations(self, inputs: list[fx.Node]) -> list[tuple[tuple[State, _Local], ...]]:
+    def _combinations(self, inputs: list[fx.Node]) -> Iterator[_Combination]:
         """Of the inputs' states. Where there are too many, inputs with the same states are in one."""
         known = [list(self.states[x].items()) for x in inputs]
-        if math.prod(map(len, known)) <= _MOST:
-            return list(itertools.product(*known))
-        alike: dict[tuple[State, ...], list[int]] = defaultdict(list)
+        many = math.prod(map(len, known)) > _MOST
+        together: dict[Any, list[int]] = defaultdict(list)
         for place, states in enumerate(known):
-            alike[tuple(each for each, _ in states)].append(place)
-        found = []
-        for chosen in itertools.islice(itertools.product(*(range(len(key)) for key in alike)), _MOST):
-            index = {place: n for n, places in zip(chosen, alike.values(), strict=True) for place in places}
-            found.append(tuple(states[index[place]] for place, states in enumerate(known)))
-        return found
+            together[tuple(each for each, _ in states) if many else place].append(place)
+        counts = [range(len(known[places[0]])) for places in together.values()]
+        for chosen in itertools.islice(itertools.product(*counts), _MOST):
+            index = {
+                place: n for n, places in zip(chosen, together.values(), strict=True) for place in places
+            }
+            yield [states[index[place]] for place, states in enumerate(known)]
 
-    def _partition(self, inputs: list[fx.Node], combination: Sequence[tuple[State, _Local]]) -> Partition:
+    def _partition(self, inputs: list[fx.Node], combination: _Combination) -> Partition:
         """Rank 0's program, so far of nothing but these inputs."""
         p = Partition(0, self.ranks, "", self.fake_mode, {})
         for x, (each, local) in zip(inputs, combination, strict=True):
@@ -192,18 +274,16 @@ class _Exploration:
 
     def _use(
         self, p: Partition, inputs: list[fx.Node], before: tuple[State, ...], after: tuple[State, ...]
-    ) -> tuple[Use, _Placed]:
-        placed = []
-        for place, (x, was, now) in enumerate(zip(inputs, before, after, strict=False)):
-            if was.placement is None and now.placement is not None:
-                placed.append((place, tuple(_share(x, now.placement, rank) for rank in range(self.ranks))))
-        sent = [
-            (kind, _sent(each, kind, self.ranks))
-            for each in p.graph.nodes
-            if (kind := collective_kind(each)) is not None
+    ) -> Use:
+        placed = [
+            (place, tuple(_share(x, now.placement, rank) for rank in range(self.ranks)))
+            for place, (x, was, now) in enumerate(zip(inputs, before, after, strict=False))
+            if was.placement is None and now.placement is not None
         ]
-        flops = sum(_flops(each) for each in p.graph.nodes if each.op == "call_function")
-        return Use(before, after, tuple(sent), flops), tuple(placed)
+        calls = [node for node in p.graph.nodes if node.op == "call_function"]
+        kinds = [(kind, node) for node in calls if (kind := collective_kind(node)) is not None]
+        sent = tuple((kind, _sent(node, kind, self.ranks)) for kind, node in kinds)
+        return Use(before, after, sent, sum(map(_flops, calls)), tuple(placed))
 
 
 def _given(p: Partition, value: Any) -> Any:
@@ -279,9 +359,8 @@ def _sizes(node: fx.Node) -> list[int]:
 # ------------------------------------------------------------ what there is to choose
 
 
-def _groups(made: _Exploration) -> tuple[Group, ...]:
+def _groups(whole: Whole) -> tuple[Group, ...]:
     """The weights, those of repeated layers together, each with the vectors of its module."""
-    whole = made.whole
     kinds = {spec.target: spec.kind for spec in whole.program.graph_signature.input_specs}
     of_module: dict[str, list[str]] = defaultdict(list)
     weights: dict[str, fx.Node] = {}
@@ -302,7 +381,7 @@ def _groups(made: _Exploration) -> tuple[Group, ...]:
     for names in groups.values():
         vectors = {name: of_module.pop(name.rpartition(".")[0], []) for name in names}
         states = tuple(
-            (made.number[whole.named[each]], _first_states(whole.named[each], each))
+            (whole.named[each], _first_states(whole.named[each], each))
             for name in names
             for each in (name, *vectors[name])
         )
