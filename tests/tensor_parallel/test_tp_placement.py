@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.tensor_parallel.placement import Split, covers_once, even, regroup
+from shardwise.tensor_parallel.placement import Split, even, normal, regroup
 
 
 @st.composite
@@ -69,15 +69,14 @@ def test_a_cut_along_whole_heads_is_found_again_after_heads_are_merged_and_parte
 
 
 @settings(max_examples=100, deadline=None)
-@given(size=st.integers(0, 40), ranks=st.integers(1, 6), unit=st.integers(1, 5))
-def test_an_even_cut_gives_every_unit_to_one_rank_and_none_two_more_than_another(
-    size: int, ranks: int, unit: int
+@given(size=st.integers(0, 40), ranks=st.integers(1, 6))
+def test_an_even_cut_gives_every_element_to_one_rank_and_none_two_more_than_another(
+    size: int, ranks: int
 ) -> None:
-    ranges = even(size * unit, ranks, unit=unit)
-    assert covers_once(ranges, size * unit)
+    ranges = even(size, ranks)
+    assert normal([interval for held in ranges for interval in held]) == (((0, size),) if size else ())
     sizes = [Split(0, ranges).size(rank) for rank in range(ranks)]
-    assert max(sizes) - min(sizes) <= unit
-    assert all(held % unit == 0 for held in sizes)
+    assert max(sizes) - min(sizes) <= 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,3 +89,15 @@ def test_a_part_of_a_cut_dim_is_cut_as_the_dim_is(data: st.DataObject) -> None:
     for rank in range(len(split.ranges)):
         expected = [x for x in _taken(whole, split, rank).tolist() if begin <= x < end]
         assert _taken(whole[begin:end], part, rank).tolist() == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_rank_finds_elements_where_they_lie_and_units_where_they_are_whole(data: st.DataObject) -> None:
+    split = Split(0, data.draw(cuts(12)))
+    for rank in range(len(split.ranges)):
+        held = _taken(torch.arange(12), split, rank).tolist()
+        assert [split.on_rank(rank, index) for index in held] == list(range(len(held)))
+    assert split.scaled(3).divided(3) == split
+    shifted = split.scaled(3).each(lambda begin, end: (begin + 1, end + 1))
+    assert shifted.divided(3) is None or not any(split.ranges)

@@ -4,21 +4,26 @@ operations in place                 out of place (`functional`)
 checks of sizes and strides         dropped: this rank's sizes are others
 keyword arguments                   positional, where the operation has them so
 addmm(b, x, permute(w)), matmul, ... linear(x, w, b), where w is a parameter
+view(bmm(view(x), view(y)))         matmul(x, y), where views only merged the dims of batches
+permute(w), detach(log_softmax(x))  beside each use of theirs: they are not to be the first use of w or x
+view(log_softmax(x))                log_softmax(view(x)), for a loss to meet it (`rules.loss`)
 views and expands that change nothing   dropped
 copy(x, y)                          y, in the shape and dtype of x: it has no derivative
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from shardwise import _compat
-from shardwise.tensor_parallel.nodes import op_of
-from shardwise.tensor_parallel.placement import same_size
+from shardwise.tensor_parallel.heads import order_of
+from shardwise.tensor_parallel.nodes import args_of, op_of
+from shardwise.tensor_parallel.placement import groups, same_size
 
 aten: Any = torch.ops.aten
 
@@ -52,9 +57,21 @@ def canonical(program: ExportedProgram) -> fx.Graph:
         if node.op == "call_function":
             _normalize(graph, node)
     for node in reversed(list(graph.nodes)):
+        for user in list(node.users) if _is_late(node) else ():
+            with graph.inserting_before(user):
+                user.replace_input_with(node, graph.node_copy(node))
+    for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not _has_effects(node):
             graph.erase_node(node)
     return graph
+
+
+def _is_late(node: fx.Node) -> bool:
+    """Is what `node` views to be used otherwise first?"""
+    source: Any = node
+    while op_of(source) in ("detach", "alias"):
+        source = source.args[0]
+    return _transposed(node) is not None or (source is not node and op_of(source).endswith("log_softmax"))
 
 
 def _has_effects(node: fx.Node) -> bool:
@@ -76,13 +93,17 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
         node.replace_all_uses_with(x)
         graph.erase_node(node)
         return
-    found = _as_linear(node, name)
+    op, found = aten.linear.default, _as_linear(node, name)
+    if found is None:
+        op, found = aten.matmul.default, _as_matmul(node, name)
+    if found is None:
+        op, found = getattr(x, "target", None), _as_logarithm(graph, node, name)
     if found is None:
         return
     with graph.inserting_before(node):
-        linear = graph.call_function(aten.linear.default, found)
-    linear.meta = dict(node.meta)
-    node.replace_all_uses_with(linear)
+        product = graph.call_function(op, found)
+    product.meta = dict(node.meta)
+    node.replace_all_uses_with(product)
     graph.erase_node(node)
 
 
@@ -118,10 +139,16 @@ def _positional(node: fx.Node) -> None:
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    one, other = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.ndim != other.ndim:
+    one = a.meta.get("val")
+    return isinstance(one, Tensor) and _is_shape(b, one.shape)
+
+
+def _is_shape(node: fx.Node, sizes: Sequence[Any]) -> bool:
+    """Is `node` a tensor of these sizes?"""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim != len(sizes):
         return False
-    return all(same_size(x, y) for x, y in zip(one.shape, other.shape, strict=True))
+    return all(map(same_size, value.shape, sizes))
 
 
 def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
@@ -140,6 +167,40 @@ def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
         weight = _transposed(right)
         return None if weight is None or len(weight.meta["val"].shape) != 2 else (node.args[0], weight)
     return None
+
+
+def _as_matmul(node: fx.Node, name: str) -> tuple[Any, ...] | None:
+    """The factors, with all dims of batches, of a product that was worked out with these merged into one."""
+    product: Any = node.args[0] if name in _NOTHING[1:] else None
+    if not isinstance(product, fx.Node) or op_of(product) != "bmm":
+        return None
+    merged: list[Any] = [product, *product.args]
+    apart: list[Any] = [node, *(x.args[0] if op_of(x) in _NOTHING[1:] else x for x in merged[1:])]
+    batch = node.meta["val"].shape[:-2]
+    sizes = [(*batch, *x.meta["val"].shape[-2:]) for x in merged]
+    return tuple(apart[1:]) if all(map(_is_shape, apart, sizes)) else None
+
+
+def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] | None:
+    """The arguments of a softmax's logarithm of the values that `node` views the one of."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not op_of(source).endswith("log_softmax") or len(source.users) > 1:
+        return None
+    given, op = args_of(source), cast(Any, node.target)
+    x, dim, *rest = given
+    old, new = source.meta["val"].shape, node.meta["val"].shape
+    if name in ("transpose", "permute"):
+        dims = [order_of(node, len(old)).index(dim % len(old))]
+    elif name in _NOTHING[1:]:
+        dims = next((after for before, after in groups(old, new) if before == [dim % len(old)]), [])
+    else:
+        return None
+    if len(dims) != 1:
+        return None
+    with graph.inserting_before(node):
+        moved = graph.call_function(op, (x, *node.args[1:]), node.kwargs)
+    moved.meta = {**source.meta, "val": x.meta["val"].new_empty(new)}
+    return (moved, *dims, *rest)
 
 
 def _transposed(node: Any) -> fx.Node | None:

@@ -120,18 +120,9 @@ def explain(program: ExportedProgram) -> Explanation:
     for name, entry in record["parameters"].items():
         placement = placement_from_json(entry["placement"])
         itemsize = getattr(torch, entry["dtype"]).itemsize
-        whole = math.prod(entry["shape"])
-        here = math.prod(local_shape(placement, entry["shape"], record["rank"]))
-        rows.append(
-            ParameterRow(
-                name,
-                entry["style"],
-                _text(placement, record["rank"]),
-                here * itemsize,
-                whole * itemsize,
-                entry["tied"],
-            )
-        )
+        here = math.prod(local_shape(placement, entry["shape"], record["rank"])) * itemsize
+        whole, where = math.prod(entry["shape"]) * itemsize, _text(placement, record["rank"])
+        rows.append(ParameterRow(name, entry["style"], where, here, whole, entry["tied"]))
     return Explanation(
         record["rank"],
         record["world_size"],

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from shardwise.tensor_parallel.nodes import args_of, op_of, several
 from shardwise.tensor_parallel.partition import Partition
-from shardwise.tensor_parallel.placement import Ranges, even, groups, hint, normal
+from shardwise.tensor_parallel.placement import Interval, Ranges, Split, even, groups, hint, normal
 
 _PARTS = ("split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "tensor_split")
 _ATTENTION = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
@@ -48,19 +48,13 @@ def column_ranges(p: Partition, node: fx.Node, size: int, *, dim: int) -> Ranges
 
 def _cut(stretch: Stretch, ranks: int) -> Ranges:
     """Every rank's share of a stretch: of the heads that it serves, and so of its units."""
-    heads = even(stretch.count * stretch.shared, ranks)
-    return tuple(
-        normal(
-            [
-                (
-                    stretch.begin + b // stretch.shared * stretch.unit,
-                    stretch.begin + -(-e // stretch.shared) * stretch.unit,
-                )
-                for b, e in held
-            ]
-        )
-        for held in heads
-    )
+    heads = Split(0, even(stretch.count * stretch.shared, ranks))
+
+    def outputs(begin: int, end: int) -> Interval:
+        first, last = begin // stretch.shared, -(-end // stretch.shared)
+        return stretch.begin + first * stretch.unit, stretch.begin + last * stretch.unit
+
+    return heads.each(outputs).ranges
 
 
 def _finest(found: list[Stretch], size: int) -> list[Stretch]:
@@ -106,13 +100,10 @@ class _Tracker:
         self, node: fx.Node, user: fx.Node, name: str, dim: int, stretch: Stretch
     ) -> Iterator[Stretch]:
         before, after = self.p.hints(node), self.p.hints(user)
-        if name in ("view", "reshape", "_unsafe_view", "unflatten", "flatten"):
+        if name in ("view", "reshape", "_unsafe_view", "unflatten", "flatten", "unsqueeze"):
             yield from self._view(node, user, dim, stretch)
         elif name in ("transpose", "permute", "t"):
             yield from self.follow(user, order_of(user, len(before)).index(dim), stretch)
-        elif name == "unsqueeze":
-            at = int(user.args[1]) % len(after)  # type: ignore[arg-type]
-            yield from self.follow(user, dim + (at <= dim), stretch)
         elif name == "repeat_interleave" and len(after) == len(before):
             yield from self._shared(stretch, after[dim])
         elif name in ("linear", "mm", "bmm", "matmul", "embedding", "addmm", "baddbmm"):

@@ -10,30 +10,21 @@ from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature
 
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel.nodes import calls_of
+from shardwise.tensor_parallel.nodes import calls_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, Value, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, even
 from shardwise.tensor_parallel.styles import REPLICATED, Layout, Plan
 
 Moves = dict[fx.Node, tuple[str, Layout]]
 
-_NOT_CALLED = (
-    "the {} of {} are to be moved, but no operation of the program says that it belongs to it (it was not"
-    " called, or a pass has dropped nn_module_stack); leave its layouts out"
-)
-
 
 def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves:
     """Put a node before each call of a module whose input is to be moved, for what comes in: where to."""
     moves: Moves = {}
     for module, layout in plan.inputs.items():
-        calls: dict[str, list[fx.Node]] = {}
-        for node in graph.nodes:
-            if node.op == "call_function" and (call := _call_of(node, module)) is not None:
-                calls.setdefault(call, []).append(node)
-        if not calls:
-            raise ShardingError(_NOT_CALLED.format("input", module))
-        for own in calls.values() if layout != REPLICATED else ():  # who takes it whole has it so
+        for own in _calls(graph, module, "input"):
+            if layout == REPLICATED:  # who takes it whole has it so
+                continue
             entering = dict.fromkeys(x for node in own for x in node.all_input_nodes if x not in own)
             given = [x for x in entering if _is_activation(x, signature)]
             if len(given) != 1:
@@ -50,31 +41,35 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
     return moves
 
 
+def leave(plan: Plan, graph: fx.Graph) -> Moves:
+    """The last operation of each call of a module whose outputs are to be moved: the module, and where to."""
+    return {
+        [node for node in own if is_tensor(node)][-1]: (module, layout)
+        for module, layout in plan.outputs.items()
+        for own in _calls(graph, module, "outputs")
+    }
+
+
+def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
+    """The operations of each call of `module`, whose input or outputs are to be moved."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for call in calls_of(node) if node.op == "call_function" else ():
+            if call.partition("@")[0] == module:
+                calls.setdefault(call, []).append(node)
+    if not calls:
+        raise ShardingError(
+            f"the {what} of {module} are to be moved, but no operation of the program says that it belongs to"
+            " it (it was not called, or a pass has dropped nn_module_stack); leave its layouts out"
+        )
+    return list(calls.values())
+
+
 def _is_activation(node: fx.Node, signature: ExportGraphSignature) -> bool:
     """Is it a floating tensor that is computed, or given by the caller?"""
     value = node.meta.get("val")
     made = node.op == "call_function" or str(node.target) in signature.user_inputs
     return made and isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _call_of(node: fx.Node, module: str) -> str | None:
-    """Which call of `module` a node belongs to."""
-    return next((call for call in calls_of(node) if call.partition("@")[0] == module), None)
-
-
-def leave(plan: Plan, graph: fx.Graph) -> Moves:
-    """The last operation of each call of a module whose outputs are to be moved: the module, and where to."""
-    moves: Moves = {}
-    for module, layout in plan.outputs.items():
-        last: dict[str, fx.Node] = {}
-        for node in graph.nodes:
-            call = _call_of(node, module)
-            if call is not None and node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
-                last[call] = node
-        if not last:
-            raise ShardingError(_NOT_CALLED.format("outputs", module))
-        moves.update((node, (module, layout)) for node in last.values())
-    return moves
 
 
 def move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:

@@ -43,21 +43,13 @@ def replicated(x: Tensor, group: str) -> Tensor:
 
 
 @torch.library.custom_op("shardwise::repeated", mutates_args=())
-def repeated(
-    x: Tensor,
-    dim: int,
-    begins: Sequence[int],
-    sizes: Sequence[int],
-    places: Sequence[int],
-    total: int,
-    group: str,
-) -> Tensor:
+def repeated(x: Tensor, dim: int, pieces: Sequence[int], total: int, group: str) -> Tensor:
     """A copy of `x`; the gradients of elements that several ranks have are the sums of theirs.
 
     Args:
         x: this rank's part of a parameter that is cut along `dim`.
-        begins, sizes: intervals of the dim that other ranks have as well.
-        places: where each of them begins among the elements that several ranks have.
+        pieces: of each interval of the dim that other ranks have as well: its begin, its size, and its begin
+            among the elements that several ranks have.
         total: how many elements of the dim several ranks have.
         group: the ranks.
     """
@@ -122,18 +114,17 @@ def _sum_shared(
     gradient: Tensor,
     shape: torch.Size,
     dim: int,
-    begins: Sequence[int],
-    sizes: Sequence[int],
-    places: Sequence[int],
+    pieces: Sequence[int],
     total: int,
     group: str,
 ) -> Tensor:
+    each = list(zip(*[iter(pieces)] * 3, strict=True))
     terms = gradient.new_zeros([*shape[:dim], total, *shape[dim + 1 :]])
-    for begin, size, place in zip(begins, sizes, places, strict=True):
+    for begin, size, place in each:
         terms.narrow(dim, place, size).copy_(gradient.narrow(dim, begin, size))
     sums = _sum(terms, group)
     made = gradient.clone()
-    for begin, size, place in zip(begins, sizes, places, strict=True):
+    for begin, size, place in each:
         made.narrow(dim, begin, size).copy_(sums.narrow(dim, place, size))
     return made
 

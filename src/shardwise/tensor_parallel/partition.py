@@ -12,14 +12,14 @@ summed first, so that no two of them sum it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
@@ -33,6 +33,7 @@ from shardwise.tensor_parallel.placement import (
     even,
     hint,
     local_shape,
+    normal,
 )
 
 Placements = Placement | tuple[Placement, ...]  # of one value, or of several results
@@ -89,9 +90,8 @@ class Partition:
     warnings: list[str] = field(default_factory=list)
     building: fx.Node | None = None  # the operation whose rule is at work; None where the plan moves a value
     gathers: list[Gathered] = field(default_factory=list)  # by operations
-    waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # see `rules.loss`
+    later: dict[fx.Node, Any] = field(default_factory=dict)  # finished when first taken; see `rules.loss`
     row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
-    transposed: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of a matrix that will be cut: which
     _moved: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
 
     # ------------------------------------------------------------ what is known of the whole program
@@ -118,11 +118,24 @@ class Partition:
         """A node that calls `op` on nodes of this rank's program."""
         with self.fake_mode, self._no_guards(), torch.no_grad():
             result = op(*map_arg(args, _value), **map_arg(kwargs, _value))
+        return self.emitted(op, args, kwargs, result)
+
+    def emitted(self, op: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+        """A node that calls `op`, of which `result` came on fake tensors."""
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
         if self.building is not None:
             name_source(node, self.building)
         return node
+
+    def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Nodes for each operation of `function`, plain code of tensors, on nodes of this rank's program.
+
+        Sizes that it uses must be numbers.
+        """
+        recorder = _Recorder(self, [x for x in inputs if isinstance(x, fx.Node)])
+        with self.fake_mode, self._no_guards(), torch.no_grad(), recorder:
+            return map_aggregate(function(*map_arg(inputs, _value)), recorder.node_of)
 
     def locally(self, node: fx.Node, inputs: Mapping[Any, Placement], placement: Placements) -> None:
         """The node as it is, on `inputs` at their placements, all others whole; its value at `placement`."""
@@ -132,6 +145,23 @@ class Partition:
 
         made = self.emit(node.target, *map_arg(node.args, taken), **map_arg(node.kwargs, taken))
         self.keep(node, made, placement)
+
+    def follow(self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]]) -> None:
+        """The node as it is, its result cut as the first of its inputs that is cut, the others as that.
+
+        Args:
+            dims: which dim of the result each dim of an input is; None where it must be whole.
+        """
+        cuts = []
+        for x, of_result in dims.items():
+            at = self.placement(x)
+            if isinstance(at, Split) and (dim := of_result[at.dim]) is not None:
+                cuts.append(at.on(dim))
+        cut = rather_disjoint(cuts)
+        if cut is None:
+            return self.repeat(node)
+        inputs = {x: cut.on(own.index(cut.dim)) if cut.dim in own else REPLICATE for x, own in dims.items()}
+        return self.locally(node, inputs, cut)
 
     def repeat(self, node: fx.Node) -> None:
         """The node as it is in the whole program, on whole inputs."""
@@ -157,14 +187,20 @@ class Partition:
         """How the first of `nodes` that is cut is cut; rather one of which ranks share nothing."""
         return rather_disjoint([at for node in nodes if isinstance(at := self.placement(node), Split)])
 
+    def spread(self, x: fx.Node, sizes: Sequence[Any]) -> list[int | None]:
+        """Which dim of a result of `sizes`, to which `x` broadcasts, each of its dims is."""
+        first = len(sizes) - len(self.shape(x))
+        of_result = range(first, len(sizes))
+        return [None if self.is_spread(x, d - first, sizes[d]) else d for d in of_result]
+
     def is_spread(self, x: fx.Node, dim: int, size: Any) -> bool:
         """Is the one element of a dim of `x` used for all of `size` elements of a result?"""
         return self.hints(x)[dim] == 1 != hint(size)
 
     def aligned(self, x: fx.Node, cut: Split, sizes: Sequence[Any]) -> Placement:
         """Where `x`, which broadcasts to `sizes`, must be for a result of these that is cut by `cut`."""
-        dim = cut.dim - (len(sizes) - len(self.shape(x)))
-        return REPLICATE if dim < 0 or self.is_spread(x, dim, sizes[cut.dim]) else cut.on(dim)
+        dims = self.spread(x, sizes)
+        return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
     def _no_guards(self) -> AbstractContextManager[Any]:
         """This rank's sizes must put no conditions on the symbols of the whole program."""
@@ -195,12 +231,11 @@ class Partition:
         """The value of `node` at `placement`, by whatever moves it there. Numbers are everywhere."""
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
             return self.values[node].node if isinstance(node, fx.Node) else node
+        if node in self.later:
+            self.later.pop(node).finish()
         parameter = self.parameters.get(node)
         if parameter is not None and parameter.placement is None:
             self._place(parameter, placement)
-        source = self.transposed.get(node)
-        if source is not None and self.parameters[source].placement is None:
-            self._place(self.parameters[source], REPLICATE)
         value = self.values[node]
         if value.placement == placement:
             return value.node
@@ -245,17 +280,6 @@ class Partition:
                 value.node.meta["val"] = torch.empty(
                     shape, dtype=whole.dtype, device=whole.device, requires_grad=whole.requires_grad
                 )
-            for view in [view for view, source in self.transposed.items() if source is node]:
-                made: Any = self.values[view].node
-                made.meta["val"] = value.node.meta["val"].detach().t()
-                self.values[view].placement = placement.on(1 - placement.dim)
-
-    def transpose_later(self, node: fx.Node) -> None:
-        """A transposed matrix whose cut a later use decides; whole, should it itself be used before."""
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        self.transposed[node] = source
-        self.keep(node, self.emit(aten.t.default, self.values[source].node), REPLICATE)
 
     def _move(self, node: fx.Node, value: Value, target: Placement, user: fx.Node | None) -> fx.Node:
         source = value.placement
@@ -284,19 +308,12 @@ class Partition:
 
     def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
         """The part `target` of a value of which this rank has `source`; no communication."""
-        mine, asked = source.ranges[self.rank], target.ranges[self.rank]
-        if mine == asked:
+        asked = target.ranges[self.rank] or ((0, 0),)
+        if source.ranges[self.rank] == asked:
             return node
-        local = []
-        for begin, end in asked:
-            at = 0
-            for b, e in mine:
-                if b <= begin and end <= e:
-                    local.append((at + begin - b, at + end - b))
-                    break
-                at += e - b
-        ranges = tuple(tuple(local) for _ in range(self.ranks))
-        return self.cut(node, Split(target.dim, ranges, source.size(self.rank) if source.block else None))
+        begins = [source.on_rank(self.rank, begin) for begin, _ in asked]
+        local = [(at, at + end - begin) for at, (begin, end) in zip(begins, asked, strict=True)]
+        return self._pieces(node, target.dim, local, own=True)
 
     def all_reduce(self, node: fx.Node, kind: str = "sum") -> fx.Node:
         """The sum, or the "max", of every rank's `node`."""
@@ -313,15 +330,10 @@ class Partition:
 
     def _is_even(self, split: Split, size: Any) -> bool:
         """Have all ranks equal shares of a dim of `size`, one after another?"""
-        equal = isinstance(size, int) and size % self.ranks == 0 and split.block is None
-        return equal and split.ranges == even(size, self.ranks)
+        return isinstance(size, int) and size % self.ranks == 0 and split.ranges == even(size, self.ranks)
 
     def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
         """The whole of a value cut by `split`."""
-        if split.block is not None:
-            apart = self._blocks(node, split.dim, split.size(self.rank))
-            whole = self.all_gather(apart, Split(split.dim + 1, split.ranges))
-            return self.emit(aten.flatten.using_ints, whole, split.dim, split.dim + 1)
         most = max(split.size(rank) for rank in range(self.ranks))
         dtype = node.meta["val"].dtype
         if dtype == torch.bool:  # not every backend sends them
@@ -343,12 +355,7 @@ class Partition:
 
     def cut(self, node: fx.Node, split: Split) -> fx.Node:
         """This rank's intervals of a replicated value; no communication."""
-        held = split.ranges[self.rank] or ((0, 0),)
-        if split.block is None:
-            return self._pieces(node, split.dim, held, own=True)
-        apart = self._blocks(node, split.dim, split.block)
-        pieces = self._pieces(apart, split.dim + 1, held, own=True)
-        return self.emit(aten.flatten.using_ints, pieces, split.dim, split.dim + 1)
+        return self._pieces(node, split.dim, split.ranges[self.rank] or [(0, 0)], own=True)
 
     def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
         """Intervals of a dim, put together; `own`: this rank's, others having others (for `training`)."""
@@ -357,13 +364,27 @@ class Partition:
             part.meta["own"] = own
         return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
 
-    def _blocks(self, node: fx.Node, dim: int, block: int) -> fx.Node:
-        """A dim as two: so many blocks, of `block` elements each."""
-        return self.emit(aten.unflatten.int, node, dim, [-1, block])
-
     def evenly(self, node: fx.Node, dim: int) -> Split:
         """An even cut of a dim of the whole value."""
         return Split(dim, even(self.hints(node)[dim], self.ranks))
+
+
+class _Recorder(_compat.TorchDispatchMode):
+    """Puts a node into a program for each operation, of one result, on fake tensors."""
+
+    def __init__(self, p: Partition, inputs: Sequence[fx.Node]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.p = p
+        self.nodes = {id(x.meta["val"]): x for x in inputs}
+
+    def node_of(self, value: Any) -> Any:
+        return self.nodes[id(value)] if isinstance(value, Tensor) else value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, named = map_aggregate((args, kwargs or {}), self.node_of)
+        self.nodes[id(result)] = self.p.emitted(func, tuple(given), named, result)
+        return result
 
 
 def _value(node: fx.Node) -> Any:
@@ -382,27 +403,11 @@ def rather_disjoint(cuts: Sequence[Split]) -> Split | None:
     return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
 
 
-def _in_order(split: Split, padded: int) -> list[tuple[int, int]]:
+def _in_order(split: Split, padded: int) -> list[Interval]:
     """Where, in ranks' pieces padded to `padded` and laid end to end, the elements lie in their own order.
 
     What several ranks hold is taken from the first.
     """
-    found: list[tuple[int, int, int]] = []  # begin within the whole, begin and end among the pieces
-    for rank, held in enumerate(split.ranges):
-        at = rank * padded
-        for begin, end in held:
-            found.append((begin, at, at + end - begin))
-            at += end - begin
-    found.sort()
-    pieces: list[tuple[int, int]] = []
-    done = 0
-    for begin, first, last in found:
-        skip = max(0, done - begin)
-        if first + skip >= last:
-            continue
-        done = begin + last - first
-        if pieces and pieces[-1][1] == first + skip:
-            pieces[-1] = (pieces[-1][0], last)
-        else:
-            pieces.append((first + skip, last))
-    return pieces
+    first = sorted((b, e, rank) for rank, held in enumerate(split.once().ranges) for b, e in held)
+    begins = [rank * padded + split.on_rank(rank, begin) for begin, _, rank in first]
+    return list(normal([(at, at + end - begin) for at, (begin, end, _) in zip(begins, first, strict=True)]))

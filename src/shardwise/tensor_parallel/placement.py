@@ -11,7 +11,7 @@ fused projection; key heads that several ranks share; nothing at all::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -36,40 +36,43 @@ class Partial:
 
 @dataclass(frozen=True)
 class Split:
-    """`ranges[rank]`: the intervals of `dim` that a rank holds, begin and end, one after another.
-
-    With a `block`, they are intervals of each `block` elements of the dim, of which there are as many as
-    there turn out to be: what heads become when a batch of unknown size is merged with them.
-    """
+    """`ranges[rank]`: the intervals of `dim` that a rank holds, begin and end, one after another."""
 
     dim: int
     ranges: Ranges
-    block: int | None = None
 
     def size(self, rank: int) -> int:
-        """How many elements of the dim, or of each block of it, `rank` holds."""
+        """How many elements of the dim `rank` holds."""
         return sum(end - begin for begin, end in self.ranges[rank])
+
+    def on_rank(self, rank: int, index: int) -> int:
+        """Which of the elements that `rank` holds is the dim's `index`, which it holds or would come next."""
+        return sum(min(end, index) - begin for begin, end in self.ranges[rank] if begin <= index)
 
     def on(self, dim: int) -> Split:
         """The same cut of another dim."""
-        return Split(dim, self.ranges, self.block)
+        return Split(dim, self.ranges)
+
+    def each(self, change: Callable[[int, int], Interval]) -> Split:
+        """Every interval changed."""
+        return Split(self.dim, tuple(normal([change(b, e) for b, e in held]) for held in self.ranges))
 
     def scaled(self, factor: int) -> Split:
         """The cut of a dim in which every element has become `factor` elements."""
-        ranges = tuple(tuple((b * factor, e * factor) for b, e in held) for held in self.ranges)
-        return Split(self.dim, ranges, None if self.block is None else self.block * factor)
+        return self.each(lambda begin, end: (begin * factor, end * factor))
+
+    def divided(self, factor: int) -> Split | None:
+        """The cut of a dim in which every `factor` elements have become one; None where ranks share any."""
+        found = self.each(lambda begin, end: (begin // factor, end // factor))
+        return found if found.scaled(factor) == self else None
 
     def within(self, begin: int, end: int) -> Split:
         """The cut of the elements from `begin` to `end`, counted from there."""
-        return Split(
-            self.dim,
-            tuple(
-                normal(
-                    [(max(b, begin) - begin, min(e, end) - begin) for b, e in held if b < end and e > begin]
-                )
-                for held in self.ranges
-            ),
-        )
+
+        def inside(edge: int) -> int:
+            return min(max(edge, begin), end) - begin
+
+        return self.each(lambda b, e: (inside(b), inside(e)))
 
     @property
     def disjoint(self) -> bool:
@@ -79,19 +82,19 @@ class Split:
 
     def once(self) -> Split:
         """Every element on the first of the ranks that have it."""
+        if self.disjoint:
+            return self
         taken: list[Interval] = []
         ranges = []
         for held in self.ranges:
             own = [piece for interval in held for piece in _without(interval, taken)]
             ranges.append(normal(own))
             taken += own
-        return Split(self.dim, tuple(ranges), self.block)
+        return Split(self.dim, tuple(ranges))
 
     def inside(self, other: Split) -> bool:
         """Does every rank that holds `other` hold all of this?"""
-        if self.dim != other.dim or self.block != other.block:
-            return False
-        return all(
+        return self.dim == other.dim and all(
             any(b <= begin and end <= e for b, e in held)
             for mine, held in zip(self.ranges, other.ranges, strict=True)
             for begin, end in mine
@@ -115,29 +118,20 @@ def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
     return [*sizes[:dim], size, *sizes[dim + 1 :]]
 
 
-def shares(count: int, ranks: int) -> list[Interval]:
-    """`count` things over `ranks` as evenly as possible, the first ranks having one more."""
-    least, more = divmod(count, ranks)
+def even(size: int, ranks: int) -> Ranges:
+    """A dim of `size` cut as evenly as possible, the first ranks having one more."""
+    least, more = divmod(size, ranks)
     begins = [rank * least + min(rank, more) for rank in range(ranks + 1)]
-    return [(begins[rank], begins[rank + 1]) for rank in range(ranks)]
-
-
-def even(size: int, ranks: int, *, unit: int = 1) -> Ranges:
-    """A dim of `size` cut into whole units of `unit` elements, as evenly as possible."""
-    return tuple(
-        normal([(begin * unit, min(end * unit, size))]) for begin, end in shares(-(-size // unit), ranks)
-    )
+    return tuple(normal([interval]) for interval in pairwise(begins))
 
 
 def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Without empty intervals, neighbours joined."""
+    """Without empty intervals; those joined that touch or overlap."""
     joined: list[Interval] = []
     for begin, end in intervals:
-        if begin == end:
-            continue
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
+        if joined and joined[-1][0] <= begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif begin < end:
             joined.append((begin, end))
     return tuple(joined)
 
@@ -153,25 +147,37 @@ def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
     return [*found, (begin, end)] if begin < end else found
 
 
-def covers_once(ranges: Ranges, size: int) -> bool:
-    """Does every element of a dim of `size` lie on exactly one rank?"""
-    intervals = sorted(interval for held in ranges for interval in held)
-    return normal(intervals) == (((0, size),) if size else ())
-
-
 def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
     """Where a value of sizes `old`, cut by `at`, is cut in sizes `new`; None where no one dim says it.
 
-    Sizes are numbers, or symbols of which only what always holds is used.
+    Sizes are numbers or symbols; of a cut dim merged with one whose size is a symbol nothing can be said.
     """
-    for before, after in groups(old, new):
-        if at.dim not in before:
-            continue
-        place = before.index(at.dim)
-        flat = _flat(at, [old[d] for d in before], place)
-        found = None if flat is None else _unflat(flat[0], flat[1], [new[d] for d in after])
-        return None if found is None else found.on(after[found.dim])
+    before, after = next(group for group in groups(old, new) if at.dim in group[0])
+    if len(before) == len(after) == 1:
+        return at.on(after[0])
+    sizes, wanted = [old[d] for d in before], [new[d] for d in after]
+    total = math.prod(sizes)
+    if total == 0 or not all(isinstance(size, int) for size in (total, *wanted)):
+        return None
+    place = before.index(at.dim)
+    inner = math.prod(sizes[place + 1 :])
+    block = sizes[place] * inner
+    merged = _repeated(at.scaled(inner).ranges, total // block, block)
+    for index, size in enumerate(wanted):
+        inner = math.prod(wanted[index + 1 :])
+        found = Split(after[index], merged).within(0, size * inner)
+        same = _repeated(found.ranges, total // (size * inner), size * inner) == merged
+        divided = found.divided(inner)
+        if same and divided is not None and (size != 1 or block == 1):
+            return divided
     return None
+
+
+def _repeated(ranges: Ranges, count: int, block: int) -> Ranges:
+    """The intervals of `count` blocks, one after another, of each of which `ranges` are those."""
+    return tuple(
+        normal([(n * block + b, n * block + e) for n in range(count) for b, e in held]) for held in ranges
+    )
 
 
 def groups(old: Sequence[Any], new: Sequence[Any]) -> Groups:
@@ -192,49 +198,3 @@ def same_size(one: Any, other: Any) -> bool:
     if isinstance(one, int) and isinstance(other, int):
         return one == other
     return statically_known_true(one == other)
-
-
-def _flat(at: Split, sizes: Sequence[Any], place: int) -> tuple[Ranges, int] | None:
-    """The intervals of each so many elements of what `sizes`, cut at `place`, merge into."""
-    inner = math.prod(sizes[place + 1 :])
-    block = at.block or sizes[place]
-    if not isinstance(inner, int) or not isinstance(block, int):
-        return None
-    return at.scaled(inner).ranges, block * inner
-
-
-def _unflat(ranges: Ranges, block: int, sizes: Sequence[Any]) -> Split | None:
-    """Which of the dims of `sizes`, cut how, gives `ranges` of every `block` elements when merged."""
-    for dim, size in enumerate(sizes):
-        inner = math.prod(sizes[dim + 1 :])
-        if not isinstance(inner, int) or inner == 0 or (isinstance(size, int) and size == 1 != block):
-            continue
-        found: Ranges | None = ranges
-        own = None
-        if not isinstance(size, int):
-            first = all(isinstance(each, int) and each == 1 for each in sizes[:dim])
-            own, found = block // inner, ranges if first and block % inner == 0 else None
-        elif size == 0:
-            return None
-        elif block % (size * inner) == 0:
-            found = _repeating(ranges, block, size * inner)
-        elif size * inner % block == 0:
-            found = tuple(
-                normal(
-                    [(n * block + b, n * block + e) for n in range(size * inner // block) for b, e in held]
-                )
-                for held in ranges
-            )
-        else:
-            found = None
-        if found is None or any(value % inner for held in found for interval in held for value in interval):
-            continue
-        return Split(dim, tuple(normal([(b // inner, e // inner) for b, e in held]) for held in found), own)
-    return None
-
-
-def _repeating(ranges: Ranges, block: int, smaller: int) -> Ranges | None:
-    """`ranges` of a block as the intervals of each `smaller` elements, if these are alike."""
-    first = Split(0, ranges).within(0, smaller).ranges
-    alike = all(Split(0, ranges).within(at, at + smaller).ranges == first for at in range(0, block, smaller))
-    return first if alike else None

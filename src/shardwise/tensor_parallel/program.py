@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel.arguments import check_whole
 from shardwise.tensor_parallel.canonical import canonical, functional
+from shardwise.tensor_parallel.explain import collective_kind
 from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, pointwise
-from shardwise.tensor_parallel.state import fake_mode_of, tied
+from shardwise.tensor_parallel.state import RECORD, fake_mode_of, tied
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 # Outputs that belong to a parameter or buffer, and are as it is cut.
@@ -69,7 +69,7 @@ def read(program: ExportedProgram) -> Whole:
     Raises:
         ShardingError: what is no exported program, or is one rank's already.
     """
-    check_whole(program)
+    _check_whole(program)
     program = functional(program)
     graph = canonical(program)
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
@@ -90,6 +90,28 @@ def read(program: ExportedProgram) -> Whole:
     specs = program.graph_signature.output_specs
     written = frozenset(spec.target for spec in specs if spec.kind in _MUTATIONS and spec.target is not None)
     return Whole(program, graph, parameters, aliases, dropped, written)
+
+
+def _check_whole(program: Any) -> None:
+    """Refuse what is no exported program, and one whose ranks communicate already."""
+    if not isinstance(program, ExportedProgram):
+        kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
+        raise ShardingError(
+            f"expected an ExportedProgram, got {kind}; export the model first:"
+            " torch.export.export(model, example_inputs)"
+        )
+    record = (program.graph_module.meta.get("custom") or {}).get(RECORD)
+    if record is not None:
+        raise ShardingError(
+            f"the program is that of rank {record['rank']} of {record['world_size']} already, and cut again"
+            " would compute something else; give the whole program, as torch.export.export made it"
+        )
+    for node in program.graph.nodes:
+        if collective_kind(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
+            raise ShardingError(
+                f"the program has {node.target} ({node.name}): it is one rank's of several already; give the"
+                " whole program, as torch.export.export made it of a model that does not communicate"
+            )
 
 
 # ------------------------------------------------------------ styles, as parameters are used

@@ -23,7 +23,7 @@ from shardwise import _compat
 from shardwise.tensor_parallel.nodes import op_of, several
 from shardwise.tensor_parallel.operators import ops
 from shardwise.tensor_parallel.partition import Partition, aten, c10d, name_source
-from shardwise.tensor_parallel.placement import REPLICATE, Interval, Placement, Split, normal
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 
 _GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 # Whose results are their first input in another shape: a gradient may be summed before or after.
@@ -114,11 +114,8 @@ class _Pass:
         self.own.add(node)
         if at.disjoint or node not in self.flows:
             return
-        begins, sizes, places, total = _repeated(at, self.p.rank)
-        made = self._after(
-            node, first, ops.repeated.default, at.dim, begins, sizes, places, total, self.p.group
-        )
-        self.own.add(made)
+        pieces, total = _repeated(at, self.p.rank)
+        self.own.add(self._after(node, first, ops.repeated.default, at.dim, pieces, total, self.p.group))
 
     def _call(self, node: fx.Node) -> None:
         inputs = [x for x in node.all_input_nodes if _is_value(x)]
@@ -219,28 +216,15 @@ def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
     return all(held == ((0, p.shape(node)[at.dim]),) for held in at.ranges)
 
 
-def _repeated(at: Split, rank: int) -> tuple[list[int], list[int], list[int], int]:
-    """Of elements that several ranks have, where a rank has which: `operators.repeated`'s arguments."""
-    begins, sizes, places, total = [], [], [], 0
-    for begin, end in _on_several(at):
-        local = 0
-        for b, e in at.ranges[rank]:
-            low, high = max(b, begin), min(e, end)
-            if low < high:
-                begins.append(local + low - b)
-                sizes.append(high - low)
-                places.append(total + low - begin)
-            local += e - b
-        total += end - begin
-    return begins, sizes, places, total
-
-
-def _on_several(at: Split) -> list[Interval]:
-    """The elements that more than one rank has."""
+def _repeated(at: Split, rank: int) -> tuple[list[int], int]:
+    """Of the elements that several ranks have: `pieces` and `total` of `operators.repeated`."""
     edges = sorted({edge for held in at.ranges for interval in held for edge in interval})
-    found = []
+    pieces: list[int] = []
+    total = 0
     for begin, end in pairwise(edges):
-        count = sum(any(b <= begin and end <= e for b, e in held) for held in at.ranges)
-        if count > 1:
-            found.append((begin, end))
-    return list(normal(found))
+        holders = [any(b <= begin and end <= e for b, e in held) for held in at.ranges]
+        if sum(holders) > 1:
+            if holders[rank]:
+                pieces += (at.on_rank(rank, begin), end - begin, total)
+            total += end - begin
+    return pieces, total

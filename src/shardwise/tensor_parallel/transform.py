@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import export, fx, nn
 from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError, here
-from shardwise.tensor_parallel import arguments, device, moves, state
+from shardwise.tensor_parallel import device, moves, state
 from shardwise.tensor_parallel import training as gradients
 from shardwise.tensor_parallel.auto import best
 from shardwise.tensor_parallel.exploring import explore
@@ -65,9 +66,9 @@ def tensor_parallel_transformation(
         ShardingError: a rank, world size, name or style that does not fit; what is no exported program, or is
             one rank's already.
     """
-    arguments.check_ranks(rank, world_size)
-    arguments.check_device(device_type)
-    arguments.check_strategies(parallel_strategies)
+    _check_ranks(rank, world_size)
+    _check_device(device_type)
+    _check_strategies(parallel_strategies)
     whole = read(exported_program)
     if isinstance(parallel_strategies, str):
         parallel_strategies = best(explore(whole, world_size)).strategies
@@ -90,6 +91,39 @@ def tensor_parallel_transformation(
     made = state.program_of(whole.program, partition, plan=plan, device_type=device_type, gathers=unasked)
     device.move_program(made, device_type)
     return made
+
+
+def _check_ranks(rank: Any, world_size: Any) -> None:
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in (rank, world_size)):
+        raise ShardingError(f"rank and world_size must be ints, got {rank!r} and {world_size!r}")
+    if not 0 <= rank < world_size:
+        raise ShardingError(f"rank {rank} is not one of {world_size} ranks")
+
+
+def _check_device(device_type: Any) -> None:
+    """Refuse what is no kind of device that torch knows, whether or not this machine has one."""
+    try:
+        known = isinstance(device_type, str) and torch.device(device_type) is not None
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ShardingError(
+            f"device_type is {device_type!r}, which torch does not know; expected 'cpu', 'cuda', ..."
+        )
+
+
+def _check_strategies(strategies: Any) -> None:
+    if strategies != "auto" and not isinstance(strategies, Mapping):
+        raise ShardingError(
+            f"the strategies are {type(strategies).__name__} {strategies!r}; expected a mapping of names of"
+            " modules or parameters to styles, or 'auto'"
+        )
+    wrong = [] if strategies == "auto" else [name for name in strategies if not isinstance(name, str)]
+    if wrong:
+        raise ShardingError(
+            f"the strategies have {wrong[0]!r} for a name; expected fully qualified names of modules or"
+            " parameters, or patterns of them"
+        )
 
 
 def _default_group(world_size: int) -> str:

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardwise import _compat
 from shardwise.tensor_parallel.nodes import args_of, is_tensor
-from shardwise.tensor_parallel.partition import Partition, aten, rather_disjoint
+from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import Split
 from shardwise.tensor_parallel.rules.random import dropped
 from shardwise.tensor_parallel.rules.registry import aten_rule
@@ -26,7 +26,7 @@ from shardwise.tensor_parallel.rules.registry import aten_rule
 def attention(p: Partition, node: fx.Node) -> None:
     q, k, v = args_of(node)[:3]
     batch = len(p.shape(q)) - 2
-    cut = rather_disjoint([a for x in (q, k, v) if isinstance(a := p.placement(x), Split) and a.dim < batch])
+    cut = p.cut_of(*(x for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < batch))
     composite = node.target is aten.scaled_dot_product_attention.default
     if cut is None or (not composite and _dropout(node)):
         return p.repeat(node)
@@ -56,26 +56,26 @@ def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Nod
     """As products and softmax: a kernel that drops weights would draw for this rank's heads alone."""
     args = [*args_of(node), *(None, 0.0, False)[len(node.args) - 3 :]]
     q, keys, _, mask, share, is_causal = args
+    scale: Any = node.kwargs.get("scale") or 1 / math.sqrt(p.hints(q)[-1])
     here = p.take(q, cut)
     heads, key_heads = (each.meta["val"].shape[-3] for each in (here, k))
     if heads != key_heads:
         k, v = (p.emit(aten.repeat_interleave.self_int, each, heads // key_heads, -3) for each in (k, v))
-    scale = node.kwargs.get("scale") or 1 / math.sqrt(p.hints(q)[-1])
+
+    def weights(scores: Tensor, mask: Tensor | None) -> Tensor:
+        scores = scores * scale
+        mask = torch.ones_like(scores, dtype=torch.bool).tril() if is_causal else mask
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(mask.logical_not(), float("-inf"))
+        elif mask is not None:
+            scores = scores + mask
+        found: Tensor = aten._safe_softmax(scores, -1)
+        return found
+
     scores = p.emit(aten.matmul.default, here, p.emit(aten.transpose.int, k, -2, -1))
-    scores = p.emit(aten.mul.Tensor, scores, scale)
-    seen = None
-    if is_causal:
-        seen = p.emit(aten.tril.default, p.emit(aten.ones_like.default, scores, dtype=torch.bool))
-    elif is_tensor(mask):
-        seen = mask_for(p, mask, cut, q)
-    if seen is not None and seen.meta["val"].dtype == torch.bool:
-        hidden = p.emit(aten.logical_not.default, seen)
-        scores = p.emit(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
-    elif seen is not None:
-        scores = p.emit(aten.add.Tensor, scores, seen)
-    weights = p.emit(aten._safe_softmax.default, scores, -1)
-    weights, _ = dropped(p, weights, cut, [*p.shape(q)[:-1], p.shape(keys)[-2]], share)
-    return p.emit(aten.matmul.default, weights, v)
+    found = p.run(weights, scores, mask_for(p, mask, cut, q) if is_tensor(mask) else None)
+    found, _ = dropped(p, found, cut, [*p.shape(q)[:-1], p.shape(keys)[-2]], share)
+    return p.emit(aten.matmul.default, found, v)
 
 
 def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
@@ -100,8 +100,7 @@ def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
 
 def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split, bool]:
     """The heads of keys that heads of queries cut by `at` use, and is that on each rank all uses of them?"""
-    ranges = tuple(tuple((b // group, -(-e // group)) for b, e in held) for held in at.ranges)
-    needed = Split(at.dim, ranges).within(0, count)
+    needed = at.each(lambda begin, end: (begin // group, -(-end // group))).within(0, count)
     whole = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
     return needed, whole
 

@@ -11,24 +11,15 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, with_dim
+from shardwise.tensor_parallel.placement import PARTIAL, Split, with_dim
 from shardwise.tensor_parallel.rules.attention import for_queries, key_heads, mask_for
-from shardwise.tensor_parallel.rules.loss import (
-    among_own,
-    as_dtype,
-    by_intervals,
-    class_dim,
-    loss_weights,
-    own_index,
-)
+from shardwise.tensor_parallel.rules.loss import MEAN, NONE, among_own, by_intervals, class_dim, loss_weights
 from shardwise.tensor_parallel.rules.registry import aten_rule
-
-_NONE, _MEAN = 0, 1  # reductions
-
 
 # ------------------------------------------------------------ losses and softmax
 
@@ -40,48 +31,47 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
         return p.repeat(node)
-    dtype = node.meta["val"].dtype
-    index = p.emit(aten.unsqueeze.default, p.take(target), dim)
-    skipped = p.emit(aten.eq.Scalar, index, ignored)
-    row = p.emit(aten.neg.default, loss_weights(p, weight, index, skipped, dtype=dtype))
-    above = p.take(gradient)
-    if reduction == _NONE:
-        above = p.emit(aten.unsqueeze.default, above, dim)
-    elif reduction == _MEAN:
-        above = p.emit(aten.div.Tensor, above, p.take(total))
-    # no weight but nan times 0 is nan: of a mean over no rows
-    row = p.emit(aten.masked_fill.Scalar, p.emit(aten.mul.Tensor, row, above), skipped, 0)
-    made = p.emit(aten.zeros_like.default, p.take(x, at))
-    if at.ranges[p.rank]:
-        safe = p.emit(aten.masked_fill.Scalar, index, skipped, 0)
-        local, elsewhere = own_index(p, at, safe, p.shape(x)[dim])
-        mine = p.emit(aten.masked_fill.Scalar, row, elsewhere, 0)
-        made = p.emit(aten.scatter.src, made, dim, local, mine)
-    p.row_sums[node] = row
-    return p.keep(node, made, at)
+    own, dtype = among_own(p, at, p.shape(x)[dim]), node.meta["val"].dtype
+
+    def rows(above: Tensor, target: Tensor, weight: Tensor | None, total: Tensor) -> Tensor:
+        index = target.unsqueeze(dim)
+        skipped = index == ignored
+        above = above.unsqueeze(dim) if reduction == NONE else above / total if reduction == MEAN else above
+        # no weight but nan times 0 is nan: of a mean over no rows
+        return (-loss_weights(weight, index, skipped, dtype) * above).masked_fill(skipped, 0)
+
+    def placed(here: Tensor, target: Tensor, row: Tensor) -> Tensor:
+        made, index = torch.zeros_like(here), target.unsqueeze(dim)
+        if not own.count:
+            return made
+        local, elsewhere = own.of(index.masked_fill(index == ignored, 0))
+        return made.scatter(dim, local, row.masked_fill(elsewhere, 0))
+
+    index = p.take(target)
+    p.row_sums[node] = row = p.run(rows, p.take(gradient), index, p.take(weight), p.take(total))
+    return p.keep(node, p.run(placed, p.take(x, at), index, row), at)
 
 
 @aten_rule("_log_softmax_backward_data", "_softmax_backward_data")
 def softmax_backward(p: Partition, node: fx.Node) -> None:
-    gradient, result, along, dtype = args_of(node)
+    gradient, result, along, _ = args_of(node)
     at = p.cut_of(result, gradient)
     dim = along % max(1, len(p.shape(gradient)))
     if at is None or (at.dim == dim and not by_intervals(at, dim)):
         return p.repeat(node)
-    here, below = p.take(gradient, at), p.take(result, at)
+    here, below, dtype = p.take(gradient, at), p.take(result, at), node.meta["val"].dtype
     if at.dim != dim:
-        return p.keep(node, p.emit(node.target, here, below, dim, dtype), at)
+        return p.keep(node, p.emit(node.target, here, below, *args_of(node)[2:]), at)
     logarithm = "log" in op_of(node)
     total = _row_sums(p, gradient, dim) if logarithm else None
     if total is None:
-        term = here if logarithm else p.emit(aten.mul.Tensor, here, below)
-        total = p.all_reduce(p.emit(aten.sum.dim_IntList, term, [dim], True))
-    if logarithm:
-        made = p.emit(aten.mul.Tensor, p.emit(aten.exp.default, below), total)
-        made = p.emit(aten.sub.Tensor, here, made)
-    else:
-        made = p.emit(aten.mul.Tensor, p.emit(aten.sub.Tensor, here, total), below)
-    return p.keep(node, as_dtype(p, made, node.meta["val"].dtype), at)
+        total = p.run(lambda x, y: (x if logarithm else x * y).sum(dim, True), here, below)
+        total = p.all_reduce(total)
+
+    def made(x: Tensor, y: Tensor, total: Tensor) -> Tensor:
+        return (x - y.exp() * total if logarithm else (x - total) * y).to(dtype)
+
+    return p.keep(node, p.run(made, here, below, total), at)
 
 
 def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
@@ -177,40 +167,8 @@ def part_backward(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     dim %= len(sizes)
     there = at.on(at.dim + (op_of(node) == "select_backward" and at.dim >= dim))
-    if there.dim == dim or at.block is not None:
+    if there.dim == dim:
         return p.repeat(node)
     local = with_dim([p.take(size) for size in sizes], there.dim, there.size(p.rank))
     made = p.emit(node.target, p.take(gradient, at), local, dim, *map(p.take, rest))
     return p.keep(node, made, there)
-
-
-@aten_rule("embedding_dense_backward")
-def embedding_backward(p: Partition, node: fx.Node) -> None:
-    """The gradient of a table, as the table is cut that the same ids were looked up in."""
-    gradient, ids, _, padding, by_count = args_of(node)
-    at, last = _table_of(p, node, ids), len(p.shape(gradient)) - 1
-    if not isinstance(at, Split):
-        cut = p.cut_of(gradient)
-        if cut is None or cut.dim != last:
-            return p.repeat(node)
-        at = cut.on(1)
-    if at.dim == 1:
-        return p.locally(node, {gradient: at.on(last)}, at)
-    if len(at.ranges[p.rank]) > 1:
-        return p.repeat(node)
-    begin, end = (*at.ranges[p.rank], (0, 0))[0]
-    # what other ranks have goes to one more row, which is left out then
-    local, _ = among_own(p, at, p.take(ids), hole=end - begin)
-    skipped = padding - begin if begin <= padding < end else -1
-    made = p.emit(node.target, p.take(gradient), local, end - begin + 1, skipped, by_count)
-    return p.keep(node, p.emit(aten.slice.Tensor, made, 0, 0, end - begin), at)
-
-
-def _table_of(p: Partition, node: fx.Node, ids: fx.Node) -> Placement:
-    """Where the table is that `ids` were looked up in, of the size of this gradient."""
-    for user in ids.users:
-        if op_of(user) == "embedding" and user.args[1] is ids:
-            table: Any = user.args[0]
-            if p.hints(table) == p.hints(node):
-                return p.placement(table)
-    return REPLICATE

@@ -12,9 +12,9 @@ from torch import fx
 
 from shardwise.tensor_parallel.heads import column_ranges
 from shardwise.tensor_parallel.nodes import args_of, op_of
-from shardwise.tensor_parallel.partition import Partition, aten, rather_disjoint
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Partial, Placement, Split
-from shardwise.tensor_parallel.rules.registry import aten_rule, rule
+from shardwise.tensor_parallel.partition import Partition, aten
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
+from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims, rule
 
 
 @aten_rule("linear")
@@ -38,8 +38,14 @@ def product(p: Partition, node: fx.Node) -> None:
     styled = b in p.parameters and p.parameters[b].style is not None and len(p.shape(b)) == 2
     if styled or (b in p.parameters and op_of(node) == "mm"):
         return _product(p, node, a, b, None, out_dim=1)
-    at_a, at_b, out = _where(p, node, a, b)
-    return p.keep(node, p.emit(node.target, p.take(a, at_a), p.take(b, at_b)), out)
+    last, rows = len(p.shape(a)) - 1, len(p.shape(b)) - 2
+    at_a, at_b = p.placement(a), p.placement(b)
+    if rows >= 0 and isinstance(at_b, Split) and at_b.dim == rows:
+        alike = isinstance(at_a, Split) and at_a.dim == last and at_a.on(0) == at_b.on(0)
+        if alike or (at_a == REPLICATE and _is_weight(p, b)):
+            once = at_b.once()
+            return p.locally(node, {a: once.on(last), b: once}, PARTIAL)
+    return p.follow(node, _factors(p, node, a, b))
 
 
 def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int) -> None:
@@ -65,14 +71,13 @@ def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out
         return p.keep(node, call(p.take(x), p.take(weight, cut), local_bias), cut.on(last))
     if style == "row" or (isinstance(at, Split) and at.dim == last and p.placement(weight) != REPLICATE):
         cut = known if isinstance(known, Split) and known.disjoint else p.evenly(weight, in_dim)
-        if isinstance(at, Split) and at.dim == last and at.disjoint and at.block is None and known is None:
+        if isinstance(at, Split) and at.dim == last and at.disjoint and known is None:
             cut = at.on(in_dim)
         made = call(p.take(x, cut.on(last)), p.take(weight, cut), None)
         if bias is None:
             return p.keep(node, made, PARTIAL)
         return p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(made), p.take(bias)), REPLICATE)
-    where: Placement = at if isinstance(at, Split) and at.dim != last else REPLICATE
-    return p.keep(node, call(p.take(x, where), p.take(weight), p.take(bias)), where)
+    return p.follow(node, {x: [*range(last), None]})
 
 
 @rule("transformers::grouped_mm_fallback", "aten::_grouped_mm")
@@ -98,45 +103,24 @@ def expert_cut(p: Partition, weight: fx.Node) -> Split | None:
     if parameter.style == "column":
         return Split(2, column_ranges(p, user, p.hints(weight)[2], dim=1))
     at = p.placement(user.args[0])
-    terms = isinstance(at, Split) and at.dim == 1 and at.disjoint and at.block is None
+    terms = isinstance(at, Split) and at.dim == 1 and at.disjoint
     return at.on(1) if isinstance(at, Split) and terms else p.evenly(weight, 1)
 
 
-@aten_rule("baddbmm")
-def baddbmm(p: Partition, node: fx.Node) -> None:
+@by_dims("baddbmm")
+def baddbmm(p: Partition, node: fx.Node) -> Dims:
     """A batch of products, and something added to each."""
     first, a, b = args_of(node)[:3]
-    at_a, at_b, out = _where(p, node, a, b)
-    if isinstance(out, Partial):
-        at_a = at_b = out = REPLICATE
-    added = p.aligned(first, out, p.shape(node)) if isinstance(out, Split) else REPLICATE
-    made = p.emit(node.target, p.take(first, added), p.take(a, at_a), p.take(b, at_b), **node.kwargs)
-    return p.keep(node, made, out)
+    return {**_factors(p, node, a, b), first: p.spread(first, p.shape(node))}
 
 
-def _where(p: Partition, node: fx.Node, a: Any, b: Any) -> tuple[Placement, Placement, Placement]:
-    """Where to have the factors and the product."""
-    ndim_a, ndim_b, ndim = len(p.shape(a)), len(p.shape(b)), len(p.shape(node))
-    at_a, at_b = p.placement(a), p.placement(b)
+def _factors(p: Partition, node: fx.Node, a: Any, b: Any) -> dict[fx.Node, list[int | None]]:
+    """Of a product's factors: dims of batches, rows of the first, columns of the second."""
+    ndim, ndim_a, ndim_b = len(p.shape(node)), len(p.shape(a)), len(p.shape(b))
     if min(ndim_a, ndim_b) < 2:
-        return REPLICATE, REPLICATE, REPLICATE
-    batch = []
-    for x, at, ndim_x in ((a, at_a, ndim_a), (b, at_b, ndim_b)):
-        if isinstance(at, Split) and at.dim < ndim_x - 2:
-            there = at.on(ndim - ndim_x + at.dim)
-            batch += [] if p.is_spread(x, at.dim, p.shape(node)[there.dim]) else [there]
-    if (cut := rather_disjoint(batch)) is not None:
-        return p.aligned(a, cut, p.shape(node)), p.aligned(b, cut, p.shape(node)), cut
-    if isinstance(at_a, Split) and at_a.dim == ndim_a - 2:
-        return at_a, REPLICATE, at_a.on(ndim - 2)
-    if isinstance(at_b, Split) and at_b.dim == ndim_b - 1:
-        return REPLICATE, at_b, at_b.on(ndim - 1)
-    if isinstance(at_a, Split) and isinstance(at_b, Split) and at_a.on(0) == at_b.on(0):
-        return at_a.once(), at_b.once(), PARTIAL
-    if isinstance(at_b, Split) and at_a == REPLICATE and _is_weight(p, b):
-        once = at_b.once()
-        return once.on(ndim_a - 1), once, PARTIAL
-    return REPLICATE, REPLICATE, REPLICATE
+        return {}
+    of_a, of_b = (p.spread(x, [*p.shape(node)[:-2], *p.shape(x)[-2:]])[:-2] for x in (a, b))
+    return {a: [*of_a, None, None]} if a is b else {a: [*of_a, ndim - 2, None], b: [*of_b, None, ndim - 1]}
 
 
 def _is_weight(p: Partition, x: Any) -> bool:

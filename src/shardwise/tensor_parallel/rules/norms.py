@@ -10,7 +10,7 @@ from torch import fx
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL
-from shardwise.tensor_parallel.rules.registry import aten_rule
+from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 # Operations whose results have the dims of their input: where among the arguments the dim, or dims, that must
 # be whole stand; or how many of the last dims must be whole.
@@ -33,24 +33,18 @@ _SHAPES = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")  # 
 _PADS = ("constant_pad_nd", "pad")  # each of them twice in the padding
 
 
-@aten_rule(*_DIM_AT_OF, *_LAST_OF, *_SHAPES, *_PADS)
-def along(p: Partition, node: fx.Node) -> None:
+@by_dims(*_DIM_AT_OF, *_LAST_OF, *_SHAPES, *_PADS)
+def along(p: Partition, node: fx.Node) -> Dims:
     """Along some dims, which must be whole."""
-    x = args_of(node)[0]
-    at = p.cut_of(x)
-    if at is None or at.dim in _whole_dims(node, len(p.shape(x))):
-        return p.repeat(node)
-    return p.locally(node, {x: at}, at)
-
-
-def _whole_dims(node: fx.Node, ndim: int) -> set[int]:
     args, op = args_of(node), op_of(node)
-    place = _DIM_AT_OF.get(op)
+    ndim, place = len(p.shape(args[0])), _DIM_AT_OF.get(op)
     if place is not None:
         given = args[place] if len(args) > place else node.kwargs.get("dim", node.kwargs.get("dims", -1))
-        return _dims(given, ndim)
-    count = _LAST_OF.get(op) or len(args[1]) // (2 if op in _PADS else 1)
-    return set(range(ndim - count, ndim))
+        whole = _dims(given, ndim)
+    else:
+        count = _LAST_OF.get(op) or len(args[1]) // (2 if op in _PADS else 1)
+        whole = set(range(ndim - count, ndim))
+    return {args[0]: [None if d in whole else d for d in range(ndim)]}
 
 
 def _dims(given: Any, ndim: int) -> set[int]:
@@ -68,25 +62,19 @@ def _dims(given: Any, ndim: int) -> set[int]:
 def reduce(p: Partition, node: fx.Node) -> None:
     """Over some dims or all. A sum or mean over the cut dim is a term of the whole one."""
     x, *rest = args_of(node)
-    op, at = op_of(node), p.cut_of(x)
+    op, at, ndim = op_of(node), p.cut_of(x), len(p.shape(x))
     if op in ("max", "min") and rest and is_tensor(rest[0]):
         return p.repeat(node)
     if p.may_stay_partial(x) and op == "sum":
         return p.locally(node, {x: PARTIAL}, PARTIAL)
-    if at is None:
-        return p.repeat(node)
-    dims, keep = _reduced(node, len(p.shape(x)))
-    if at.dim not in dims:
-        return p.locally(node, {x: at}, at if keep else at.on(at.dim - sum(d < at.dim for d in dims)))
+    dims, keep = _reduced(node, ndim)
     counts = [p.shape(x)[d] for d in dims]
-    if op not in ("sum", "mean") or not at.disjoint or (op == "mean" and not _known(counts)):
-        return p.repeat(node)
+    known = op == "sum" or (op == "mean" and all(isinstance(size, int) for size in counts))
+    if at is None or at.dim not in dims or not known or not at.disjoint:
+        gone = [0 if keep else sum(other < d for other in dims) for d in range(ndim)]
+        return p.follow(node, {x: [None if d in dims else d - gone[d] for d in range(ndim)]})
     made = p.emit(aten.sum.dim_IntList, p.take(x, at), sorted(dims), keep, dtype=node.meta["val"].dtype)
     return p.keep(node, p.emit(aten.div.Tensor, made, math.prod(counts)) if op == "mean" else made, PARTIAL)
-
-
-def _known(sizes: list[Any]) -> bool:
-    return all(isinstance(size, int) for size in sizes)
 
 
 def _reduced(node: fx.Node, ndim: int) -> tuple[set[int], bool]:

@@ -1,48 +1,56 @@
-"""Parts of a value along a dim, and values from parts."""
+"""Parts of a value along a dim, values from parts, and elements chosen by indices."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardwise.tensor_parallel.heads import part_dim
-from shardwise.tensor_parallel.nodes import args_of, op_of
+from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import REPLICATE, Split, hint
-from shardwise.tensor_parallel.rules.registry import aten_rule
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, hint
+from shardwise.tensor_parallel.rules.loss import by_intervals, by_rows, choose, is_chosen, placed
+from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 
 @aten_rule("slice", "narrow", "select", "split", "chunk", "split_with_sizes", "unbind", "tensor_split")
 def part(p: Partition, node: fx.Node) -> None:
     """Parts along a dim; along the cut one, each rank's part of them."""
     x, op = args_of(node)[0], op_of(node)
-    dim, at = part_dim(node, len(p.shape(x))), p.stays(x)
+    ndim = len(p.shape(x))
+    dim, at = part_dim(node, ndim), p.stays(x)
+    if at == PARTIAL:
+        return p.locally(node, {x: PARTIAL}, PARTIAL)
     if not isinstance(at, Split) or at.dim != dim:
-        gone = op in ("select", "unbind") and isinstance(at, Split) and at.dim > dim
-        return p.locally(node, {x: at}, at.on(at.dim - 1) if gone and isinstance(at, Split) else at)
-    if at.block is None and op in ("split", "chunk", "split_with_sizes", "tensor_split"):
+        gone = op in ("select", "unbind")
+        return p.follow(node, {x: [None if d == dim else d - (gone and d > dim) for d in range(ndim)]})
+    if op in ("split", "chunk", "split_with_sizes", "tensor_split"):
         return _along(p, node, at)
-    begin = slice_begin(p, node, 1, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
-    if at.block is not None or begin is None:
+    begin = _slice_begin(p, node, 1, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
+    if begin is None:
         return p.repeat(node)
-    found = at.within(begin, begin + p.shape(node)[dim])
-    first = at.within(0, begin).size(p.rank)
-    bounds = (dim, first, first + found.size(p.rank))
-    return p.keep(node, p.emit(aten.slice.Tensor, p.take(x, at), *bounds), found)
+    found, first = _sliced(p, at, begin, p.shape(node)[dim])
+    made = p.emit(aten.slice.Tensor, p.take(x, at), dim, first, first + found.size(p.rank))
+    return p.keep(node, made, found)
 
 
-def slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int | None:
+def _slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int | None:
     """Where a slice of `size` elements begins, if numbers say it; its dim is the argument at `place`."""
-    args: Any = node.args
-    dim = args[place] if len(args) > place else 0
-    whole = p.shape(args[0])[dim]
-    begin = args[place + 1] if len(args) > place + 1 and args[place + 1] is not None else 0
-    step = args[place + 3] if str(node.target).startswith("aten.slice") and len(args) > place + 3 else 1
+    args = args_of(node)
+    given: list[Any] = [*args[place:], *(0, 0, None, 1)[len(args) - place :]]
+    dim, begin, _, step = given
+    whole, begin = p.shape(args[0])[dim], begin or 0
     if step != 1 or not all(isinstance(n, int) for n in (begin, whole, size)):
         return None
     return int(max(0, begin + whole) if begin < 0 else min(begin, whole))
+
+
+def _sliced(p: Partition, at: Split, begin: int, size: int) -> tuple[Split, int]:
+    """The cut of `size` elements from `begin` on, and where this rank's among them begin among all of its."""
+    return at.within(begin, begin + size), at.within(0, begin).size(p.rank)
 
 
 def _along(p: Partition, node: fx.Node, at: Split) -> None:
@@ -67,26 +75,24 @@ def getitem(p: Partition, node: fx.Node) -> None:
     return p.keep(node, made, value.placement[index])
 
 
-@aten_rule("cat", "stack", "concat", "hstack")
+@aten_rule("cat", "stack", "concat")
 def cat(p: Partition, node: fx.Node) -> None:
     tensors: Any = node.args[0]
     given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    stacks = node.target is aten.stack.default
+    stacks = op_of(node) == "stack"
     used = [x for x in tensors if len(p.shape(x)) > 1 or p.shape(x)[0] != 0]  # empty vectors fit anything
-    if not used or op_of(node) == "hstack":
-        return p.repeat(node)
-    dim = given % (len(p.shape(used[0])) + stacks)
-    cut = p.cut_of(*used)
-    if cut is not None and cut.dim == dim and not stacks:
+    dims = range(len(p.shape(used[0])) if used else 0)
+    dim = given % (len(dims) + stacks) if used else 0
+    if (cut := p.cut_of(*used)) is not None and cut.dim == dim and not stacks:
         return _cat_along(p, node, used, dim)
-    made = p.emit(node.target, [p.take(x, cut or REPLICATE) for x in used], dim)
-    return p.keep(node, made, cut.on(cut.dim + (stacks and cut.dim >= dim)) if cut is not None else REPLICATE)
+    own = [d + (d >= dim) if stacks else None if d == dim else d for d in dims]
+    return p.follow(node, dict.fromkeys(used, own))
 
 
 def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) -> None:
     """Values cut along the dim they are joined in: the parts of a fused projection, put together again."""
     cuts = [at for x in tensors if isinstance(at := p.placement(x), Split) and at.dim == dim]
-    if len(cuts) < len(tensors) or any(at.block for at in cuts):
+    if len(cuts) < len(tensors):
         return p.repeat(node)
     begin = 0
     joined: list[list[tuple[int, int]]] = [[] for _ in range(p.ranks)]
@@ -97,3 +103,76 @@ def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) ->
     found = Split(dim, tuple(tuple(held) for held in joined)).within(0, begin)
     made = p.emit(aten.cat.default, [p.take(x, at) for x, at in zip(tensors, cuts, strict=True)], dim)
     return p.keep(node, made, found)
+
+
+# ------------------------------------------------------------ by indices, which every rank has whole
+
+
+@aten_rule("index")
+def index(p: Partition, node: fx.Node) -> None:
+    """x[i, j, ...]: dims with indices are replaced by the indices' own."""
+    x, indices = args_of(node)[:2]
+    used = {d: i for d, i in enumerate(indices) if i is not None}
+    if any(i.meta["val"].dtype == torch.bool for i in used.values()):
+        return p.repeat(node)
+    if p.may_stay_partial(x):
+        return p.locally(node, {x: PARTIAL}, PARTIAL)
+    first, ndim = min(used, default=0), len(p.shape(x))
+    if not used or list(used) != list(range(first, first + len(used))):
+        return p.repeat(node)
+    more = max(len(p.shape(i)) for i in used.values()) - len(used)
+    return p.follow(node, {x: [None if d in used else d + (more if d > first else 0) for d in range(ndim)]})
+
+
+@by_dims("index_select")
+def index_select(p: Partition, node: fx.Node) -> Dims:
+    x, dim, _ = args_of(node)
+    ndim = len(p.shape(x))
+    return {x: [None if d == dim % ndim else d for d in range(ndim)]}
+
+
+@aten_rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
+def gather(p: Partition, node: fx.Node) -> None:
+    """Indices have the dims of the value: they are cut with it."""
+    args, op = args_of(node), op_of(node)
+    dim, chosen = (args[2], args[1]) if op == "take_along_dim" else (args[1], args[2])
+    x, tensors = args[0], [a for a in args if is_tensor(a)]
+    at, ndim = p.cut_of(*tensors), len(p.shape(x))
+    if at is not None and p.placement(x) == at and is_chosen(p, node, at.dim):
+        if op == "gather" and by_rows(p, x, at.dim):
+            return choose(p, node)
+        single = str(node.target) == "aten.scatter.value" and p.shape(chosen)[at.dim] == 1
+        if single and by_intervals(at, at.dim):
+            return placed(p, node)
+    if not is_tensor(chosen) or not isinstance(dim, int) or any(len(p.shape(t)) != ndim for t in tensors):
+        return p.repeat(node)
+    alike = [len({p.hints(t)[d] for t in tensors}) == 1 and d != dim % ndim for d in range(ndim)]
+    own = [d if alike[d] else None for d in range(ndim)]
+    return p.follow(node, dict.fromkeys(tensors, own))
+
+
+@aten_rule("slice_scatter", "select_scatter")
+def overwrite(p: Partition, node: fx.Node) -> None:
+    """A part of a value replaced: along another dim than the cut one, or each rank's part of it."""
+    x, source, *rest = args_of(node)
+    selects, sizes = op_of(node) == "select_scatter", p.shape(x)
+    dim = (rest[0] if rest else 0) % len(sizes)
+    at = p.cut_of(x)
+    if at is None or at.dim != dim or selects:
+        parts = [d for d in range(len(sizes)) if d != dim or not selects]
+        own = [None if d == dim or p.is_spread(source, i, sizes[d]) else d for i, d in enumerate(parts)]
+        return p.follow(node, {x: [None if d == dim else d for d in range(len(sizes))], source: own})
+    begin = _slice_begin(p, node, 2, size=p.shape(source)[dim])
+    if begin is None:
+        return p.repeat(node)
+    part, first = _sliced(p, at, begin, p.shape(source)[dim])
+    bounds = (dim, first, first + part.size(p.rank))
+    return p.keep(node, p.emit(node.target, p.take(x, at), p.take(source, part), *bounds), at)
+
+
+@aten_rule("new_zeros", "new_ones", "new_full", "new_empty")
+def new(p: Partition, node: fx.Node) -> None:
+    """Only the dtype and device of the first input matter."""
+    x, *rest = args_of(node)
+    made = p.emit(node.target, p.values[x].node, *p.take_all(rest), **p.take_all(node.kwargs))
+    return p.keep(node, made, REPLICATE)

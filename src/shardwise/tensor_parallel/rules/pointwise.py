@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
-from shardwise.tensor_parallel.partition import Partition, rather_disjoint
+from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
 
 # Elementwise, though torch does not tag them so.
@@ -42,20 +40,11 @@ def pointwise(p: Partition, node: fx.Node) -> None:
     if _keeps_terms(p, node, inputs):
         return p.locally(node, {x: p.placement(x) for x in inputs}, PARTIAL)
     sizes = several(node.meta["val"])[0].shape
-    cuts = {x: at for x in inputs if (at := _cut_by(p, x, sizes)) is not None}
-    cut = rather_disjoint(list(cuts.values()))
-    if cut is None or all(p.is_gathered(x) for x in cuts):
-        return p.locally(node, {}, REPLICATE)  # whole results never need to be sent
-    return p.locally(node, {x: p.aligned(x, cut, sizes) for x in inputs}, cut)
-
-
-def _cut_by(p: Partition, x: fx.Node, sizes: Sequence[Any]) -> Split | None:
-    """How a result of `sizes` is cut if it is as the input `x`; None if one element is for all of it."""
-    at = p.placement(x)
-    if not isinstance(at, Split):
-        return None
-    there = at.on(at.dim + len(sizes) - len(p.shape(x)))
-    return None if p.is_spread(x, at.dim, sizes[there.dim]) else there
+    dims = {x: p.spread(x, sizes) for x in inputs}
+    cut = [x for x in inputs if isinstance(at := p.placement(x), Split) and dims[x][at.dim] is not None]
+    if all(p.is_gathered(x) for x in cut):
+        return p.repeat(node)  # whole results never need to be sent
+    return p.follow(node, dims)
 
 
 def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:

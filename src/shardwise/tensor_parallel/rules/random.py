@@ -6,12 +6,11 @@ get masks that have nothing to do with one another, and a cut program draws what
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardwise.tensor_parallel.nodes import args_of
 from shardwise.tensor_parallel.partition import Partition, aten
@@ -39,31 +38,31 @@ def like(p: Partition, node: fx.Node) -> None:
     at = p.cut_of(x)
     if at is None:
         return p.repeat(node)
-    here = p.take(x, at)
-    whole = p.emit(aten.new_empty.default, here, whole_sizes(p, here, at, p.shape(x)))
-    drawn = p.emit(node.target, whole, *node.args[1:], **node.kwargs)
-    return p.keep(node, p.cut(drawn, at), at)
+    op: Any = node.target
+    rest, kwargs = args_of(node)[1:], node.kwargs
+    made = _drawn(p, p.take(x, at), at, p.shape(x), lambda whole: op(whole, *rest, **kwargs))
+    return p.keep(node, made, at)
 
 
 def dropped(
     p: Partition, here: fx.Node, at: Split, sizes: Sequence[Any], share: float
 ) -> tuple[fx.Node, fx.Node]:
     """This rank's part of a value of whole `sizes` after dropout of `share`, and its part of the mask."""
-    whole = p.emit(aten.new_empty.default, here, whole_sizes(p, here, at, sizes), dtype=torch.bool)
-    mask = p.cut(p.emit(aten.bernoulli.p, whole, 1 - share), at)
+    mask = _drawn(p, here, at, sizes, lambda whole: whole.bernoulli(1 - share), of=torch.bool)
     made = p.emit(aten.mul.Tensor, here, mask)
     return p.emit(aten.mul.Tensor, made, 0.0 if share == 1 else 1 / (1 - share)), mask
 
 
-def whole_sizes(p: Partition, here: fx.Node, at: Split, sizes: Sequence[Any]) -> list[Any]:
-    """`sizes` as numbers, or nodes of this rank's program, whose part of such a value is `here`."""
-    found: list[Any] = []
-    for dim, size in enumerate(sizes):
-        if isinstance(size, int):
-            found.append(size)
-            continue
-        local = p.emit(aten.sym_size.int, here, dim)
-        if dim == at.dim and at.block is not None:
-            local = p.emit(operator.mul, p.emit(operator.floordiv, local, at.size(p.rank)), at.block)
-        found.append(local)
-    return found
+def _drawn(
+    p: Partition,
+    here: fx.Node,
+    at: Split,
+    sizes: Sequence[Any],
+    draw: Callable[[Tensor], Tensor],
+    *,
+    of: torch.dtype | None = None,
+) -> fx.Node:
+    """This rank's part of what `draw` gives for a value of whole `sizes`, of which `here` is its part."""
+    known = [n if isinstance(n, int) else p.emit(aten.sym_size.int, here, dim) for dim, n in enumerate(sizes)]
+    whole = p.emit(aten.new_empty.default, here, known, dtype=of)
+    return p.cut(p.run(draw, whole), at)

@@ -8,7 +8,7 @@ A rule is found by the operation's name with its overload ("aten::mean.dim"), th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -17,8 +17,10 @@ from torch import fx
 from shardwise import _compat
 from shardwise.tensor_parallel.nodes import name_of
 from shardwise.tensor_parallel.partition import Partition
+from shardwise.tensor_parallel.placement import PARTIAL
 
 Rule = Callable[[Partition, fx.Node], None]
+Dims = Mapping[fx.Node, Sequence[int | None]] | None
 RULES: dict[str, Rule] = {}
 
 _R = TypeVar("_R", bound=Rule)
@@ -37,6 +39,32 @@ def rule(*names: str) -> Callable[[_R], _R]:
 def aten_rule(*names: str) -> Callable[[_R], _R]:
     """Register the decorated rule for operations of aten, by names without "aten::"."""
     return rule(*(f"aten::{name}" for name in names))
+
+
+def by_dims(
+    *names: str, terms: bool = False
+) -> Callable[[Callable[[Partition, fx.Node], Dims]], Callable[[Partition, fx.Node], Dims]]:
+    """Register operations of aten that follow a cut input, by what the decorated function says of dims.
+
+    Args:
+        names: without "aten::".
+        terms: of terms of a sum, do they give terms of theirs?
+
+    The function returns what `Partition.follow` takes, or None where inputs must be whole.
+    """
+
+    def register(function: Callable[[Partition, fx.Node], Dims]) -> Callable[[Partition, fx.Node], Dims]:
+        def known(p: Partition, node: fx.Node) -> None:
+            x = node.all_input_nodes[0]
+            if terms and p.may_stay_partial(x):
+                return p.locally(node, {x: PARTIAL}, PARTIAL)
+            dims = function(p, node)
+            return p.repeat(node) if dims is None else p.follow(node, dims)
+
+        aten_rule(*names)(known)
+        return function
+
+    return register
 
 
 def find(node: fx.Node) -> Rule | None:

@@ -9,7 +9,7 @@ from torch import fx
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, even
-from shardwise.tensor_parallel.rules.registry import aten_rule
+from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 _GROUPS_AT = {"convolution": 8, "conv1d": 6, "conv2d": 6, "conv3d": 6}
 
@@ -25,7 +25,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
     style = p.parameters[weight].style if weight in p.parameters else None
     channel = len(p.shape(x)) - len(p.shape(weight)) + 1
     at = p.cut_of(x)
-    at = at if at is not None and at.dim == channel and at.disjoint and at.block is None else None
+    at = at if at is not None and at.dim == channel and at.disjoint else None
     if groups != 1:
         return p.repeat(node) if transposed else _by_groups(p, node, at, groups, channel, style)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
@@ -66,7 +66,7 @@ def _by_groups(
     x, weight, *rest = args_of(node)
     width = p.shape(x)[channel] // groups
     if at is None and style == "column":
-        at = Split(channel, even(p.shape(x)[channel], p.ranks, unit=width))
+        at = Split(channel, even(groups, p.ranks)).scaled(width)
     by_group = None if at is None else _groups_of(p, at, width)
     if at is None or by_group is None:
         return p.repeat(node)
@@ -79,10 +79,8 @@ def _by_groups(
 
 def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
     """The groups of `width` channels that ranks have, if each has some, and all whole."""
-    whole = all(v % width == 0 for held in at.ranges for interval in held for v in interval)
-    if not whole or not all(at.size(rank) for rank in range(p.ranks)):  # torch divides by their number
-        return None
-    return Split(at.dim, tuple(tuple((b // width, e // width) for b, e in held) for held in at.ranges))
+    some = all(at.size(rank) for rank in range(p.ranks))  # torch divides by their number
+    return at.divided(width) if some else None
 
 
 @aten_rule(
@@ -97,7 +95,7 @@ def batch_norm(p: Partition, node: fx.Node) -> None:
     """Every channel by itself."""
     x, *rest = args_of(node)
     at = p.cut_of(x)
-    if at is None or at.dim != 1 or at.block is not None or _groups_of(p, at, 1) is None:
+    if at is None or at.dim != 1 or _groups_of(p, at, 1) is None:
         return p.repeat(node)
     inputs = {each: at.on(0) for each in rest if is_tensor(each)} | {x: at}
     value, channels = node.meta["val"], p.shape(x)[1]
@@ -114,7 +112,7 @@ def group_norm(p: Partition, node: fx.Node) -> None:
     x, *rest = args_of(node)
     at, place = p.cut_of(x), 5 if native else 0
     width = p.shape(x)[1] // rest[place]
-    by_group = _groups_of(p, at, width) if at is not None and at.dim == 1 and at.block is None else None
+    by_group = _groups_of(p, at, width) if at is not None and at.dim == 1 else None
     if at is None or by_group is None:
         return p.repeat(node)
     local = [p.take(arg, at.on(0)) if is_tensor(arg) else p.take(arg) for arg in rest]
@@ -125,17 +123,11 @@ def group_norm(p: Partition, node: fx.Node) -> None:
     return p.keep(node, p.emit(node.target, here, *local), (at, by_group, by_group) if native else at)
 
 
-@aten_rule("prelu", "_prelu_kernel")
-def prelu(p: Partition, node: fx.Node) -> None:
+@by_dims("prelu", "_prelu_kernel")
+def prelu(p: Partition, node: fx.Node) -> Dims:
     """One weight, or one for each channel."""
     x, weight = args_of(node)
-    at = p.cut_of(x)
-    if at is None:
-        return p.repeat(node)
-    dim = at.dim if len(p.shape(weight)) == len(p.shape(x)) else 0
-    by_channel = p.hints(weight)[dim : dim + 1] == [p.hints(x)[at.dim]] and p.hints(x)[at.dim] != 1
-    if not by_channel and dim == 0 and p.hints(weight) != [1] and at.dim == 1:
-        return p.repeat(node)
-    return p.locally(
-        node, {x: at, weight: at.on(dim) if by_channel and (dim or at.dim == 1) else REPLICATE}, at
-    )
+    dims = range(len(p.shape(x)))
+    if len(p.shape(weight)) == len(dims):
+        return {x: dims, weight: p.spread(weight, p.shape(x))}
+    return {x: dims, weight: [1 if each != 1 else None for each in p.hints(weight)]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Split, regroup, with_dim
 from shardwise.tensor_parallel.rules.linear import expert_cut
-from shardwise.tensor_parallel.rules.registry import aten_rule
+from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 
 @aten_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as")
@@ -22,14 +21,10 @@ def view(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     at = p.stays(x)
     found = regroup(at, p.shape(x), p.shape(node)) if isinstance(at, Split) else at
-    empty = isinstance(at, Split) and any(at.size(rank) == 0 for rank in range(p.ranks))
-    if isinstance(found, Split) and empty and (found.block or at.block):  # type: ignore[union-attr]
-        found = None  # no size of -1 where there are no elements
-    here = p.take(x, at)
+    here, sizes = p.take(x, REPLICATE if found is None else at), _sizes(p, node)
     if isinstance(found, Split):
-        return p.keep(node, p.emit(aten.reshape.default, here, _cut_sizes(p, node, found)), found)
-    here = p.take(x) if found is None else here
-    return p.keep(node, p.emit(aten.reshape.default, here, _sizes(p, node)), found or REPLICATE)
+        sizes = with_dim(sizes, found.dim, found.size(p.rank))
+    return p.keep(node, p.emit(aten.reshape.default, here, sizes), found or REPLICATE)
 
 
 def _sizes(p: Partition, node: fx.Node) -> list[Any]:
@@ -55,17 +50,6 @@ def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
     return p.emit(aten.sym_size.int, p.emit(node.target, p.take(x), *node.args[1:]), dim)
 
 
-def _cut_sizes(p: Partition, node: fx.Node, found: Split) -> list[Any]:
-    """This rank's new sizes, where the result is cut as `found`."""
-    sizes = _sizes(p, node)
-    if found.block is None:
-        return with_dim(sizes, found.dim, found.size(p.rank))
-    if all(not isinstance(size, int) or size != -1 for d, size in enumerate(sizes) if d != found.dim):
-        return with_dim(sizes, found.dim, -1)
-    blocks = p.emit(operator.floordiv, sizes[found.dim], found.block)
-    return with_dim(sizes, found.dim, p.emit(operator.mul, blocks, found.size(p.rank)))
-
-
 @aten_rule("transpose", "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
 def permute(p: Partition, node: fx.Node) -> None:
     x, *rest = args_of(node)
@@ -73,27 +57,15 @@ def permute(p: Partition, node: fx.Node) -> None:
     order = list(node.target(probe, *rest).shape)  # type: ignore[operator]
     if x in p.parameters and (wanted := expert_cut(p, node)) is not None:
         p.take(x, wanted.on(order[wanted.dim]))
-    elif order == [1, 0] and _is_cut_later(p, x):
-        return p.transpose_later(node)
     at = p.stays(x)
     return p.locally(node, {x: at}, at.on(order.index(at.dim)) if isinstance(at, Split) else at)
 
 
-def _is_cut_later(p: Partition, x: fx.Node) -> bool:
-    """Is `x` a matrix that a linear layer will cut, transposed for the backward before?"""
-    parameter = p.parameters.get(x)
-    if parameter is None or parameter.style is None or parameter.placement is not None:
-        return False
-    return any(user.target is aten.linear.default and user.args[1] is x for user in x.users)
-
-
-@aten_rule("unsqueeze")
-def unsqueeze(p: Partition, node: fx.Node) -> None:
+@by_dims("unsqueeze", terms=True)
+def unsqueeze(p: Partition, node: fx.Node) -> Dims:
     x, dim = args_of(node)
-    at = p.stays(x)
-    dim %= len(p.shape(x)) + 1
-    made = p.emit(node.target, p.take(x, at), dim)
-    return p.keep(node, made, at.on(at.dim + (at.dim >= dim)) if isinstance(at, Split) else at)
+    ndim = len(p.shape(x))
+    return {x: [d + (d >= dim % (ndim + 1)) for d in range(ndim)]}
 
 
 @aten_rule("squeeze")
@@ -105,37 +77,30 @@ def squeeze(p: Partition, node: fx.Node) -> None:
     at = p.stays(x)
     if isinstance(at, Split) and at.dim in gone:
         return p.repeat(node)
-    made = p.emit(aten.squeeze.dims, p.take(x, at), sorted(gone))
+    made = p.emit(aten.squeeze.dims, p.take(x, at), sorted(gone))  # and no dim of which this rank has one
     return p.keep(node, made, at.on(at.dim - sum(d < at.dim for d in gone)) if isinstance(at, Split) else at)
 
 
 @aten_rule("expand", "expand_as", "broadcast_to")
 def expand(p: Partition, node: fx.Node) -> None:
     x, asked = args_of(node)[:2]
+    dims = p.spread(x, p.shape(node))
     if is_tensor(asked):  # cut as that one is
-        cut = p.cut_of(asked)
-        mine = REPLICATE if cut is None else p.aligned(x, cut, p.shape(node))
-        return p.locally(node, {x: mine, asked: cut or REPLICATE}, cut or REPLICATE)
+        return p.follow(node, {x: dims, asked: range(len(p.shape(asked)))})
     at = p.stays(x)
-    new = len(asked) - len(p.shape(x))
-    if isinstance(at, Split) and p.is_spread(x, at.dim, p.shape(node)[at.dim + new]):
+    there = at if not isinstance(at, Split) else None if (dim := dims[at.dim]) is None else at.on(dim)
+    if there is None:
         return p.repeat(node)
-    here, sizes = p.take(x, at), [p.take(size) for size in asked]
-    if isinstance(at, Split):
-        at = at.on(at.dim + new)
-        sizes = with_dim(sizes, at.dim, -1)
-    return p.keep(node, p.emit(aten.expand.default, here, sizes), at)
+    sizes = [-1 if d in dims else p.take(size) for d, size in enumerate(asked)]
+    return p.keep(node, p.emit(aten.expand.default, p.take(x, at), sizes), there)
 
 
-@aten_rule("repeat")
-def repeat(p: Partition, node: fx.Node) -> None:
+@by_dims("repeat")
+def repeat(p: Partition, node: fx.Node) -> Dims:
     """Whole copies along each dim: of the cut one only if it is not repeated."""
     x, counts = args_of(node)
-    at = p.cut_of(x)
     new = len(counts) - len(p.shape(x))
-    if at is None or counts[at.dim + new] != 1:
-        return p.repeat(node)
-    return p.locally(node, {x: at}, at.on(at.dim + new))
+    return {x: [d if counts[d] == 1 else None for d in range(new, len(counts))]}
 
 
 @aten_rule("repeat_interleave.self_int")
@@ -147,7 +112,7 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
     if at is None or dim is None:
         return p.repeat(node)
     dim %= len(p.shape(x))
-    if at.dim == dim and (not isinstance(count, int) or at.block):
+    if at.dim == dim and not isinstance(count, int):
         return p.repeat(node)
     # the size of the output may be given: it is the whole one
     made = p.emit(node.target, p.take(x, at), p.take(count), dim)
