@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,9 @@ from typing import Any
 import lockstep
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranks import on_ranks
-from shardwise.comm.count import CommCounter
 from shardwise.tensor_parallel import ColwiseParallel, counts, tensor_parallel_transformation
 from shardwise.tensor_parallel.state import held, placement_from_json, record_of
 
@@ -125,13 +123,19 @@ def all_losses(z: Tensor, t: Tensor, w: Tensor) -> dict[str, Tensor]:
     return {name: loss(z, t, w) for name, loss in LOSSES.items()}
 
 
+@functools.cache
+def everything() -> tuple[nn.Module, Any, tuple[Tensor, Tensor]]:
+    """All losses in one model, its program and inputs."""
+    x, targets = drawn()
+    return *exported(all_losses, x.double(), targets, dtype=torch.float64), (x.double(), targets)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])  # of four, one has no word
 def test_losses_are_those_of_whole_logits_and_take_two_all_reduces_each(ranks):
-    x, targets = drawn()
-    model, program = exported(all_losses, x, targets)
+    model, program, inputs = everything()
     programs = [cut(program, ranks, rank) for rank in range(ranks)]
-    expected = model(x, targets)
-    for found in lockstep.run(programs, x, targets):
+    expected = model(*inputs)
+    for found in lockstep.run(programs, *inputs):
         for (name, wanted), one in zip(expected.items(), found, strict=True):
             torch.testing.assert_close(one, wanted, msg=lambda m, n=name: f"{n}: {m}")
     for one in programs:
@@ -186,20 +190,20 @@ def test_logits_that_are_gathered_before_serve_the_loss_too():
     assert counts(programs[0]) == {"all_gather": 1}
 
 
-@on_ranks(4)
 def test_gradients_of_losses_are_the_whole_models_and_take_no_all_reduce_of_their_own():
-    x, targets = drawn()
-    model, program = exported(all_losses, x.double(), targets, dtype=torch.float64)
-    mine = cut(program, dist.get_world_size(), dist.get_rank(), training=True)
-    parameters, module = record_of(mine)["parameters"], mine.module()
-    with CommCounter() as backward:
-        for each in (model, module):
-            losses = each(x.double(), targets).values()
-            backward.calls.clear()
-            sum((one * (place + 1)).sum() for place, one in enumerate(losses)).backward()
+    model, program, inputs = everything()
+    programs = [cut(program, 4, rank, training=True) for rank in range(4)]
+
+    def total(losses: Any) -> Tensor:
+        return sum((one * (place + 1)).sum() for place, one in enumerate(losses))
+
+    total(model(*inputs).values()).backward()
+    backward = lockstep.backward([total(each) for each in lockstep.run(programs, *inputs)])
     whole = dict(model.named_parameters())
-    for name, parameter in module.named_parameters():
-        wanted = held(whole[name].grad, placement_from_json(parameters[name]["placement"]), dist.get_rank())
-        torch.testing.assert_close(parameter.grad, wanted, msg=lambda m, n=name: f"{n}: {m}")
+    for rank, one in enumerate(programs):
+        entries = record_of(one)["parameters"]
+        for name, parameter in whole.items():
+            wanted = held(parameter.grad, placement_from_json(entries[name]["placement"]), rank)
+            torch.testing.assert_close(one.state_dict[name].grad, wanted, msg=lambda m, n=name: f"{n}: {m}")
     # that of the head's inputs; and of rows, where sums over words go back into words
-    assert [call.kind for call in backward.calls] == ["all_reduce"] * (1 + len(SUMS))
+    assert backward == {"all_reduce": 1 + len(SUMS)}

@@ -74,25 +74,45 @@ class Applied(nn.Module):
         return [each.sum() for each in pytree.tree_leaves(self.operation(self.up(x)))]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_strict_raises_where_the_program_gathers_what_the_plan_did_not_ask_for(name: str) -> None:
-    operation, gathers = OPERATIONS[name]
+class All(nn.Module):
+    """Operations, each of a value of its own."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name.replace(" ", "_"): Applied(OPERATIONS[name][0]) for name in names})
+
+    def forward(self, x: Tensor) -> list[list[Tensor]]:
+        return [part(x) for part in self.parts.values()]
+
+
+PLAN = {"*.up": "colwise"}
+
+
+def test_the_report_names_each_operation_that_gathers_what_the_plan_did_not_ask_for() -> None:
     torch.manual_seed(0)
-    model, x = Applied(operation), torch.randn(4, 5)
+    model, x = All(list(OPERATIONS)), torch.randn(4, 5)
     program = export(model, (x,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = [
-            tensor_parallel_transformation(program, rank, 2, "cpu", {"up": "colwise"}) for rank in range(2)
-        ]
+        made = [tensor_parallel_transformation(program, rank, 2, "cpu", PLAN) for rank in range(2)]
     for results in lockstep.run(made, x):
-        torch.testing.assert_close(results, model(x))
+        torch.testing.assert_close(results, pytree.tree_leaves(model(x)))
     told = explain(made[0])
-    assert bool(counts(made[0]).get("all_gather")) == bool(told.unasked) == gathers
-    for row in told.unasked:
-        assert row.node in str(told)
-    if not gathers:
-        tensor_parallel_transformation(program, 0, 2, "cpu", {"up": "colwise"}, strict=True)
-        return
-    with pytest.raises(ShardingError, match=rf"\({told.unasked[0].node}, .* would gather \d+ bytes"):
-        tensor_parallel_transformation(program, 0, 2, "cpu", {"up": "colwise"}, strict=True)
+    gathering = {name.replace(" ", "_") for name, (_, gathers) in OPERATIONS.items() if gathers}
+    assert {row.module.split(".")[1] for row in told.unasked} == gathering
+    assert {row.module.split(".")[1] for row in told.collectives if row.kind == "all_gather"} == gathering
+    assert all(row.node in str(told) for row in told.unasked)
+
+
+def test_strict_refuses_a_program_that_gathers_and_names_the_operation() -> None:
+    program = export(All(["relu", "flip"]), (torch.randn(4, 5),))
+    with pytest.raises(ShardingError, match=r"flip.* \(flip, of module 'parts.flip', .* gather 96 bytes"):
+        tensor_parallel_transformation(program, 0, 2, "cpu", PLAN, strict=True)
+
+
+def test_strict_takes_programs_that_gather_nothing_else() -> None:
+    names = [name for name, (_, gathers) in OPERATIONS.items() if not gathers]
+    program = export(All(names), (torch.randn(4, 5),))
+    made = tensor_parallel_transformation(program, 0, 2, "cpu", PLAN, strict=True)
+    assert "all_gather" not in counts(made)
+    assert explain(made).unasked == ()
