@@ -20,7 +20,8 @@ from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL
 
 Rule = Callable[[Partition, fx.Node], None]
-Dims = Mapping[fx.Node, Sequence[int | None]] | None
+Dims = Mapping[fx.Node, Sequence[int | None]]  # what `Partition.follow` takes
+DimRule = Callable[[Partition, fx.Node], Dims]
 RULES: dict[str, Rule] = {}
 
 _R = TypeVar("_R", bound=Rule)
@@ -41,27 +42,22 @@ def aten_rule(*names: str) -> Callable[[_R], _R]:
     return rule(*(f"aten::{name}" for name in names))
 
 
-def by_dims(
-    *names: str, terms: bool = False
-) -> Callable[[Callable[[Partition, fx.Node], Dims]], Callable[[Partition, fx.Node], Dims]]:
+def by_dims(*names: str, terms: bool = False) -> Callable[[DimRule], DimRule]:
     """Register operations of aten that follow a cut input, by what the decorated function says of dims.
 
     Args:
         names: without "aten::".
         terms: of terms of a sum, do they give terms of theirs?
-
-    The function returns what `Partition.follow` takes, or None where inputs must be whole.
     """
 
-    def register(function: Callable[[Partition, fx.Node], Dims]) -> Callable[[Partition, fx.Node], Dims]:
+    def register(function: DimRule) -> DimRule:
+        @aten_rule(*names)
         def known(p: Partition, node: fx.Node) -> None:
             x = node.all_input_nodes[0]
             if terms and p.may_stay_partial(x):
                 return p.locally(node, {x: PARTIAL}, PARTIAL)
-            dims = function(p, node)
-            return p.repeat(node) if dims is None else p.follow(node, dims)
+            return p.follow(node, function(p, node))
 
-        aten_rule(*names)(known)
         return function
 
     return register
