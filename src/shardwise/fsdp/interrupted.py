@@ -15,7 +15,7 @@ from contextlib import suppress
 from shardwise import _compat
 from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import read_guard, traced
+from shardwise.fsdp import read_guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState
@@ -101,7 +101,6 @@ def watch_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
 
     def hear(error: Exception) -> Exception | None:
         better = read_guard.explain(error)
-        traced.end_of_backward()
         why = f"raised {type(error).__name__} in its backward"
         schedules = {id(found): found for state in states() if (found := state.schedule) is not None}
         for schedule in schedules.values():

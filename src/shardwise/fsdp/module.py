@@ -212,6 +212,7 @@ def _own_code(function: Any) -> FunctionType:
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
+@_compat.only_inlined
 def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         args, kwargs = state.pre_forward(module, args, kwargs)
@@ -230,6 +231,8 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
 def _run_traced(
     state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
+    if not torch.compiler.is_compiling():  # code of the module broke the graph that this call was part of
+        return _run(state, module, forward, args, kwargs)
     if torch.compiler.is_exporting():
         _refuse_export(module)
     _compat.while_tracing(_prepare, state)

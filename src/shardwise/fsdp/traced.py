@@ -194,15 +194,14 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors(lambda t: t.to(state.device, non_blocking=True), (args, kwargs))
     if state.input_dtype is not None:
         args, kwargs = cast((args, kwargs), state.input_dtype)
-    several = len(state.modules) > 1
-    if not several:
+    if len(state.modules) == 1:
         hidden = _show(state)
-        output = _call(state, forward, args, kwargs, hidden)
+        output = forward(*args, **kwargs)
         _hide(hidden)
     else:  # the first of a list to run gathers for all
         if state.shown is None:
             _change(state, "shown", _show(state))
-        output = _call(state, forward, args, kwargs, state.shown)
+        output = forward(*args, **kwargs)
     for below in state.lists:
         if below.shown is not None:
             _hide(below.shown)
@@ -223,73 +222,6 @@ def _show(state: Any) -> list[Shown]:
                     hidden.append((parameters, name, parameters[name]))
                     _compat.traced_side_effect(_set_item, parameters, name, whole)
     return hidden
-
-
-@_compat.only_inlined
-def _call(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any, hidden: list[Shown]) -> Any:
-    """Part of the caller's graph, unless code of the module breaks that: then this runs eagerly.
-
-    Activation checkpointing around such code is eager too. It reads parameters when it computes again.
-    """
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    try:
-        output = forward(*args, **kwargs)
-    except BaseException:
-        _hide_again(state)
-        state.shown = None
-        raise
-    if not torch.is_grad_enabled():
-        return output
-    whole = [
-        parameters[name].detach().requires_grad_(parameters[name].requires_grad)
-        for parameters, name, _ in hidden
-    ]
-    return map_tensors(
-        lambda t: _shown_in_backward(state, hidden, whole, t) if t.requires_grad else t, output
-    )
-
-
-class _ShownInBackward(torch.autograd.Function):
-    """The identity on an output of a module; backward shows the parameters that its forward saw."""
-
-    @staticmethod
-    def forward(ctx: Any, state: Any, hidden: list[Shown], whole: list[Tensor], output: Tensor) -> Tensor:
-        ctx.state, ctx.hidden = state, hidden
-        ctx.save_for_backward(*whole)
-        return output
-
-    @staticmethod
-    @_compat.runs_eagerly
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        for (parameters, name, _), whole in zip(ctx.hidden, ctx.saved_tensors, strict=True):
-            parameters[name] = whole
-        if not _in_backward:
-            _compat.queue_backward_callback(end_of_backward)
-        _in_backward.append(ctx.state)
-        return None, None, None, grad
-
-
-_shown_in_backward = _compat.apply_of(_ShownInBackward)
-
-
-_in_backward: list[Any] = []  # states whose modules show whole parameters until the backward has ended
-
-
-@_compat.runs_eagerly
-def end_of_backward() -> None:
-    """Backward has ended, or raised: modules show their sharded parameters again."""
-    for state in _in_backward:
-        _hide_again(state)
-    _in_backward.clear()
-
-
-@_compat.runs_eagerly
-def _hide_again(state: Any) -> None:
-    """Register the form that each group is in: it may be another one than when the forward began."""
-    for group in state.groups:
-        for param in group.params:
-            param.register(param.unsharded if group.is_unsharded else param.sharded)
 
 
 def _hide(hidden: list[Shown]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
-from fsdp.compiled.models import Mlp, Transformer
+from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm import DefaultAllGather
@@ -52,6 +52,23 @@ def test_more_classes_and_shapes_of_modules_than_one_function_is_compiled_for() 
     for _ in range(2):
         model(torch.randn(2, 4)).square().sum().backward()
     assert counters["stats"]["unique_graphs"] == 9 + 9
+
+
+@on_ranks(2)
+def test_blocks_compiled_in_place_whose_code_breaks_graphs_run_eagerly_around_the_breaks() -> None:
+    def each_block(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return model
+
+    broken = partial(Transformer, partial(Block, breaks=True), depth=10)
+    run = replace(TRANSFORMER, model=broken, compile=each_block, steps=2)
+    compare(run, graphs=2, breaks=1)  # 10 blocks, and torch compiles a function 8 times at most
+    for broken in (
+        partial(Transformer, partial(CheckpointedBlock, breaks=True)),
+        partial(Transformer, partial(Block, breaks=True), recompute="all"),
+    ):
+        compare(replace(run, model=broken), graphs=2, breaks=1)
 
 
 @on_ranks(2)
