@@ -34,6 +34,18 @@ def test_a_chosen_grad_dtype_and_its_gradients_outlive_conversions(layout: str) 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_grad_dtype_that_is_set_after_the_first_forward_is_named(layout: str) -> None:
+    net = fully_shard(Net(blocks=1), layout=layout)
+    step(net)
+    net.zero_grad()
+    net.head.weight.grad_dtype = torch.bfloat16
+    message = raises_on_every_rank(ShardingError, lambda: step(net))
+    assert "grad_dtype of 'head.weight' was set to torch.bfloat16" in message
+    assert "expected torch.float32" in message
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_override_that_is_neither_the_stored_nor_the_computed_dtype_is_refused(layout: str) -> None:
     net = Net(blocks=1)
     policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)

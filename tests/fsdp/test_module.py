@@ -294,6 +294,8 @@ def test_assigned_state_dicts_are_used_before_and_after_the_first_step() -> None
     for net in (fresh, trained):
         net.load_state_dict(state, assign=True)
         assert torch.equal(net(x), expected)
+        net.load_state_dict(net.state_dict(), assign=True)  # other parameters, of the same memory
+        assert torch.equal(net(x), expected)
 
 
 @on_ranks(2)

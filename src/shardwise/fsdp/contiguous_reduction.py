@@ -10,6 +10,7 @@ all-reduce, of which the rank keeps its part if optimizer state is cut. The shar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,6 +23,7 @@ from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
 from shardwise.comm.foreach import Reduction, current_stream, finish_reduction, reduce_scatter
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.fast import allocates_as
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
 from shardwise.fsdp.rows import RowsParam
@@ -39,11 +41,9 @@ class _Members:
     kind: Kind
     numel: int  # of the gathered buffer
     plain: bool  # no tensor-parallel ones
-    gaps: list[tuple[int, int]]  # padding: (begin, size) in elements
     used: int  # elements of this rank's shard that are no padding
     filled: list[RowsParam]  # of which this rank holds rows
     empty: list[RowsParam]
-    registered: list[RowsParam]  # in order of registration, the same on every rank
     unsharded: list[nn.Parameter]
     staging: _Staging | None = None
 
@@ -57,19 +57,6 @@ class _Staging:
     gaps: list[Tensor]  # padding
     storage: torch.UntypedStorage | None = None  # freed after use, if the buffer is used again
     plan: Reduction | None = None  # for which it may be used again
-
-    def free(self) -> None:
-        if self.storage is not None:
-            self.storage.resize_(0)
-
-    @staticmethod
-    def make(buffer: Tensor, members: _Members) -> _Staging:
-        params = members.params
-        return _Staging(
-            buffer,
-            [buffer.as_strided(param.shape, param.whole_stride, param.place.start) for param in params],
-            [buffer.narrow(0, begin, size) for begin, size in members.gaps],
-        )
 
 
 @dataclass
@@ -92,34 +79,24 @@ class ContiguousReducer(GradReducer):
     _unused: set[frozenset[str]] = field(default_factory=set)
     _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are in `partials`
 
-    def _find_members(self) -> None:
-        self._buffers = self.group.buffers
-        self._members = [self._members_of(segment) for segment in self.group.layout.segments]
-
-    def _members_of(self, segment: ContiguousSegment) -> _Members:
-        params = [self.group.params[place.index] for place in segment.places]
+    def _members_of(self, index: int) -> _Members:
+        segment, params = self.group.layout.segments[index], self.group.members[index]
         return _Members(
             segment,
             params,
             kind_of(params),
             segment.unsharded_numel,
             plain=all(param.tp_spec is None for param in params),
-            gaps=_gaps(segment),
             used=sum([place.box.numel for place in segment.places]),
             filled=[param for param in params if param.no_rows is None],
             empty=[param for param in params if param.no_rows is not None],
-            registered=sorted(params, key=lambda param: param.place.index),
             unsharded=[cast(nn.Parameter, param.unsharded) for param in params],
         )
 
     def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
-        members = self._members_of(self.group.layout.segments[segment])
+        members = self._members_of(segment)
         trained = members.params if len(params) == len(members.params) else cast(list[RowsParam], params)
-
-        def assign(shard: Tensor) -> None:
-            self._assign(members, trained, ReduceResult(shard, None, shard, None, shard, None, None))
-
-        return assign
+        return functools.partial(self._assign, members, trained)
 
     def collect(self) -> list[_Collected]:
         if not self.group.buffers:
@@ -127,7 +104,8 @@ class ContiguousReducer(GradReducer):
         if self._apart:
             self._join()
         if self._buffers is not self.group.buffers:
-            self._find_members()
+            self._buffers = self.group.buffers
+            self._members = [self._members_of(index) for index in range(len(self._buffers))]
         collected = []
         for index, members in enumerate(self._members):
             complete = False
@@ -151,14 +129,12 @@ class ContiguousReducer(GradReducer):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.reduce(collected, streams=streams)
-        results: list[ReduceResult] = []
+        results = []
         for batch in collected:
-            self._reduce_segment(batch, streams, results)
+            results.append(self._reduce_segment(batch, streams))
         return results
 
-    def _reduce_segment(
-        self, collected: _Collected, streams: CommStreams | None, results: list[ReduceResult]
-    ) -> None:
+    def _reduce_segment(self, collected: _Collected, streams: CommStreams | None) -> ReduceResult:
         members, index = collected.members, collected.index
         plan = self._plans.get(members.kind) or self._plan(members.kind, streams)
         params = members.params
@@ -171,8 +147,9 @@ class ContiguousReducer(GradReducer):
         if members.numel <= limit or plan.shard_group is None:
             reduce_input = self._copy_in(collected, plan)
             shard, event = reduce_scatter(reduce_input, plan)
-            if members.staging is not None and reduce_input is members.staging.buffer:
-                members.staging.free()
+            kept = members.staging
+            if kept is not None and kept.storage is not None and reduce_input is kept.buffer:
+                kept.storage.resize_(0)
         else:
             reduce_input, shard, event = self._reduce_in_slices(collected, plan, limit)
         partial = self.partials.pop(index, None) if self.partials else None
@@ -180,21 +157,19 @@ class ContiguousReducer(GradReducer):
             earlier = self._partly.pop(index)
             params = [param for param in members.params if param in earlier or param in params]
         result = finish_reduction(shard, plan, reduce_input=reduce_input, input_event=event, partial=partial)
-        if result.partial is not None:
+        if result.shard is None:
+            assert result.partial is not None
             self.partials[index] = result.partial
             self._partly[index] = params
         elif result.stream is None:
-            self._assign(members, params, result)
+            self._assign(members, params, result.shard)
         else:
             with result.stream:
-                self._assign(members, params, result)
-        if streams is not None:
-            results.append(result)
+                self._assign(members, params, result.shard)
+        return result
 
-    def _assign(self, members: _Members, params: list[RowsParam], result: ReduceResult) -> None:
+    def _assign(self, members: _Members, params: list[RowsParam], shard: Tensor) -> None:
         """Views of the reduced shard become, or add to, the gradients."""
-        assert result.shard is not None
-        shard = result.shard
         if shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:
@@ -208,9 +183,9 @@ class ContiguousReducer(GradReducer):
             if len(filled) < len(members.filled) and self.group.settings.all_reduce_hook is None:
                 self._check_unused([p for p in members.filled if p not in params], shard)
         hooked = ShardedRows.any_hooked and any(param.sharded.hooked for param in params)
-        if hooked or members.kind[1] is None:
-            given = params if params is members.params else set(params)
-            self._give_one_by_one([param for param in members.registered if param in given], shard)
+        if hooked or members.kind[1] is None:  # hooks may communicate: in order of registration
+            for param in sorted(params, key=lambda param: param.place.index):
+                param.assign_grad(param.rows_in(shard))
             return
         with _compat.plain_attributes():
             for param in empty:
@@ -225,22 +200,6 @@ class ContiguousReducer(GradReducer):
             else:
                 sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
 
-    def _give_one_by_one(self, params: list[RowsParam], shard: Tensor) -> None:
-        """The same where dtypes differ or hooks of the user run; these may communicate, in one order."""
-        begin = shard.storage_offset()
-        for param in params:
-            grad = param.no_rows
-            if grad is None:
-                local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
-                grad = ShardedRows.wrap(local.to(param.kept_dtype or local.dtype), param.piece)
-            changed = cast(ShardedRows, param.change_grad(grad))
-            earlier = cast("ShardedRows | None", param.sharded.grad)
-            if earlier is None:
-                param.sharded.grad = changed
-            else:
-                earlier.local.add_(changed.local)
-            param.after_accumulation()
-
     def _check_unused(self, unused: list[RowsParam], shard: Tensor) -> None:
         """Raise if other ranks have gradients of parameters that this one did not use.
 
@@ -251,10 +210,8 @@ class ContiguousReducer(GradReducer):
         if names in self._unused:
             return
         self._unused.add(names)
-        begin = shard.storage_offset()
         for param in unused:
-            rows = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
-            if bool(rows.any()):
+            if bool(param.rows_in(shard).any()):
                 raise ShardingError(
                     f"{here()}: '{param.name}' got no gradient on this rank, which holds some of its rows,"
                     " but did on others. Where ranks use different parameters, call"
@@ -295,22 +252,18 @@ class ContiguousReducer(GradReducer):
         Kept from step to step, without its memory, where the reduction has ended with the call and its
         result is another buffer.
         """
-        reusable = plan.streams is None and plan.shard_ranks > 1
-        if reusable and type(plan.comm).allocate is DefaultReduceScatter.allocate:
-            buffer = torch.empty(members.numel, dtype=plan.dtype, device=plan.device)
-            members.staging = _Staging.make(buffer, members)
-            members.staging.storage = buffer.untyped_storage()
-            members.staging.plan = plan
-            return members.staging
-        return _Staging.make(
-            plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device), members
-        )
+        buffer = plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device)
+        targets = [
+            buffer.as_strided(param.shape, param.whole_stride, param.place.start) for param in members.params
+        ]
+        made = _Staging(buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
+        if plan.streams is None and plan.shard_ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
+            made.storage, made.plan = buffer.untyped_storage(), plan
+            members.staging = made
+        return made
 
     def _reduce_in_slices(
-        self,
-        collected: _Collected,
-        plan: Reduction,
-        limit: int,
+        self, collected: _Collected, plan: Reduction, limit: int
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Reduce-scatter the same range of every rank's shard at a time."""
         ranks = plan.shard_ranks
@@ -350,15 +303,3 @@ def _fill_slice(
     if sum(grad.numel() for grad in grads) < out.numel():
         out.zero_()
     _compat.foreach_copy(targets, grads)
-
-
-def _gaps(segment: ContiguousSegment) -> list[tuple[int, int]]:
-    """The padding of a segment: (begin, size) in elements."""
-    found, end = [], 0
-    for place in segment.places:
-        if place.start > end:
-            found.append((end, place.start - end))
-        end = max(end, place.start + place.numel)
-    if end < segment.unsharded_numel:
-        found.append((end, segment.unsharded_numel - end))
-    return found

@@ -42,12 +42,7 @@ class ExtendedParam:
     A subclass without the hooks is gathered as it is: its padded shard is the one input.
     """
 
-    def __init__(
-        self,
-        param: EvenParam,
-        *,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, param: EvenParam, *, device: torch.device) -> None:
         if param.placement.dim != 0:
             raise ShardingError(
                 f"{here()}: '{param.name}' is a tensor subclass and can only be sharded on dim 0,"

@@ -45,7 +45,7 @@ def set_manual(state: State, enabled: bool) -> None:
     """See `FSDPModule.set_manual_backward_finalization`."""
     schedule = state.schedule
     if schedule is not None:
-        _check_root(state, "set_manual_backward_finalization")
+        state.check_is_root("set_manual_backward_finalization")
         if enabled != schedule.manual and (schedule.unfinished or _compat.in_backward()):
             raise LifecycleError(
                 f"{here()}: set_manual_backward_finalization({enabled}) after backward has begun; call"
@@ -81,7 +81,7 @@ def check_waited_for(schedule: Schedule, what: str) -> None:
 
 
 def _check(state: State, schedule: Schedule) -> None:
-    _check_root(state, "finalize_backward")
+    state.check_is_root("finalize_backward")
     check_waited_for(schedule, "finalizing again")
     if not schedule.manual:
         raise LifecycleError(
@@ -89,15 +89,9 @@ def _check(state: State, schedule: Schedule) -> None:
         )
     if _compat.in_backward():
         raise LifecycleError(f"{here()}: finalize_backward() was called inside a backward")
-    for one in (state, *state.below):
-        for group, reducer in zip(one.groups, one.reducers, strict=True):
-            if reducer.partials or (group.replicates and not group.settings.all_reduce_grads):
-                raise LifecycleError(
-                    f"{here()}: finalize_backward() does not add gradients of {group.title} over replicas"
-                    " later; call set_requires_all_reduce(True) before backward"
-                )
-
-
-def _check_root(state: State, method: str) -> None:
-    if not state.is_root:
-        raise LifecycleError(f"{here()}: {method} was called on '{state.name}'; call it on the root module")
+    for group, reducer in state.all_groups:
+        if reducer.partials or (group.replicates and not group.settings.all_reduce_grads):
+            raise LifecycleError(
+                f"{here()}: finalize_backward() does not add gradients of {group.title} over replicas"
+                " later; call set_requires_all_reduce(True) before backward"
+            )

@@ -201,7 +201,6 @@ def _shard_together(
     managed = _managed_modules(modules)
     found = _find_params(managed, modules, ignored)
     _move_to_device(managed, found, device)
-    placements = _placements(found, placement_fn, info)
     sharded = [
         [
             layout.param(
@@ -215,7 +214,7 @@ def _shard_together(
             )
             for one, placement, own in members
         ]
-        for members in _by_mesh(placements).values()
+        for members in _by_mesh(found, placement_fn, info)
     ]
     groups = [
         layout.group(
@@ -358,39 +357,29 @@ def _move_to_device(managed: list[nn.Module], found: list[_Found], device: torch
 Placed = tuple[_Found, ParamPlacement | None, DataParallelMeshInfo]
 
 
-def _placements(
+def _by_mesh(
     found: list[_Found], placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
-) -> list[Placed]:
-    if placement_fn is None:
-        return [(one, None, info) for one in found]
-    placed: list[Placed] = []
+) -> list[list[Placed]]:
+    """Parameters by the process groups they travel over, in order of first appearance."""
+    groups: dict[tuple[Any, ...], list[Placed]] = {}
     for one in found:
-        answer = placement_fn(one.param)
+        answer = None if placement_fn is None else placement_fn(one.param)
+        placement, own = answer, info
         if isinstance(answer, ShardPlacementResult):
-            placed.append((one, answer.placement, answer.mesh_info))
-        elif answer is None or isinstance(answer, (Shard, RaggedShard, Owned)):
-            placed.append((one, answer, info))
-        else:
+            placement, own = answer.placement, answer.mesh_info
+        if not (placement is None or isinstance(placement, (Shard, RaggedShard, Owned))):
             raise ShardingError(
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None for"
                 f" '{one.name}', got {answer!r}"
             )
-    return placed
-
-
-def _by_mesh(placed: list[Placed]) -> dict[tuple[Any, ...], list[Placed]]:
-    """Parameters by the process groups they travel over, in order of first appearance."""
-    groups: dict[tuple[Any, ...], list[Placed]] = {}
-    for member in placed:
-        own = member[2]
         members = groups.setdefault(own.process_groups, [])
         if members and members[0][2] is not own:
             raise ShardingError(
                 f"{here()}: parameters sharded over the same ranks must share one mesh info object, got"
                 f" {members[0][2]} and {own}"
             )
-        members.append(member)
-    return groups
+        members.append((one, placement, own))
+    return list(groups.values())
 
 
 def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -> FSDPMeshInfo | None:

@@ -1,47 +1,43 @@
-"""The parameters of one `fully_shard` call that travel together: what every layout has in common.
+"""The parameters of one `fully_shard` call that travel together.
 
     shard buffers      this rank's pieces, end to end: what is gathered; the sharded parameters are views
     unsharded buffers  the whole parameters; their memory exists only while gathered; the unsharded
                        parameters are views of them, made once
 
 A group is in one of three forms: SHARDED, UNSHARDED, or (between forward and backward, if
-`reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. How a form is reached depends
-on the layout: `interleaved.py` copies every parameter out of the gathered buffer, in `contiguous.py` the
-gathered buffer is the unsharded one. Gradients are reduced by `reduction.py`; when any of this happens is
-decided by `state.py`.
+`reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. A layout says where parameters
+lie and how a gather fills the unsharded buffers: `interleaved.py` copies every parameter out of what was
+gathered, in `contiguous.py` that is the unsharded buffer. Gradients are reduced by `reduction.py`; when
+any of this happens is decided by `state.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.comm import (
-    AllGather,
-    AllGatherResult,
-    AutoAllGather,
-    AutoReduceScatter,
-    CommStreams,
-    ReduceScatter,
-)
+from shardwise import _compat
+from shardwise.comm import AllGatherResult, CommStreams
 from shardwise.comm.auto import transport
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
+from shardwise.fsdp.fast import Seen
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen
 from shardwise.fsdp.read_guard import ReadGuard
 from shardwise.fsdp.strategy import Strategy
-from shardwise.layout import GroupLayout
+from shardwise.layout import Gathered, GroupLayout
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
+from shardwise.sharded_tensor.rows import ShardedRows
 
 if TYPE_CHECKING:
     from shardwise.fsdp.traced import Cut
@@ -58,49 +54,41 @@ class Form(Enum):
     UNSHARDED = auto()
 
 
+DONE = AllGatherResult(torch.empty(0), (), None, None)  # nothing to wait for, nor to copy out
+
+
 @dataclass
-class GroupSettings:
-    """What a user may change between steps; see the `FSDPModule` method of the same name."""
+class Buffer:
+    """The unsharded memory of one segment.
 
-    all_gather: AllGather = field(default_factory=AutoAllGather)
-    reduce_scatter: ReduceScatter = field(default_factory=AutoReduceScatter)
-    reduce_grads: bool = True
-    all_reduce_grads: bool = True
-    reshard_after_backward: bool = True
-    keep_unsharded_storage: bool = False
-    divide_factor: float | None = None
-    force_sum: bool = False
-    reduce_unused: bool = False
-    unshard_in_backward: bool = True
-    unshard_async_op: bool = False
-    max_input_buffers: int = 1
-    staging_bytes: int = 128 << 20  # contiguous: reduce larger groups in slices of this size
-    all_reduce_hook: Callable[[Tensor], None] | None = None
-    all_reduce_hook_stream: torch.Stream | None = None
+    Attributes:
+        full: where gathers write: an alias without the version counter that autograd looks at.
+        storage: of `full`; None if it is never freed.
+    """
 
-
-def _unusual(chosen: Any, default: Any) -> list[str]:
-    """The fields of a dataclass that are not as they are by default, in words."""
-    words = {
-        f.name: (_word(getattr(chosen, f.name)), _word(getattr(default, f.name))) for f in fields(chosen)
-    }
-    return [f"{name}={value}" for name, (value, usual) in words.items() if value != usual]
-
-
-def _word(value: object) -> str:
-    plain = value is None or isinstance(value, (bool, int, float, torch.dtype))
-    return str(value) if plain else type(value).__name__
-
-
-_SETTINGS, _POLICY = GroupSettings(), MixedPrecisionPolicy()
+    full: Tensor
+    storage: torch.UntypedStorage | None
+    nbytes: int
 
 
 class ParamGroup(ABC):
-    """Parameters gathered together and reduced together."""
+    """Parameters gathered together and reduced together.
+
+    Attributes:
+        members: the parameters of each segment, in the order in which they lie.
+        shards: the shard buffers, by segment.
+        buffers: the unsharded buffers, by segment, from the first gather.
+        smaller_shards: POST_FORWARD: this rank's pieces over the smaller mesh, by segment.
+        streams: on which the unsharded buffers are allocated; None: on the current one.
+        holds_memory: though resharded; a storage that is resized moves, to the same size too.
+        gathered_at: the count of optimizer steps when last gathered.
+        orders: of all ranks that the group communicates with, from its first forward.
+    """
 
     params: Sequence[ShardedParam]
+    members: Sequence[Sequence[ShardedParam]]
     layout: GroupLayout
-    shards: list[Tensor]  # by segment
+    buffers: list[Any]
 
     def __init__(
         self,
@@ -116,59 +104,72 @@ class ParamGroup(ABC):
         self.params = params
         self.info = info
         self.strategy = strategy
-        self.post_forward_mesh = (
-            post_forward_mesh  # over which to reshard after forward; None: stay unsharded
-        )
+        self.post_forward_mesh = post_forward_mesh  # None: stay unsharded
         self.device = device
         self.policy = policy
         self.offload = offload
         self.name = ""
         self.settings = GroupSettings()
         self.form = Form.SHARDED
+        self.members = []
+        self.shards: list[Tensor] = []
+        self.buffers = []
+        self.smaller_shards: list[Tensor] = []
+        self.extended: dict[ShardedParam, Any] = {}  # parameters that keep memory of their own
+        self.streams: CommStreams | None = None
         self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
         self.gather: AllGatherResult | None = None
         self.read_guard: ReadGuard | None = None  # once there is unsharded memory, if it is ever freed
-        self.holds_memory = False  # though resharded; a storage that is resized moves, to the same size too
-        self.gathered_at = -1  # the count of optimizer steps when last gathered
+        self.holds_memory = False
+        self.gathered_at = -1
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.shard_group, _ = info.process_groups
-        self.orders: list[Order] = []  # of all ranks that the group communicates with, from its first forward
+        self.gathers = True  # unsharding communicates
+        self.orders: list[Order] = []
         self.gather_event: Event | None = None  # in words; None, as `layout_words`, if they changed
         self.layout_words: str | None = None
+        self._placed: list[tuple[ShardedParam, Tensor]] = []  # what the shard buffers hold, where
+        self._has_unsharded = False
+        self._changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
+        # Modules' parameters by name: in either form, for one assignment each.
+        self._whole: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._cut: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+
+    # What a layout decides
 
     @abstractmethod
-    def pack(self) -> None:
-        """Lay the sharded parameters end to end in the shard buffers, unless they lie there already.
-
-        Called when sharding, and again whenever a user may have replaced parameters: after
-        `Module.to` and its like, `to_empty`, `load_state_dict(assign=True)`, before the first forward.
-        """
+    def _lay_out(self, params: Sequence[ShardedParam]) -> None:
+        """Choose where each parameter lies: `layout` and `members`."""
 
     @abstractmethod
-    def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
-        """Start gathering, unless the group is gathered or already on its way.
-
-        Collective over the shard group (or the smaller one, after a partial reshard).
-        """
+    def _traced_cut(self, index: int) -> Cut:
+        """For a compiler: how the parameters of a segment lie."""
 
     @abstractmethod
-    def wait_for_unshard(self) -> AllGatherResult | None:
-        """Finish a gather and register the unsharded parameters.
+    def _whole_memory(self, index: int) -> Tensor:
+        """The unsharded memory of a segment."""
 
-        Returns the gather, if its buffer is apart and streams may still read it.
-        """
-
-    @abstractmethod
-    def _free_unsharded(self) -> None:
-        """Give the unsharded buffers' memory back."""
+    def _buffer(self, index: int, full: Tensor) -> Buffer:
+        return Buffer(full, full.untyped_storage(), full.nbytes)
 
     @abstractmethod
-    def _reshard_to_smaller(self, info: FSDPMeshInfo) -> None:
-        """Keep the parameters cut over a smaller mesh, and show them so."""
+    def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult: ...
 
     @abstractmethod
+    def _finish_gather(self, result: AllGatherResult) -> AllGatherResult | None:
+        """Returns the gather, if its buffer is apart and streams may still read it."""
+
+    @abstractmethod
+    def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:
+        """This rank's pieces over a smaller mesh, by segment; modules show them."""
+
+    def packed_params(self) -> Sequence[ShardedParam]:
+        """Those that lie in the buffers."""
+        return [param for param in self.params if param not in self.extended]
+
     def cuts(self) -> list[tuple[Sequence[ShardedParam], Cut]]:
         """For a compiler: by segment, its parameters in the order in which they lie, and how."""
+        return [(params, self._traced_cut(index)) for index, params in enumerate(self.members)]
 
     def untraceable(self) -> str | None:
         """Why a compiler cannot trace how the group is gathered; None if it can."""
@@ -186,14 +187,6 @@ class ParamGroup(ABC):
     def _home(self, device: torch.device) -> torch.device:
         offloaded = isinstance(self.offload, CPUOffloadPolicy) and device.type != "meta"
         return torch.device("cpu") if offloaded else device
-
-    @property
-    def _pins(self) -> bool:
-        return (
-            isinstance(self.offload, CPUOffloadPolicy)
-            and self.offload.pin_memory
-            and self.device.type != "cpu"
-        )
 
     @property
     def shard_bytes(self) -> int:
@@ -240,11 +233,34 @@ class ParamGroup(ABC):
                     " move the model there before the first forward"
                 )
         self.pack()
+        named = zip(self.layout.specs, self.packed_params(), strict=True)
+        self.layout.specs = tuple([replace(spec, name=param.name) for spec, param in named])
 
     def check_params(self) -> None:
         """Raise for what users did to sharded parameters in vain."""
         for param in self.params:
             param.check_data()
+        if self._has_unsharded:
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        for param, mine in self._placed:
+            if param.local is not mine:
+                raise ShardingError(
+                    f"{here()}: '{param.name}' was given other memory ({param.local.dtype} on"
+                    f" {param.local.device}) than its group gathers ({mine.dtype} on {mine.device}). Convert"
+                    " whole sharded modules with .to(), and change values in place"
+                )
+
+    def check_grad_dtypes(self) -> None:
+        """Raise if the user changed one too late for gradients that are on their way."""
+        for param in self.params:
+            now, known = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
+            if now != known:
+                raise ShardingError(
+                    f"{here()}: grad_dtype of '{param.name}' was set to {param.sharded.grad_dtype} after the"
+                    f" first forward, expected {param.kept_dtype}: set it before the first forward"
+                )
 
     def describe(self) -> str:
         """The group in words, equal on ranks that will communicate alike."""
@@ -252,17 +268,14 @@ class ParamGroup(ABC):
             self.layout_words = self.layout.describe()
         after = self.post_forward_mesh
         resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
+        unusual = chosen(self.policy, self.offload, self.settings)
         return "\n".join(
             [
                 f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward",
-                *[f"'{self.name}' with {chosen}" for chosen in self._chosen()],
+                *[f"'{self.name}' with {words}" for words in unusual],
                 self.layout_words,
             ]
         )
-
-    def _chosen(self) -> list[str]:
-        offload = [] if type(self.offload) is OffloadPolicy else [type(self.offload).__name__]
-        return _unusual(self.policy, _POLICY) + offload + _unusual(self.settings, _SETTINGS)
 
     # What other ranks must do alike
 
@@ -301,43 +314,160 @@ class ParamGroup(ABC):
         if isinstance(self.info, FSDPMeshInfo):
             self.post_forward_mesh = self.info if reshard else None
 
+    # Shard buffers
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Lay the sharded parameters end to end in the shard buffers, unless they lie there already.
+
+        Called when sharding, and again whenever a user may have replaced parameters: after
+        `Module.to` and its like, `to_empty`, `load_state_dict(assign=True)`, before the first forward.
+        """
+        if self.form is Form.POST_FORWARD:
+            self.reshard()
+        for param in self.params:
+            param.adopt()
+        params = self.packed_params()
+        if len({param.local.device for param in params}) > 1:
+            return  # half-way through materialisation; the first forward checks that it was finished
+        lies_there = len(self._placed) == len(params) and all(p.local is mine for p, mine in self._placed)
+        if lies_there and not (self._has_unsharded and any(param.unsharded is None for param in self.params)):
+            return
+        self.abandon_gather()
+        self.reshard()
+        self._lay_out(params)
+        self._has_unsharded = False
+        self.buffers, self.shards, self._whole, self._cut = [], [], [], []
+        self.traced = self.gather_event = self.layout_words = None
+        for param in self.params:
+            param.unsharded = None
+        for segment, members in zip(self.layout.segments, self.members, strict=True):
+            shard = self._shard_memory(segment, self._home(members[0].local.device))
+            for param in members:
+                piece = param.part_of(shard)
+                if not shard.is_meta:
+                    piece.copy_(param.local)
+                param.move(piece)
+            self.shards.append(shard)
+        self._placed = [(param, param.local) for param in params]
+
+    def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
+        shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
+        offload = self.offload
+        pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.device.type != "cpu"
+        return shard.pin_memory() if pins and not shard.is_meta else shard
+
+    # Unsharded buffers
+
+    def _make_unsharded(self) -> None:
+        """Make the unsharded parameters, over memory that the first gather allocates.
+
+        Gathers write through `data` aliases, which share memory but not version counters: refilling a
+        buffer is no modification to autograd, whose saved tensors see the same values again.
+        """
+        memory = []
+        with torch.inference_mode(False), torch.no_grad():
+            for index, members in enumerate(self.members):
+                full = self._whole_memory(index)
+                for param in members:
+                    param.unsharded = param.wrap_unsharded(param.whole_in(full))
+                    optimizer_watch.watch_gathered(param.name, param.unsharded)
+                memory.append(full)
+                self.buffers.append(self._buffer(index, full.data))
+        if all(buffer.storage is not None for buffer in self.buffers):
+            own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
+            self.read_guard = ReadGuard(self, [*memory, *own])  # which have version counters of their own
+        self._has_unsharded = True
+
     # Changing form
 
     @property
     def is_unsharded(self) -> bool:
         return self.form is Form.UNSHARDED
 
-    def _register_unsharded(self) -> None:
+    def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
+        """Start gathering, unless the group is gathered or already on its way.
+
+        Collective over the shard group (or the smaller one, after a partial reshard).
+        """
+        if self.gather is not None or self.form is Form.UNSHARDED:
+            return
+        if self.orders and self.gathers:
+            self.announce_gather()
+        if not self._has_unsharded:
+            self._make_unsharded()
+        self.gathered_at = Seen.steps
+        self.gather = self._start_gather(async_op, streams)
+
+    def wait_for_unshard(self) -> AllGatherResult | None:
+        """Finish a gather and register the unsharded parameters.
+
+        Returns the gather, if its buffer is apart and streams may still read it.
+        """
+        result = self.gather
+        if result is None:
+            return None
+        still_read = None if result is DONE else self._finish_gather(result)
+        self.gather = None
+        if self._changes != ShardedRows.changes:
+            self._follow_changes()
+        for parameters, name, unsharded in self._whole or self._list_forms():
+            parameters[name] = unsharded
+        self.smaller_shards = []
+        if self.read_guard is not None:
+            self.read_guard.open()
+        self.form = Form.UNSHARDED
+        return still_read
+
+    def _follow_changes(self) -> None:
+        """Let the unsharded parameters be frozen or trained as the sharded ones are."""
         for param in self.params:
             unsharded = param.unsharded
             assert unsharded is not None
             if unsharded.requires_grad != param.sharded.requires_grad:
                 unsharded.requires_grad_(param.sharded.requires_grad)
                 self.gather_event = None
-            for owner in param.owners:
-                owner.parameters[owner.name] = unsharded
-        if self.read_guard is not None:
-            self.read_guard.open()
-        self.form = Form.UNSHARDED
 
-    def _make_read_guard(self, memory: list[Tensor]) -> ReadGuard:
-        """Over the unsharded buffers, and the parameters that have version counters of their own."""
-        own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
-        return ReadGuard(self, [*memory, *own])
+    def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        for param in self.params:
+            assert param.unsharded is not None
+            for owner in param.owners:
+                self._whole.append((owner.parameters, owner.name, param.unsharded))
+                self._cut.append((owner.parameters, owner.name, param.sharded))
+        return self._whole
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
         if self.form is Form.SHARDED:
             return
-        for param in self.params:
-            for owner in param.owners:
-                owner.parameters[owner.name] = param.sharded
+        for parameters, name, sharded in self._cut:
+            parameters[name] = sharded
+        self.smaller_shards = []
         self._free_unsharded()
         self.form = Form.SHARDED
 
+    def _free_unsharded(self) -> None:
+        if self.read_guard is not None:
+            self.read_guard.close()
+        if self.settings.keep_unsharded_storage:
+            if self.streams is not None:  # the next gather overwrites what computation may still read
+                self.streams.all_gather.wait_stream(current_stream(self.device))
+            self.holds_memory = all(buffer.full.untyped_storage().nbytes() for buffer in self.buffers)
+            return
+        self.holds_memory = False
+        if self.streams is not None:
+            storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
+            self.streams.free_later(self.buffers, storages, current_stream(self.device))
+            return
+        for buffer in self.buffers:
+            if buffer.storage is not None:
+                buffer.storage.resize_(0)
+        for extended in self.extended.values():
+            extended.free()
+
     def drop_stale(self) -> None:
         """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
-        if self.gathered_at == optimizer_watch.Steps.count:
+        if self.gathered_at == Seen.steps:
             return
         if self.gather is not None:
             self.abandon_gather()
@@ -351,7 +481,9 @@ class ParamGroup(ABC):
         if self.post_forward_mesh is self.info:
             self.reshard()
         else:
-            self._reshard_to_smaller(self.post_forward_mesh)
+            self.smaller_shards = self._smaller(self.post_forward_mesh)
+            self._free_unsharded()
+            self.form = Form.POST_FORWARD
 
     def abandon_gather(self) -> None:
         """Wait for a gather that nobody will use and drop it."""
@@ -362,3 +494,5 @@ class ParamGroup(ABC):
         if self.gather.work is not None:
             self.gather.work.wait()
         self.gather = None
+        if self.form is not Form.UNSHARDED:
+            self._free_unsharded()

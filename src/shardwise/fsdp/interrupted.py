@@ -43,15 +43,14 @@ def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
     if schedule.had_backward:
         schedule.had_backward = False
         return
-    for state in (root, *root.below):
-        for group, reducer in zip(state.groups, state.reducers, strict=True):
-            for param in () if reducer.unsynced else group.params:
-                if param.has_unreduced:
-                    raise LifecycleError(
-                        f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
-                        f" another way than through what the forward of {group.title} returned. Return every"
-                        " tensor that losses use from forward; reset_iter_state() drops the gradient"
-                    )
+    for group, reducer in root.all_groups:
+        for param in () if reducer.unsynced else group.params:
+            if param.has_unreduced:
+                raise LifecycleError(
+                    f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
+                    f" another way than through what the forward of {group.title} returned. Return every"
+                    " tensor that losses use from forward; reset_iter_state() drops the gradient"
+                )
 
 
 _TOGETHER = (
@@ -62,13 +61,12 @@ _TOGETHER = (
 
 def check_compiled_gradients(root: ModuleState) -> None:
     """Raise if compiled backwards without synchronisation left gradients that an eager one cannot add to."""
-    for state in (root, *root.below):
-        for group in state.groups:
-            if isinstance(group.traced, list) and any(one.earlier is not None for one in group.traced):
-                raise LifecycleError(
-                    f"{here()}: compiled passes left gradients of {group.title} that were not reduced, and an"
-                    f" eager one follows. {_TOGETHER}"
-                )
+    for group, _ in root.all_groups:
+        if isinstance(group.traced, list) and any(one.earlier is not None for one in group.traced):
+            raise LifecycleError(
+                f"{here()}: compiled passes left gradients of {group.title} that were not reduced, and an"
+                f" eager one follows. {_TOGETHER}"
+            )
 
 
 def check_eager_gradients(group: ParamGroup) -> None:
@@ -163,9 +161,9 @@ def reset(root: ModuleState) -> None:
     for state in (root, *root.below):
         state.running = 0
         _reset_one(state)
-        for group, reducer in zip(state.groups, state.reducers, strict=True):
-            reducer.reset()
-            for segment in group.traced if isinstance(group.traced, list) else ():
-                segment.earlier = None
+    for group, reducer in root.all_groups:
+        reducer.reset()
+        for segment in group.traced if isinstance(group.traced, list) else ():
+            segment.earlier = None
     schedule.free_gathered()
     root.install_guards()

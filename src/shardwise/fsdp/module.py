@@ -20,6 +20,7 @@ from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import interrupted, shard_report, trace_plan, traced
+from shardwise.fsdp.fast import own_code
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
@@ -68,7 +69,7 @@ class FSDPModule(ModuleSettings):
         Args:
             async_op: return a handle at once; forward waits for it too.
         """
-        state = self._state()
+        state = self._shardwise_state
         state.unshard(async_op=async_op)
         handle = UnshardHandle(state)
         if async_op:
@@ -78,7 +79,7 @@ class FSDPModule(ModuleSettings):
 
     def reshard(self) -> None:
         """Free this module's own gathered parameters and show the sharded ones. Local."""
-        state = self._state()
+        state = self._shardwise_state
         for group in state.groups:
             group.abandon_gather()
             group.reshard()
@@ -95,11 +96,9 @@ class FSDPModule(ModuleSettings):
         Raises:
             LifecycleError: this is not the root module.
         """
-        state = self._state()
-        if state.schedule is not None and not state.is_root:
-            raise LifecycleError(
-                f"{here()}: reset_iter_state() was called on '{state.name}'; call it on the root module"
-            )
+        state = self._shardwise_state
+        if state.schedule is not None:
+            state.check_is_root("reset_iter_state")
         interrupted.reset(state)
 
     def host_bound_groups(self, *, bytes_per_second: float, host_seconds: float = 100e-6) -> dict[str, int]:
@@ -121,8 +120,9 @@ class FSDPModule(ModuleSettings):
             for group in state.groups:
                 size = sum(group.gathered_bytes)
                 if size < bytes_per_second * host_seconds:
-                    classes = ", ".join(type(ref()).__name__ for ref in state.modules)
-                    found[state.name or (classes if state.is_root else f"{classes} ({index})")] = size
+                    found[
+                        state.name or (state.classes if state.is_root else f"{state.classes} ({index})")
+                    ] = size
         return found
 
     def shard_report(self) -> ShardReport:
@@ -154,12 +154,12 @@ class UnshardHandle:
     """Waits for an `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, state: ModuleState) -> None:
-        self._state: weakref.ref[ModuleState] | None = state.myself
+        self._gathering: weakref.ref[ModuleState] | None = state.myself
 
     def wait(self) -> None:
         """Wait and show the whole parameters. Local; the second call does nothing."""
-        state = None if self._state is None else self._state()
-        self._state = None
+        state = None if self._gathering is None else self._gathering()
+        self._gathering = None
         if state is not None:
             state.wait_for_unshard()
 
@@ -170,7 +170,7 @@ _CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """The subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
     if cls not in _CLASSES:
-        call = _compat.only_inlined(_own_code(vars(FSDPModule)["__call__"]))
+        call = _compat.only_inlined(own_code(vars(FSDPModule)["__call__"]))
         own = {"__module__": cls.__module__, "__call__": call}
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
         _CLASSES[cls] = cast(type[FSDPModule], made)
@@ -191,7 +191,7 @@ def become_sharded(module: nn.Module) -> None:
 
 @functools.cache
 def _compiled_call(cls: type) -> FunctionType:
-    return _own_code(_call)
+    return own_code(_call)
 
 
 def _call(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -203,13 +203,7 @@ def _call(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _code_for(cls: type, parameters: tuple[Any, ...]) -> FunctionType:
     """What modules of a class compile that have equal parameters: one graph serves them."""
-    return _own_code(vars(FSDPModule)["_call_traced"])
-
-
-def _own_code(function: Any) -> FunctionType:
-    """A copy of `function` with a code object of its own: compilers keep so many graphs for one, not more."""
-    code = function.__code__.replace(co_name=function.__name__)
-    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+    return own_code(vars(FSDPModule)["_call_traced"])
 
 
 @_compat.only_inlined
@@ -293,7 +287,7 @@ class _ForwardMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        state = module._state()
+        state = module._shardwise_state
         return _run(state, module, functools.partial(self._original, module), args, kwargs)
 
 

@@ -77,6 +77,7 @@ class ModuleState:
         self.is_root = False
         self.inside = False  # some module around this one is sharded too
         self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
+        self.all_groups = list(zip(groups, reducers, strict=True))  # of a root: those of all below it too
         self.guards: list[guard.Guard] = []
         self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
         self.lists: list[ModuleState] = []  # tracing, root only: the states below of several modules
@@ -92,6 +93,16 @@ class ModuleState:
         for module in modules:
             module.__dict__[_KEY] = self
         _alive.add(self)
+
+    @property
+    def classes(self) -> str:
+        return ", ".join(type(ref()).__name__ for ref in self.modules)
+
+    def check_is_root(self, method: str) -> None:
+        if not self.is_root:
+            raise LifecycleError(
+                f"{here()}: {method}() was called on '{self.name}'; call it on the root module"
+            )
 
     def set_schedule(self, **settings: Any) -> None:
         """Set attributes of the schedule, now or when there is one."""
@@ -145,7 +156,10 @@ class ModuleState:
         if self.reshard_is_automatic:
             for group in self.groups:
                 group.post_forward_mesh = None  # backward would gather it again at once
-        groups = [group for state in states for group in state.groups]
+        self.all_groups = [
+            pair for state in states for pair in zip(state.groups, state.reducers, strict=True)
+        ]
+        groups = [group for group, _ in self.all_groups]
         self._name_parameters(root, groups)
         streams = self.shared_streams or CommStreams.create(self.device)
         schedule = Schedule(self.device, streams, self.myself, **self.schedule_settings)
@@ -170,7 +184,7 @@ class ModuleState:
     def announce_pass(self, schedule: Schedule) -> None:
         """Compare with all ranks what was built and set, if that is not as it was at the last pass."""
         if not schedule.pass_events:
-            groups = [group for state in (self, *self.below) for group in state.groups]
+            groups = [group for group, _ in self.all_groups]
             what = f"run the forward of {type(self.modules[0]()).__name__}"
             for order in schedule.orders:
                 alike = [group.describe() for group in groups if order in group.orders]
@@ -181,7 +195,7 @@ class ModuleState:
     def check_one_groups_params(self) -> None:
         """Look for what users did to parameters in vain, each pass in one group, as looking is slow."""
         if not self.to_check:
-            self.to_check = [g for state in (self, *self.below) for g in state.groups]
+            self.to_check = [group for group, _ in self.all_groups]
         if self.to_check:  # some have no group of their own
             self.to_check.pop().check_params()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp.fast import Seen, own_storage
 from shardwise.fsdp.policy import MixedPrecisionPolicy
-from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard
-from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard, Slot
+from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shardwise.sharded_tensor.rows import ShardedRows
 
 
@@ -74,6 +75,7 @@ class ShardedParam(ABC):
 
     sharded: nn.Parameter
     placement: EvenShard | RaggedShard | Owned
+    replaced_if: str
     grads_are_alike: bool  # of the stored dtype
 
     def __init__(
@@ -92,6 +94,7 @@ class ShardedParam(ABC):
         self.info = info
         self.policy = policy
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
+        self.trainable = param.requires_grad
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
@@ -102,6 +105,7 @@ class ShardedParam(ABC):
             )
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
         self.whole = _compat.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
+        self.global_shape = param.shape
         self.shape = self.whole.shape
         self.numel = self.whole.numel()
         if not self.whole.is_contiguous():
@@ -116,9 +120,8 @@ class ShardedParam(ABC):
             )
         self.unsharded: nn.Parameter | None = None
         self.accumulates = False  # the next gradients are not reduced
-        self.accumulated: Tensor | None = (
-            None  # of earlier backwards, where FSDP2 keeps it apart from the leaf's
-        )
+        # The sum of earlier backwards, where FSDP2 keeps it apart from the leaf's gradient.
+        self.accumulated: Tensor | None = None
 
     @property
     @abstractmethod
@@ -129,8 +132,37 @@ class ShardedParam(ABC):
         """Raise if the user assigned to the sharded form's `data` in vain."""
 
     @abstractmethod
+    def part_of(self, shard: Tensor) -> Tensor:
+        """Where this rank's piece lies in its group's shard buffer."""
+
+    @abstractmethod
+    def whole_in(self, full: Tensor) -> Tensor:
+        """Where the whole parameter lies in its group's unsharded buffer."""
+
+    @abstractmethod
+    def move(self, piece: Tensor) -> None:
+        """Let the sharded form be `piece`, equal memory elsewhere; the parameter object stays if it can."""
+
+    @abstractmethod
+    def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
+        """What replaced the sharded form, as a sharded form; None if it cannot be one."""
+
     def adopt(self) -> None:
-        """Take over a sharded parameter that replaced ours (`Module.to`, `load_state_dict(assign=True)`)."""
+        """Take over a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
+        owner = self.owners[0]
+        current = owner.parameters[owner.name]
+        if current is None or (current is not self.sharded and current is not self.unsharded):
+            found, current = current, self._replacement(current)
+            if current is None:
+                what = type(found).__name__ if found is None else f"{type(found).__name__} {found.shape}"
+                raise ShardingError(
+                    f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of"
+                    f" shape {tuple(self.global_shape)}, {self.replaced_if}. Load values with"
+                    " load_state_dict(assign=False), which copies, and apply other changes before fully_shard"
+                )
+            self.sharded, self.unsharded = current, None
+        self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
+        self.settle_form()
 
     def register(self, form: nn.Parameter) -> None:
         """Register `form` in every owner."""
@@ -147,6 +179,10 @@ class ShardedParam(ABC):
         """The dtype in which the parameter computes."""
         dtype, computed = self.dtype, self.policy.param_dtype
         return computed if computed is not None and dtype.is_floating_point else dtype
+
+    def layout_spec(self) -> ParamSpec:
+        shape = tuple(self.shape)
+        return ParamSpec(self.name, shape, self.dtype, self.gather_dtype, self.placement, self.trainable)
 
     def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
         """The unsharded form over memory `whole`, made once."""
@@ -174,8 +210,8 @@ class ShardedParam(ABC):
         """The dtype of the sharded gradient; None: of the reduction."""
         return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
 
-    def settle_grad_dtype(self) -> None:
-        """Learn what the user set as the sharded form's `grad_dtype`, or set it again after a conversion."""
+    def settle_form(self) -> None:
+        """Learn what the user made of the sharded form: its `grad_dtype`, which conversions forget."""
         found = _compat.chosen_grad_dtype(self.sharded)
         if found or not self.chosen_grad_dtype:
             self.chosen_grad_dtype = found
@@ -227,15 +263,24 @@ class ShardedParam(ABC):
         local = _compat.local_tensor(grad)
         return local.wait() if hasattr(local, "wait") else local
 
-    def change_grad(self, grad: Tensor) -> Tensor:
-        """What the user's `register_hook` hooks make of a sharded gradient, before it is accumulated."""
-        for hook in list((_compat.grad_hooks(self.sharded) or {}).values()):
-            if (changed := hook(grad)) is not None:
-                grad = changed
-        return grad
+    @abstractmethod
+    def as_grad(self, piece: Tensor) -> Tensor:
+        """A part of a reduced buffer as a gradient of the sharded form."""
 
-    def after_accumulation(self) -> None:
-        """What the user registered to run when the sharded parameter's gradient is there."""
+    def assign_grad(self, piece: Tensor) -> None:
+        """Set the sharded gradient, or add to it, with all that torch does for a leaf's.
+
+        It is cast to the dtype that the user chose; hooks of `register_hook` may change it, those of
+        `register_post_accumulate_grad_hook` run when it is there.
+        """
+        grad = self.as_grad(piece.to(self.kept_dtype or piece.dtype))
+        for change in list((_compat.grad_hooks(self.sharded) or {}).values()):
+            if (changed := change(grad)) is not None:
+                grad = changed
+        if self.sharded.grad is None:
+            self.sharded.grad = grad
+        else:
+            _compat.local_tensor(self.sharded.grad).add_(_compat.local_tensor(grad))
         for hook in list((_compat.post_accumulate_grad_hooks(self.sharded) or {}).values()):
             hook(self.sharded)
 
@@ -245,14 +290,11 @@ class EvenParam(ShardedParam):
 
     Args:
         placement: the dim to cut; None is dim 0. The rest is as for every `ShardedParam`.
-
-    Attributes:
-        grads_are_traced: gradients begin storage of their own. A tracer cannot take DTensors whose wrapper
-            lies at another offset than their memory, and torch does not copy those that lie at the same.
     """
 
     placement: EvenShard
-    grads_are_traced = False
+    slot: Slot
+    replaced_if = "cut evenly"
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
@@ -264,8 +306,7 @@ class EvenParam(ShardedParam):
         dim = self.placement.dim
         piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
         self.sharded = _compat.dtensor_parameter(piece, spec, requires_grad=param.requires_grad)
-        self.settle_grad_dtype()
-        self._remember_form()  # gradients share the spec: DTensor hashes each object once
+        self.settle_form()
         self.shard_shape = torch.Size(box.sizes)
         self.shard_stride = _compat.contiguous_stride(box.sizes)
         self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
@@ -293,38 +334,29 @@ class EvenParam(ShardedParam):
     # The DTensor that the sharded form is
 
     def _sharding_spec(self, param: nn.Parameter) -> _compat.DTensorSpec:
-        shard = Shard(self.placement.dim)
-        info = self.info
-        if self.tp_spec is None:
-            placements: list[Placement] = [shard] if isinstance(info, FSDPMeshInfo) else []
-            if isinstance(info, DDPMeshInfo):
-                placements.insert(0, Replicate())
+        info, tp = self.info, self.tp_spec
+        if tp is None:
+            placements = self._data_parallel(Shard(self.placement.dim))
             return _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=param.dtype)
         if info.is_spmd_mesh:
-            return self._spmd_spec(self.tp_spec)
-        return self._tp_spec(self.tp_spec)
-
-    def _tp_spec(self, tp: _compat.DTensorSpec) -> _compat.DTensorSpec:
-        """Data parallelism beside a tensor-parallel mesh that it does not contain."""
-        mesh = _compat.concatenate_meshes([self.info.mesh, tp.mesh])
-        splits = math.prod(
-            tp.mesh.size(axis) for axis, p in enumerate(tp.placements) if self._cuts_same_dim(p)
-        )
-        outer: list[Placement] = []
-        if isinstance(self.info, DDPMeshInfo):
-            outer.append(Replicate())
-        if isinstance(self.info, FSDPMeshInfo):
-            outer.append(self._outer_shard(splits))
+            return self._spmd_spec(tp)
+        # Data parallelism beside a tensor-parallel mesh that it does not contain.
+        outer = self._data_parallel(self._outer_shard(tp, range(tp.mesh.ndim)))
+        mesh = _compat.concatenate_meshes([info.mesh, tp.mesh])
         return _compat.shared_spec(mesh, (*outer, *tp.placements), tp.tensor_meta)
 
-    def _cuts_same_dim(self, placement: Placement) -> bool:
-        return isinstance(placement, (Shard, _compat.StridedShard)) and placement.dim == self.placement.dim
+    def _data_parallel(self, shard: Placement) -> list[Placement]:
+        replicate: list[Placement] = [Replicate()] if isinstance(self.info, DDPMeshInfo) else []
+        return [*replicate, shard] if isinstance(self.info, FSDPMeshInfo) else replicate
 
-    def _outer_shard(self, splits: int) -> Placement:
-        """Cutting the pieces of an inner cut: strided, seen from the whole tensor."""
-        if splits == 1:
-            return Shard(self.placement.dim)
-        return _compat.StridedShard(self.placement.dim, split_factor=splits)
+    def _outer_shard(self, inner: _compat.DTensorSpec, axes: Iterable[int]) -> Placement:
+        """Cutting the pieces of an inner cut over these axes: strided, seen from the whole tensor."""
+        dim, splits = self.placement.dim, 1
+        for axis in axes:
+            placement = inner.placements[axis]
+            if isinstance(placement, (Shard, _compat.StridedShard)) and placement.dim == dim:
+                splits *= inner.mesh.size(axis)
+        return Shard(dim) if splits == 1 else _compat.StridedShard(dim, split_factor=splits)
 
     def _spmd_spec(self, whole: _compat.DTensorSpec) -> _compat.DTensorSpec:
         """Data parallelism over named dims of the mesh that the parameter already lives on."""
@@ -345,53 +377,27 @@ class EvenParam(ShardedParam):
         placements = list(whole.placements)
         for name in dims.shard_names:
             axis = names.index(name)
-            inner = range(axis + 1, mesh.ndim)
-            placements[axis] = self._outer_shard(
-                math.prod(mesh.size(a) for a in inner if self._cuts_same_dim(whole.placements[a]))
-            )
+            placements[axis] = self._outer_shard(whole, range(axis + 1, mesh.ndim))
         if len(dims.shard_names) < 2:
             return _compat.shared_spec(mesh, placements, whole.tensor_meta)
         # Several shard dims count as one: show them as the flattened data-parallel mesh.
         data_parallel = {*dims.shard_names, *dims.replicate_names}
         others = [a for a in range(mesh.ndim) if names[a] not in data_parallel]
-        first = [placements[names.index(dims.shard_names[0])]]
-        outer: list[Placement] = [Replicate(), *first] if isinstance(self.info, HSDPMeshInfo) else first
+        outer = self._data_parallel(placements[names.index(dims.shard_names[0])])
         joined = _compat.concatenate_meshes([self.info.mesh, *(mesh[names[a]] for a in others)])
         return _compat.shared_spec(joined, (*outer, *(placements[a] for a in others)), whole.tensor_meta)
 
     # Switching forms
 
-    def adopt(self) -> None:
-        owner = self.owners[0]
-        current = owner.parameters[owner.name]
-        if current is not None and (current is self.sharded or current is self.unsharded):
-            self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
-            self.settle_grad_dtype()
-            self._remember_form()  # `Module.to` changes dtypes within the object
-            return
-        cut_evenly = isinstance(current, DTensor) and not isinstance(current, ShardedRows)
-        if not cut_evenly or current is None or current.shape != self.sharded.shape:
-            found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
-            raise ShardingError(
-                f"{here()}: '{self.name}' was replaced by {found}; a sharded parameter can only be replaced"
-                f" by an evenly cut DTensor of shape {tuple(self.sharded.shape)}; copy rows instead, and"
-                " apply other changes before fully_shard"
-            )
-        self.sharded = current
-        self.unsharded = None
-        self.register(current)
-        self.settle_grad_dtype()
-        self._remember_form()
+    def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
+        if not isinstance(current, DTensor) or isinstance(current, ShardedRows):
+            return None
+        return current if current.shape == self.global_shape else None
 
-    @property
-    def was_swapped(self) -> bool:
-        """Has the sharded form another local tensor than it was known with?"""
-        return self.local is not self._known[0]
-
-    def _remember_form(self) -> None:
-        """Remember how the sharded form describes itself, and by what to see that it was changed."""
-        self.spec = _compat.spec_of(self.sharded)
-        self._known = self.local, _compat.storage_id(self.sharded)
+    def settle_form(self) -> None:
+        super().settle_form()
+        self.spec = _compat.spec_of(self.sharded)  # gradients share it: DTensor hashes each object once
+        self._known = self.local, _compat.storage_id(self.sharded)  # by which to see that it was changed
 
     def check_data(self) -> None:
         local, storage = self._known
@@ -402,58 +408,46 @@ class EvenParam(ShardedParam):
                 " data.copy_(...), or any in-place operation under no_grad"
             )
 
-    def move(self, piece: Tensor) -> None:
-        """Let the sharded form be `piece`, equal memory elsewhere.
+    def in_shard(self, shard: Tensor, slot: Slot) -> Tensor:
+        """A rank's piece where `slot` says, without its padding."""
+        dim = self.placement.dim
+        padded = shard.narrow(0, slot.shard_offset, slot.padded_shard_numel).view(slot.padded_shard_shape)
+        return padded.narrow(dim, 0, slot.shard_shape[dim])
 
-        On the same device the parameter object stays; a DTensor cannot change device.
-        """
+    def part_of(self, shard: Tensor) -> Tensor:
+        return own_storage(self.in_shard(shard, self.slot))
+
+    def whole_in(self, full: Tensor) -> Tensor:
+        return full.narrow(0, self.slot.unsharded_offset, self.numel).view(self.shape)
+
+    def move(self, piece: Tensor) -> None:
         if piece.device == self.local.device:
             _compat.set_local_tensor(self.sharded, piece)
-        else:
+        else:  # which a DTensor cannot change
             requires_grad = self.sharded.requires_grad
             self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)
-            self.settle_grad_dtype()
             self.register(self.sharded)
-        self._remember_form()
+        self.settle_form()
 
     @property
     def local(self) -> Tensor:
         return _compat.local_tensor(self.sharded)
 
-    def layout_spec(self) -> ParamSpec:
-        return ParamSpec(self.name, tuple(self.shape), self.dtype, self.gather_dtype, self.placement)
-
     def set_sharded_grad(self, shard: Tensor) -> None:
-        """Set, or add to, the sharded parameter's gradient."""
+        """As `assign_grad`, for a gradient of the stored dtype without hooks."""
         grad = self.sharded.grad
-        if grad is None and self.grads_are_alike and not EvenParam.grads_are_traced:
-            self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
-        elif grad is None:
-            self.sharded.grad = self.as_grad(shard)
-        else:
+        if grad is not None:
             local = _compat.local_tensor(grad)
             local += shard
+        elif Seen.compiler:
+            self.sharded.grad = self.as_grad(shard)
+        else:
+            self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
 
-    def as_grad(self, shard: Tensor) -> DTensor:
-        """A part of a reduced buffer as a gradient of the sharded form."""
-        if EvenParam.grads_are_traced:
-            shard = own_storage(shard)
+    def as_grad(self, piece: Tensor) -> DTensor:
+        if Seen.compiler:
+            piece = own_storage(piece)
         spec, begin = self.spec, _compat.local_tensor(self.sharded)
-        if shard.dtype != begin.dtype:
-            spec, begin = _compat.spec_as(spec, shard.dtype), begin.new_empty(0, dtype=shard.dtype)
-        return _compat.dtensor_at(shard, spec, begin=begin)
-
-
-def own_storage(piece: Tensor) -> Tensor:
-    """The memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
-
-    A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
-    fails in torch; besides, saving a part of a buffer would save all of it.
-    """
-    if piece.is_meta or _compat.is_fake(piece):
-        return piece
-    start = piece.storage_offset() * piece.element_size()
-    storage = piece.untyped_storage()[start : start + piece.nbytes]
-    return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
-        storage, 0, piece.shape, piece.stride()
-    )
+        if piece.dtype != begin.dtype:
+            spec, begin = _compat.spec_as(spec, piece.dtype), begin.new_empty(0, dtype=piece.dtype)
+        return _compat.dtensor_at(piece, spec, begin=begin)

@@ -1,14 +1,15 @@
-"""What the user decides about a sharded module's dtypes and where its state lives."""
+"""What the user decides: dtypes, where state lives, and what may change between steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import _compat
+from shardwise.comm import AllGather, AutoAllGather, AutoReduceScatter, ReduceScatter
 from shardwise.errors import ShardingError, here
 
 MaybeDtype = torch.dtype | None
@@ -69,3 +70,40 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass
+class GroupSettings:
+    """What a user may change between steps; see the `FSDPModule` method of the same name."""
+
+    all_gather: AllGather = field(default_factory=AutoAllGather)
+    reduce_scatter: ReduceScatter = field(default_factory=AutoReduceScatter)
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reshard_after_backward: bool = True
+    keep_unsharded_storage: bool = False
+    divide_factor: float | None = None
+    force_sum: bool = False
+    reduce_unused: bool = False
+    unshard_in_backward: bool = True
+    unshard_async_op: bool = False
+    max_input_buffers: int = 1
+    staging_bytes: int = 128 << 20  # contiguous: reduce larger groups in slices of this size
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    all_reduce_hook_stream: torch.Stream | None = None
+
+
+def chosen(policy: MixedPrecisionPolicy, offload: OffloadPolicy, settings: GroupSettings) -> list[str]:
+    """What is not as it is by default, in words that ranks compare."""
+    words = [] if type(offload) is OffloadPolicy else [type(offload).__name__]
+    for one, default in ((policy, MixedPrecisionPolicy()), (settings, GroupSettings())):
+        for option in fields(one):
+            value, usual = _word(getattr(one, option.name)), _word(getattr(default, option.name))
+            if value != usual:
+                words.append(f"{option.name}={value}")
+    return words
+
+
+def _word(value: object) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, torch.dtype))
+    return str(value) if plain else type(value).__name__

@@ -14,40 +14,37 @@ from torch.autograd.profiler import record_function
 
 from shardwise.fsdp.module_state import ModuleState
 
-_GATHERS = {"unshard": "gather", "wait_for_unshard": "wait for"}
-_REDUCES = {"reduce": "reduce"}
+_RANGED = {"unshard": "gather", "wait_for_unshard": "wait for", "reduce": "reduce"}
+_FORWARD = ("pre_forward", "post_forward", "abandon_forward")
 
 
 def begin(states: Sequence[ModuleState]) -> None:
     """Let what these states do show in profiles from now on; the first one's forward has begun."""
     for state in states:
         name = state.name or "the root module"
-        for owner, method, what in _ranged_methods(state):
-            _put(owner, method, _ranged(f"shardwise: {what} {name}"))
-        running: list[record_function] = []
-        title = f"shardwise: forward {name}"
-        _put(state, "pre_forward", _opening(title, running))
-        _put(state, "post_forward", _closing(running))
-        _put(state, "abandon_forward", _closing(running))
+        for owner, method in _ranged_methods(state):
+            _put(owner, method, _ranged(f"shardwise: {_RANGED[method]} {name}"))
+        opened: list[record_function] = []
+        forward = _forward(f"shardwise: forward {name}", opened)
+        for method in _FORWARD:
+            _put(state, method, forward)
         if state is states[0]:
-            _open(title, running)
+            _open(f"shardwise: forward {name}", opened)
 
 
 def end(states: Sequence[ModuleState]) -> None:
     """Take the wrappers away."""
     for state in states:
-        for name in ("pre_forward", "post_forward", "abandon_forward"):
-            vars(state).pop(name, None)
-        for owner, method, _ in _ranged_methods(state):
+        for owner, method in (*_ranged_methods(state), *((state, method) for method in _FORWARD)):
             vars(owner).pop(method, None)
 
 
-def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str, str]]:
-    """Groups and reducers, their methods that are one range each, and what these do in words."""
-    for owners, methods in ((state.groups, _GATHERS), (state.reducers, _REDUCES)):
-        for owner in owners:
-            for method, what in methods.items():
-                yield owner, method, what
+def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str]]:
+    """Groups and reducers, with their methods that are one range each."""
+    for owner in (*state.groups, *state.reducers):
+        for method in _RANGED:
+            if hasattr(owner, method):
+                yield owner, method
 
 
 Wrapper = Callable[[Callable[..., Any], Any, Any], Any]  # calls a method that is bound already
@@ -58,9 +55,7 @@ def _put(owner: Any, name: str, wrapper: Wrapper) -> None:
     method = getattr(type(owner), name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        alive = myself()
-        assert alive is not None
-        return wrapper(method.__get__(alive), args, kwargs)
+        return wrapper(method.__get__(myself()), args, kwargs)
 
     vars(owner)[name] = call
 
@@ -73,24 +68,21 @@ def _ranged(title: str) -> Wrapper:
     return call
 
 
-def _opening(title: str, running: list[record_function]) -> Wrapper:
+def _forward(title: str, opened: list[record_function]) -> Wrapper:
+    """From the end of `pre_forward` to the beginning of what comes after the forward."""
+
     def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        begins = method.__name__ == "pre_forward"
+        if opened and not begins:
+            opened.pop().__exit__(None, None, None)
         result = method(*args, **kwargs)
-        _open(title, running)
+        if begins:
+            _open(title, opened)
         return result
 
     return call
 
 
-def _open(title: str, running: list[record_function]) -> None:
-    running.append(record_function(title))
-    running[-1].__enter__()
-
-
-def _closing(running: list[record_function]) -> Wrapper:
-    def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if running:
-            running.pop().__exit__(None, None, None)
-        return method(*args, **kwargs)
-
-    return call
+def _open(title: str, opened: list[record_function]) -> None:
+    opened.append(record_function(title))
+    opened[-1].__enter__()

@@ -159,20 +159,15 @@ class GradReducer(ABC):
         streams still use.
         """
 
-    def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Over which ranks to reduce-scatter, and over which to all-reduce."""
-        shard_group, replicate_group = self.group.info.process_groups
-        row = self.group.strategy.shard_axis
-        if row is not None and row.gradient is StatePlacement.REPLICATE:
-            return None, shard_group
-        return shard_group, replicate_group
-
     def _plan(self, kind: Kind, streams: CommStreams | None) -> Reduction:
         group, settings, info = self.group, self.group.settings, self.group.info
-        shard_group, replicate_group = self._groups()
+        # Over which ranks to reduce-scatter, and over which to all-reduce.
+        shard_group, replicate_group = info.process_groups
+        inner, outer = group.strategy.shard_axis, group.strategy.replicate_axis
+        if inner is not None and inner.gradient is StatePlacement.REPLICATE:
+            shard_group, replicate_group = None, shard_group
         if isinstance(info, FSDPMeshInfo) and shard_group is not None:
             shard_group = info.reduce_scatter_process_group or shard_group
-        outer = group.strategy.replicate_axis
         scatters_twice = outer is not None and outer.gradient is StatePlacement.SHARD
         dtype, result_dtype = kind
         device_group = shard_group or replicate_group
@@ -331,20 +326,17 @@ class InterleavedReducer(GradReducer):
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
         shard = self._to_home(params, shard)
         offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
-        hooked, before, after = False, _compat.grad_hooks, _compat.post_accumulate_grad_hooks
+        one_by_one, before, after = False, _compat.grad_hooks, _compat.post_accumulate_grad_hooks
         with _compat.plain_attributes():
             for param in params:
-                if before(param.sharded) or after(param.sharded):
-                    hooked = True
+                if not param.grads_are_alike or before(param.sharded) or after(param.sharded):
+                    one_by_one = True
                     break
-        with nullcontext() if hooked else _compat.plain_attributes():
+        with nullcontext() if one_by_one else _compat.plain_attributes():
             for param in params:
                 piece = shard.as_strided(param.shard_shape, param.shard_stride, offset)
-                if not param.grads_are_alike:
-                    piece = piece.to(param.kept_dtype or piece.dtype)
-                if hooked:
-                    piece = _compat.local_tensor(param.change_grad(param.as_grad(piece)))
-                param.set_sharded_grad(piece)
-                if hooked:
-                    param.after_accumulation()
+                if one_by_one:
+                    param.assign_grad(piece)
+                else:
+                    param.set_sharded_grad(piece)
                 offset += param.padded_shard_numel

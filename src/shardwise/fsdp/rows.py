@@ -16,7 +16,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.extension import POST, PRE
 from shardwise.fsdp.parameter import ParamPlacement, ShardedParam
-from shardwise.layout import ContiguousLayout, Owned, ParamSpec, Place, RaggedShard
+from shardwise.layout import ContiguousLayout, Owned, Place, RaggedShard
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import even_cuts_of
 
@@ -33,14 +33,13 @@ class RowsParam(ShardedParam):
     piece: Piece
     placement: RaggedShard | Owned
     place: Place
+    replaced_if = "on all ranks alike"
     no_rows: ShardedRows | None  # the gradient, the same in every step, where this rank holds no rows
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
         self.is_packed = False
         self.placement = self._check_placement(placement)
-        self.trainable = param.requires_grad
-        self.global_shape = param.shape
         if type(self.whole) is not Tensor and not _compat.is_fake(self.whole):
             raise ShardingError(
                 f"{here()}: '{self.name}' is a {type(self.whole).__name__}; the contiguous layout gathers"
@@ -72,14 +71,11 @@ class RowsParam(ShardedParam):
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype if self.is_packed else self.whole.dtype
 
-    def layout_spec(self) -> ParamSpec:
-        shape = tuple(self.shape)
-        return ParamSpec(self.name, shape, self.dtype, self.gather_dtype, self.placement, self.trainable)
-
     def settle(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
-        """Say which rows this rank holds; `move_to` gives them memory."""
+        """Say which rows this rank holds; `move` gives them memory."""
         self.place = place
         rows = place.box
+        self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
         self.rows_shape = torch.Size(rows.sizes)
         self.rows_offset = place.shard_offset
         self.rows_stride = _compat.contiguous_stride(rows.sizes)
@@ -101,19 +97,34 @@ class RowsParam(ShardedParam):
         others = [mesh[name] for name in mesh.mesh_dim_names or () if name not in data_parallel]
         return _compat.concatenate_meshes([self.info.mesh, *others])
 
-    def move_to(self, local: Tensor) -> None:
-        """Let `local` be the memory of the sharded form; the parameter object stays if it can."""
-        sharded = getattr(self, "sharded", None)
-        if sharded is not None and (sharded.dtype, sharded.device) == (local.dtype, local.device):
-            sharded._local_tensor, sharded.piece = local, self.piece
-        else:
-            requires_grad = self.trainable if sharded is None else sharded.requires_grad
-            self.sharded = ShardedParameter.wrap(local, self.piece, requires_grad=requires_grad)
-            self.register(self.sharded)
-        self.settle_grad_dtype()
+    def part_of(self, shard: Tensor) -> Tensor:
+        return shard.narrow(0, self.rows_offset, self.place.box.numel).view(self.rows_shape)
 
-    def settle_grad_dtype(self) -> None:
-        super().settle_grad_dtype()
+    def whole_in(self, full: Tensor) -> Tensor:
+        return full.narrow(0, self.place.start, self.numel).view(self.shape)
+
+    def rows_in(self, shard: Tensor) -> Tensor:
+        """This rank's rows in a reduced shard, which may be a part of a larger buffer."""
+        return shard.as_strided(self.rows_shape, self.rows_stride, shard.storage_offset() + self.rows_offset)
+
+    def as_grad(self, piece: Tensor) -> Tensor:
+        return ShardedRows.wrap(piece, self.piece) if self.no_rows is None else self.no_rows
+
+    def move(self, piece: Tensor) -> None:
+        alike = self.is_packed and (self.sharded.dtype, self.sharded.device) == (piece.dtype, piece.device)
+        if alike:
+            self.sharded._local_tensor, self.sharded.piece = piece, self.piece
+        else:
+            requires_grad = self.sharded.requires_grad if self.is_packed else self.trainable
+            self.sharded = ShardedParameter.wrap(piece, self.piece, requires_grad=requires_grad)
+            self.register(self.sharded)
+        if not self.is_packed:
+            del self.whole
+            self.is_packed = True
+        self.settle_form()
+
+    def settle_form(self) -> None:
+        super().settle_form()
         local = self.sharded._local_tensor
         kept = self.kept_dtype or self.sum_dtype or self.gather_dtype
         empty = torch.empty_like(local, dtype=kept)
@@ -126,28 +137,13 @@ class RowsParam(ShardedParam):
             self.no_rows.piece = self.piece
 
     def adopt(self) -> None:
-        owner = self.owners[0]
-        current = owner.parameters[owner.name]
-        if not self.is_packed:
-            return
-        if current is not None and (current is self.sharded or current is self.unsharded):
-            self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
-            self.settle_grad_dtype()
-            return
+        if self.is_packed:
+            super().adopt()
+
+    def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
         if isinstance(current, DTensor) and current.shape == self.global_shape:
             current = self._our_rows(current)
-        if not isinstance(current, ShardedParameter) or current.piece != self.piece:
-            found = type(current).__name__ if current is None else f"{type(current).__name__} {current.shape}"
-            raise ShardingError(
-                f"{here()}: '{self.name}' was replaced by {found}; a parameter sharded by rows can only be"
-                f" replaced by a DTensor of shape {tuple(self.global_shape)}, on all ranks alike. Load"
-                " values with load_state_dict(assign=False), which copies, and apply other changes before"
-                " fully_shard"
-            )
-        self.sharded = current
-        self.unsharded = None
-        self.register(current)
-        self.settle_grad_dtype()
+        return current if isinstance(current, ShardedParameter) and current.piece == self.piece else None
 
     @torch.no_grad()
     def _our_rows(self, other: DTensor) -> ShardedParameter:

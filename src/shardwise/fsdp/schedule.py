@@ -26,59 +26,34 @@ State = Any  # a `ModuleState`, which has a schedule
 
 @dataclass
 class Schedule:
-    """One iteration's bookkeeping, shared by all states under a root.
-
-    Attributes:
-        device: where parameters are gathered.
-        streams: None on devices without streams.
-        root: the state whose forward runs the iteration's first.
-        forward_root: the state that entered forward first in this pass; None outside forward.
-        order: states in the order in which their forwards ended, once a call.
-        order_before: how many they were when this pass began.
-        pending_release: the state that ended forward last and has not been released yet.
-        latest_output: the hook on what the state that ended forward last returned, if that is one tensor.
-        callback_queued: whether the end of this backward is already awaited.
-        had_backward: whether there was one since forward last began.
-        unfinished: whether one has begun since the iteration was last ended.
-        manual: the user says when backward has ended.
-        reducing: what waits for reductions that the user ended backward with.
-        is_last_backward: False while more backwards follow before the optimizer step.
-        post_optim_event: what the next gathers wait for instead of the current stream.
-        copying_gather: a gather whose buffer the copy-out may still read; kept until the next copy-out,
-            so that the next gather can run meanwhile.
-        reduce_inputs: reduce-scatter inputs in flight, oldest first.
-        max_reduce_inputs: how many of them may be.
-        reduce_shards: reduced shards that the all-reduce's stream may still use, though another stream
-            allocated them.
-        orders: of the ranks that communicate, each once; what they do is compared.
-        pass_events: for each of them, what begins a pass; made when it is needed.
-        profiled: whether passes show in profiles.
-        reduced: for each stream, when its latest reduction will have finished.
-    """
+    """One iteration's bookkeeping, shared by all states under a root."""
 
     device: torch.device
     streams: CommStreams | None
     root: weakref.ref[State]
-    forward_root: weakref.ref[State] | None = None
-    order: list[weakref.ref[State]] = field(default_factory=list)
-    order_before: int = 0
-    pending_release: weakref.ref[State] | None = None
-    latest_output: OutputHook | None = None
-    callback_queued: bool = False
-    had_backward: bool = False
-    unfinished: bool = False
-    manual: bool = False
-    reducing: Any = None
-    is_last_backward: bool = True
-    post_optim_event: torch.Event | None = None
+    forward_root: weakref.ref[State] | None = None  # who entered forward first in this pass; None outside
+    order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once a call
+    order_before: int = 0  # how many they were when this pass began
+    pending_release: weakref.ref[State] | None = None  # who ended forward last and was not released yet
+    latest_output: OutputHook | None = None  # on what that returned, if that is one tensor
+    callback_queued: bool = False  # the end of this backward is awaited
+    had_backward: bool = False  # since forward last began
+    unfinished: bool = False  # a backward has begun since the iteration was last ended
+    manual: bool = False  # the user says when backward has ended
+    reducing: Any = None  # what waits for reductions that the user ended backward with
+    is_last_backward: bool = True  # before the optimizer step
+    post_optim_event: torch.Event | None = None  # the next gathers wait for it, not for the current stream
+    # A gather whose buffer the copy-out may still read: kept until the next copy-out, so that the next
+    # gather can run meanwhile.
     copying_gather: tuple[AllGatherResult, torch.Event] | None = None
-    reduce_inputs: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)
+    reduce_inputs: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # in flight
     max_reduce_inputs: int = 1
+    # Reduced shards that the all-reduce's stream may still use, though another stream allocated them.
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
-    reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)
-    orders: list[Order] = field(default_factory=list)
-    pass_events: list[Event] = field(default_factory=list)
-    profiled: bool = False
+    reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)  # when the latest will have ended
+    orders: list[Order] = field(default_factory=list)  # of the ranks that communicate, each once
+    pass_events: list[Event] = field(default_factory=list)  # what begins a pass, for each of them
+    profiled: bool = False  # passes show in profiles
 
     def release_pending(self, *, unless: State | None = None) -> None:
         """Release the state whose release was put off, unless it is the one that runs next."""

@@ -34,11 +34,8 @@ class ModuleSettings(nn.Module):
 
     _shardwise_state: FSDPState
 
-    def _state(self) -> FSDPState:
-        return self._shardwise_state
-
     def _groups(self) -> list[ParamGroup]:
-        return self._state().groups
+        return self._shardwise_state.groups
 
     def _states(self, recurse: bool) -> Iterator[ModuleState]:
         modules = self.modules() if recurse else iter([self])
@@ -74,7 +71,7 @@ class ModuleSettings(nn.Module):
 
         Only the last one waits for reductions. Set it on the root.
         """
-        self._state().set_schedule(is_last_backward=is_last_backward)
+        self._shardwise_state.set_schedule(is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether `finalize_backward()` ends backward, in place of autograd and `set_is_last_backward`.
@@ -84,7 +81,7 @@ class ModuleSettings(nn.Module):
         Raises:
             LifecycleError: not the root, or a backward has begun and was not ended.
         """
-        finalization.set_manual(self._state(), enabled)
+        finalization.set_manual(self._shardwise_state, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since the last call: reduce what they left, reshard, and wait for reductions.
@@ -99,7 +96,7 @@ class ModuleSettings(nn.Module):
             LifecycleError: not the root, not set, inside a backward, an earlier handle was not waited for, or
                 gradients whose all-reduce over replicas was left out.
         """
-        return finalization.finalize(self._state(), async_op=async_op)
+        return finalization.finalize(self._shardwise_state, async_op=async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. False accumulates them unsharded, without communication."""
@@ -151,18 +148,18 @@ class ModuleSettings(nn.Module):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
         """Modules whose gathers this module's forward starts, after its own gather."""
-        self._state().prefetch_in_forward = [state.myself for state in states_of(modules)]
+        self._shardwise_state.prefetch_in_forward = [state.myself for state in states_of(modules)]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
         """Modules whose gathers this module's backward starts, instead of the one before it in forward."""
-        self._state().prefetch_in_backward = [state.myself for state in states_of(modules)]
+        self._shardwise_state.prefetch_in_backward = [state.myself for state in states_of(modules)]
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """An event that the next forward's gathers wait for, instead of all work on the current stream.
 
         It is used once: set a new one after each optimizer step, on the root.
         """
-        self._state().set_schedule(post_optim_event=event)
+        self._shardwise_state.set_schedule(post_optim_event=event)
 
     # How it communicates
 
@@ -262,7 +259,7 @@ def states_of(modules: Sequence[ModuleSettings]) -> list[FSDPState]:
             raise ShardingError(
                 f"{here()}: expected modules that fully_shard was applied to, got {type(module)}"
             )
-    return [module._state() for module in modules]
+    return [module._shardwise_state for module in modules]
 
 
 def _separate_group(

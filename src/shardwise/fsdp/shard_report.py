@@ -15,30 +15,17 @@ from shardwise.fsdp.module_state import ModuleState
 
 @dataclass(frozen=True)
 class GroupReport:
-    """One group of parameters that are gathered and reduced together.
+    """One group of parameters that are gathered and reduced together; bytes include padding."""
 
-    Attributes:
-        module: its module's name, of several the names; the class where no forward has run yet.
-        parameters: name, shape, dtype and placement of each, in words.
-        shard_bytes: what this rank keeps, padding included.
-        gathered_bytes: the whole parameters in the dtype of computation, padding included.
-        padding_bytes: of `gathered_bytes`, what is no parameter.
-        ranks: over how many parameters are gathered.
-        strategy: what is cut and what is replicated over each axis of the mesh.
-        after_forward: whether forward frees the gathered parameters. Which module is the root, whose are kept
-            unless `reshard_after_forward` says otherwise, shows at the first forward.
-        transport: who gathers, and why.
-    """
-
-    module: str
-    parameters: tuple[str, ...]
-    shard_bytes: int
-    gathered_bytes: int
-    padding_bytes: int
-    ranks: int
-    strategy: str
-    after_forward: str
-    transport: str
+    module: str  # its name, of several the names; the class where no forward has run yet
+    parameters: tuple[str, ...]  # name, shape, dtype and placement of each, in words
+    shard_bytes: int  # what this rank keeps
+    gathered_bytes: int  # the whole parameters in the dtype of computation
+    padding_bytes: int  # of `gathered_bytes`
+    ranks: int  # over which parameters are gathered
+    strategy: str  # what is cut and what is replicated over each axis of the mesh
+    after_forward: str  # whether forward frees the parameters; which module is the root shows at the first
+    transport: str  # who gathers, and why
 
 
 @dataclass(frozen=True)
@@ -82,11 +69,10 @@ def report(states: Iterable[ModuleState]) -> ShardReport:
 
 
 def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
-    classes = ", ".join(type(ref()).__name__ for ref in state.modules)
     gathered = sum(group.gathered_bytes)
     used = sum(param.numel * param.gather_dtype.itemsize for param in group.params)
     return GroupReport(
-        module=state.name or classes,
+        module=state.name or state.classes,
         parameters=tuple(
             f"{param.name}: {list(param.shape)} {param.dtype}, {param.placement}" for param in group.params
         ),

@@ -26,9 +26,10 @@ from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import finalization, interrupted, ranges
 from shardwise.fsdp.autograd_hooks import OutputHook, attach_post_backward
+from shardwise.fsdp.fast import Seen
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.module_state import ModuleState, live_states
-from shardwise.fsdp.optimizer_watch import Steps, look_for_compiler
+from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors
 
@@ -76,7 +77,7 @@ class FSDPState(ModuleState):
         if self.input_dtype is not None:
             args, kwargs = self.cast_inputs(args, kwargs)
         for group in self.groups:
-            if action is Action.GATHER and group.gathered_at != Steps.count:
+            if action is Action.GATHER and group.gathered_at != Seen.steps:
                 group.drop_stale()
             self.gather(group, schedule, forward=True)
         if action is Action.GATHER:
@@ -317,6 +318,7 @@ class FSDPState(ModuleState):
             try:
                 results = reducer.reduce(collected, streams=schedule.streams)
             except RuntimeError as error:
+                group.check_grad_dtypes()
                 raise explained(error, group.orders, f"reduce '{group.name}'") from error
             if schedule.streams is not None:
                 schedule.track_reductions(results)
@@ -362,9 +364,8 @@ class FSDPState(ModuleState):
         schedule.unfinished = False
         schedule.order.clear()
         schedule.wait_for_reductions()
-        for state in (self, *self.below):
-            for group, reducer in zip(state.groups, state.reducers, strict=True):
-                if group.gather is not None:
-                    group.abandon_gather()
-                if reducer.offload_events:
-                    reducer.finish()
+        for group, reducer in self.all_groups:
+            if group.gather is not None:
+                group.abandon_gather()
+            if reducer.offload_events:
+                reducer.finish()

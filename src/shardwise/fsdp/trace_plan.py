@@ -171,7 +171,11 @@ def _assign(
             f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
             " after freezing or unfreezing parameters"
         )
-    assign(grad)
+    try:
+        assign(grad)
+    except RuntimeError:
+        owner.check_grad_dtypes()
+        raise
 
 
 @_compat.runs_eagerly

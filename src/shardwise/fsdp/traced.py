@@ -32,27 +32,17 @@ Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter stands, and t
 
 @dataclass(frozen=True)
 class Cut:
-    """How parameters lie in a gathered buffer, one after another or in pieces row by row.
+    """How parameters lie in a gathered buffer, one after another or in pieces row by row."""
 
-    Attributes:
-        ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
-        sizes: of the parts of a row, in elements: a part of a parameter or padding.
-        parts: by parameter, which part.
-        pieces: by parameter, the shape of its part, padded alike on all ranks.
-        shapes: by parameter, its whole shape.
-        dims: by parameter, the dim along which pieces follow each other.
-        trains: by parameter, whether it has a gradient.
-        reduced: what the rows of a reduction are made of: parameters, or -n for n elements of padding.
-    """
-
-    ranks: int
-    sizes: tuple[int, ...]
-    parts: tuple[int, ...]
-    pieces: tuple[tuple[int, ...], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dims: tuple[int, ...]
+    ranks: int  # rows of the buffer, each from one rank; 1 where parameters lie whole one after another
+    sizes: tuple[int, ...]  # of the parts of a row, in elements: a part of a parameter or padding
+    # By parameter:
+    parts: tuple[int, ...]  # which part
+    pieces: tuple[tuple[int, ...], ...]  # the shape of its part, padded alike on all ranks
+    shapes: tuple[tuple[int, ...], ...]  # its whole shape
+    dims: tuple[int, ...]  # along which pieces follow each other
     trains: tuple[bool, ...]
-    reduced: tuple[int, ...]
+    reduced: tuple[int, ...]  # what the rows of a reduction are made of: parameters, or -n: n of padding
 
     def views(self, full: Tensor) -> list[Tensor]:
         """The parameters in a gathered buffer: views of it if it has one row, else copies."""
@@ -126,31 +116,20 @@ class Collectives:
 
 @dataclass(eq=False)
 class Segment:
-    """What a graph needs of a segment.
-
-    Attributes:
-        cut: how its parameters lie.
-        how: its collectives.
-        reshard: forward frees the parameters.
-        shard: this rank's part, the memory that the optimizer updates.
-        route: a leaf without memory; its gradient is the reduced shard.
-        whole: another; its gradient is what a backward leaves that does not reduce in its graph.
-        earlier: the sum of what such backwards left, which goes into the next reduction.
-        places: by parameter, the dicts and names under which modules hold it.
-        wraps: by parameter, the arguments of its tensor-parallel form, or None.
-        assign: hands a reduced shard to the sharded parameters; None where none trains.
-    """
+    """What a graph needs of a segment."""
 
     cut: Cut
     how: Collectives
-    reshard: bool
-    shard: Tensor
-    route: Tensor
-    whole: Tensor
-    places: list[list[tuple[dict[str, Any], str]]]
-    wraps: list[dict[str, Any] | None]
-    earlier: Tensor | None = None
-    assign: Callable[[Tensor], None] | None = None
+    reshard: bool  # forward frees the parameters
+    shard: Tensor  # this rank's part, the memory that the optimizer updates
+    route: Tensor  # a leaf without memory; its gradient is the reduced shard
+    whole: Tensor  # another; its gradient is what a backward leaves that does not reduce in its graph
+    places: list[
+        list[tuple[dict[str, Any], str]]
+    ]  # by parameter, dicts and names under which modules hold it
+    wraps: list[dict[str, Any] | None]  # by parameter, the arguments of its tensor-parallel form
+    earlier: Tensor | None = None  # the sum of what such backwards left, for the next reduction
+    assign: Callable[[Tensor], None] | None = None  # hands a reduced shard to sharded parameters that train
 
 
 class _Gather(torch.autograd.Function):

@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule
 
 from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
+from shardwise.fsdp.fast import own_code
 from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.tensors import grad_tensors, map_tensors
 from shardwise.graph.measure import graph_report
-from shardwise.graph.own_code import own_code
 from shardwise.graph.record import record
 from shardwise.graph.reports import GraphReport, ModelReport
 
@@ -82,7 +82,7 @@ def _calling(model: nn.Module) -> Any:
     def call(args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return own_code(call)
+    return own_code(call, own_globals=True)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

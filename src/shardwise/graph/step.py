@@ -29,12 +29,12 @@ from torch.optim import Optimizer
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import trace_plan
+from shardwise.fsdp.fast import own_code
 from shardwise.fsdp.module_state import ModuleState, state_of
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.traced import Segment
 from shardwise.graph.backends import with_passes
 from shardwise.graph.collectives import collectives
-from shardwise.graph.own_code import own_code
 from shardwise.graph.passes import Passes
 from shardwise.graph.recompute import recompute
 from shardwise.optim import clip_grad_norm_
@@ -258,7 +258,7 @@ def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[.
     def forward(*batch: Any, **named: Any) -> Tensor:
         return model(*batch, **named) if loss_fn is None else loss_fn(model, *batch, **named)
 
-    return own_code(forward)
+    return own_code(forward, own_globals=True)
 
 
 def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
@@ -269,7 +269,7 @@ def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
         grads = gradients(loss, leaves, allow_unused=True)
         return loss.detach(), grads
 
-    return own_code(step)
+    return own_code(step, own_globals=True)
 
 
 def _states(model: nn.Module) -> list[ModuleState]:

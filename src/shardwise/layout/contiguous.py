@@ -64,7 +64,19 @@ class ContiguousSegment:
     @property
     def padding(self) -> int:
         """Elements of the gathered buffer that no parameter uses."""
-        return self.unsharded_numel - sum(place.numel for place in self.places)
+        return sum(size for _, size in self.gaps)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding: (begin, size) in elements of the gathered buffer."""
+        found, end = [], 0
+        for place in self.places:
+            if place.start > end:
+                found.append((end, place.start - end))
+            end = place.start + place.numel
+        if end < self.unsharded_numel:
+            found.append((end, self.unsharded_numel - end))
+        return found
 
 
 class ContiguousLayout:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.optimizer_watch import ELEMENTWISE, is_elementwise
+from shardwise.fsdp.fast import ELEMENTWISE, is_elementwise
 
 _WHY_NOT = {
     "Adafactor": "it keeps sums over the rows and columns of each parameter",
