@@ -21,7 +21,7 @@ import shardwise
 from ranks import RankPool
 from shardwise import sharded_tensor, tensor_parallel
 from shardwise.cli import app
-from shardwise.fsdp import lifecycle
+from shardwise.fsdp.lifecycle import TABLE, TrainingState
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -232,8 +232,16 @@ def test_the_architecture_names_every_package_and_shows_the_lifecycle_table_as_i
     packages = {path.stem for path in (ROOT / "src" / "shardwise").iterdir() if path.suffix == ".py"}
     packages |= {path.parent.name for path in (ROOT / "src" / "shardwise").glob("*/__init__.py")}
     assert [name for name in sorted(packages - {"__init__"}) if not re.search(rf"`{name}`", text)] == []
-    table = inspect.cleandoc(lifecycle.__doc__ or "").split("::\n\n")[1].split("\n\n")[0]
-    assert inspect.cleandoc(table) in "\n".join(body for _, body in FENCE.findall(text))
+    (table,) = [body for _, body in FENCE.findall(text) if "PRE_BACKWARD" in body]
+    states, *rows = [re.split(r"\s{2,}", line.strip()) for line in table.strip().splitlines()]
+    expected = []
+    for event, row in TABLE.items():
+        words = event.name.lower().replace("_", " ").replace("pre ", "pre-").replace("post ", "post-")
+        actions = [
+            row[TrainingState[state]][0].name if TrainingState[state] in row else "-" for state in states
+        ]
+        expected.append([words, *[action.lower() for action in actions]])
+    assert rows == expected
 
 
 @pytest.mark.parametrize(

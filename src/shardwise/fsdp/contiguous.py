@@ -300,7 +300,7 @@ class ContiguousGroup(ParamGroup):
         piece = Piece(param.global_shape, groups, box_of, param.piece.even_cuts, param.name, mesh)
         return ShardedParameter.wrap(local, piece, requires_grad=param.sharded.requires_grad)
 
-    def _traced_cut(self, index: int) -> Cut:
+    def traced_cut(self, index: int) -> Cut:
         segment, params = self.layout.segments[index], self.members[index]
         spans = [(place.start, place.numel, i) for i, place in enumerate(segment.places)]
         spans += [(begin, size, -1) for begin, size in segment.gaps]

@@ -142,7 +142,7 @@ class ParamGroup(ABC):
         """Choose where each parameter lies: `layout` and `members`."""
 
     @abstractmethod
-    def _traced_cut(self, index: int) -> Cut:
+    def traced_cut(self, index: int) -> Cut:
         """For a compiler: how the parameters of a segment lie."""
 
     @abstractmethod
@@ -166,10 +166,6 @@ class ParamGroup(ABC):
     def packed_params(self) -> Sequence[ShardedParam]:
         """Those that lie in the buffers."""
         return [param for param in self.params if param not in self.extended]
-
-    def cuts(self) -> list[tuple[Sequence[ShardedParam], Cut]]:
-        """For a compiler: by segment, its parameters in the order in which they lie, and how."""
-        return [(params, self._traced_cut(index)) for index, params in enumerate(self.members)]
 
     def untraceable(self) -> str | None:
         """Why a compiler cannot trace how the group is gathered; None if it can."""

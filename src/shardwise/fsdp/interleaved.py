@@ -235,7 +235,7 @@ class InterleavedGroup(ParamGroup):
         spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
         return _compat.dtensor_parameter(local, spec, requires_grad=param.sharded.requires_grad)
 
-    def _traced_cut(self, index: int) -> Cut:
+    def traced_cut(self, index: int) -> Cut:
         segment, params = self.layout.segments[index], self.members[index]
         sizes = [slot.padded_shard_numel for slot in segment.slots]
         trains = tuple(param.sharded.requires_grad for param in params)

@@ -88,11 +88,7 @@ def leave(orders: Iterable[Order], why: str) -> None:
 
 
 def watch_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
-    """From now on tell other ranks of errors inside autograd, and find better words for some.
-
-    Args:
-        states: all that may be in backward.
-    """
+    """From now on tell other ranks of errors inside the backward of these, and find better words for some."""
     if _heard:
         return
     _heard.append(True)

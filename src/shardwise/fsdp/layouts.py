@@ -19,22 +19,15 @@ LayoutName = Literal["interleaved", "contiguous"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The classes that make up a layout.
+    """The classes that make up a layout."""
 
-    Attributes:
-        param: how one parameter is cut.
-        group: how parameters are gathered together; takes a list of `param`.
-        reducer: how a group's gradients are reduced.
-        has_strategies: whether `group` can keep parameters or gradients whole, as a `Strategy` says.
-        guards_forward: whether submodules need a guard that raises when they are called alone; else their
-            sharded parameters refuse by themselves.
-    """
-
-    param: Callable[..., ShardedParam]
-    group: Callable[..., ParamGroup]
-    reducer: Callable[[Any], GradReducer]
-    has_strategies: bool
-    guards_forward: bool
+    param: Callable[..., ShardedParam]  # how one parameter is cut
+    group: Callable[..., ParamGroup]  # how parameters are gathered together
+    reducer: Callable[[Any], GradReducer]  # how their gradients are reduced
+    has_strategies: bool  # `group` can keep parameters or gradients whole, as a `Strategy` says
+    guards_forward: (
+        bool  # submodules called alone must be stopped; else their parameters refuse by themselves
+    )
 
 
 LAYOUTS: dict[LayoutName, Layout] = {

@@ -1,14 +1,7 @@
 """The life of a sharded module's parameters, as one table.
 
 A module is IDLE, in FORWARD, or in backward before (PRE_BACKWARD) or after (POST_BACKWARD) its
-gradients were reduced. Five events move it; the table says what each does in each state::
-
-                     IDLE             FORWARD          PRE_BACKWARD      POST_BACKWARD
-    pre-forward      gather           join             recompute         recompute
-    post-forward     -                release          skip              skip
-    pre-backward     gather           gather           skip              gather
-    post-backward    reduce           reduce           reduce            reduce
-    end of backward  reduce           reduce           reduce            rest
+gradients were reduced. Five events move it; `TABLE` says what each does in each state.
 
 join       another module of the same group is running already: the group is gathered, nothing new
 recompute  activation checkpointing runs forward again inside backward: backward owns the parameters

@@ -273,22 +273,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(type(module), method_name, None)
     if original is None:
         raise AttributeError(f"{type(module).__name__} has no method '{method_name}'")
-    setattr(module, method_name, _ForwardMethod(module, original))
+    myself = weakref.ref(module)  # an attribute that led back would keep the module alive
 
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = myself()
+        assert alive is not None
+        return _run(alive._shardwise_state, alive, functools.partial(original, alive), args, kwargs)
 
-class _ForwardMethod:
-    """A bound method run as a forward; holds its module weakly."""
-
-    def __init__(self, module: FSDPModule, original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
-        self._module = weakref.ref(module)
-        self._original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
-        state = module._shardwise_state
-        return _run(state, module, functools.partial(self._original, module), args, kwargs)
+    setattr(module, method_name, call)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -41,14 +41,11 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 class ModuleState:
-    """What one `fully_shard` call made, and how its groups are gathered.
+    """What one `fully_shard` call made, and how its groups are gathered; its modules own it.
 
     Args:
-        modules: the modules of the call; they own the state.
-        groups: their parameter groups, one per pair of shard and replicate groups.
+        groups: one per pair of shard and replicate groups.
         reducers: what reduces the gradients of each.
-        device: where parameters are gathered.
-        policy: dtypes.
         reshard_is_automatic: nobody chose `reshard_after_forward`, so the root keeps its parameters.
     """
 

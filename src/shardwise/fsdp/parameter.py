@@ -33,15 +33,10 @@ from shardwise.sharded_tensor.rows import ShardedRows
 
 @dataclass
 class ShardPlacementResult:
-    """A `shard_placement_fn`'s answer that names the mesh too.
+    """A `shard_placement_fn`'s answer that names the mesh too."""
 
-    Attributes:
-        placement: which dim to shard on, or which rows stay together; None means dim 0.
-        mesh_info: the axes over which this parameter is sharded.
-    """
-
-    placement: ParamPlacement | None
-    mesh_info: FSDPMeshInfo
+    placement: ParamPlacement | None  # which dim to shard on, or which rows stay together; None: dim 0
+    mesh_info: FSDPMeshInfo  # the axes over which this parameter is sharded
 
 
 # What a user may ask for one parameter: a dim to cut, or whole blocks of rows (contiguous layout).
@@ -53,8 +48,7 @@ ShardPlacementFn = Callable[[nn.Parameter], "ParamPlacement | ShardPlacementResu
 class Owner:
     """A module's dict of parameters and the name under which it holds this one.
 
-    The dict, not the module: the module owns the group that owns this, and a reference back would
-    keep a deleted model alive until the garbage collector runs.
+    The dict, not the module, which owns the group that owns this: a reference back would keep it alive.
     """
 
     parameters: dict[str, nn.Parameter | None]
@@ -66,11 +60,8 @@ class ShardedParam(ABC):
 
     Args:
         param: the whole parameter, or with tensor parallelism a DTensor whose local piece is cut.
-        name: its name, for errors.
         owners: where it is registered.
         module: the first of the modules that own it.
-        info: the data-parallel axes.
-        policy: its dtypes.
     """
 
     sharded: nn.Parameter
@@ -286,11 +277,7 @@ class ShardedParam(ABC):
 
 
 class EvenParam(ShardedParam):
-    """A parameter of the interleaved layout: a DTensor, cut evenly on one dim.
-
-    Args:
-        placement: the dim to cut; None is dim 0. The rest is as for every `ShardedParam`.
-    """
+    """A parameter of the interleaved layout: a DTensor, cut evenly on one dim; by default, dim 0."""
 
     placement: EvenShard
     slot: Slot

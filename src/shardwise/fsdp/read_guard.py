@@ -43,10 +43,9 @@ _VERSION = re.compile(r"is at version \d+; expected version (\d+)")
 
 
 class ReadGuard:
-    """Lets saved tensors be read, or not; `explain` says what went wrong.
+    """Lets saved tensors of a group's memory be read, or not; `explain` says what went wrong.
 
     Args:
-        group: whose memory it is.
         tensors: what autograd sees of it, one for each version counter.
     """
 

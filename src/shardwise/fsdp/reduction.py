@@ -66,13 +66,7 @@ class GradReducer(ABC):
                     param.settle_leaf(param.unsharded)
 
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
-        """Before a reduction; see `comm.order`.
-
-        Args:
-            plan: how gradients are reduced.
-            params: whose they are; equal in length to `group.params` or a segment's only if they are those.
-            of: the segment or dtypes that are reduced.
-        """
+        """Before a reduction of gradients of `params`, which are of one segment or of equal dtypes (`of`)."""
         complete = len(params) == len(self.group.params)
         key = (of, None if complete else tuple([param.name for param in params]))
         found = self._events.get(key)
@@ -153,7 +147,7 @@ class GradReducer(ABC):
 
     @abstractmethod
     def reduce(self, collected: Any, *, streams: CommStreams | None) -> list[ReduceResult]:
-        """Reduce gradients and give them to the sharded parameters.
+        """Reduce gradients and assign them to the sharded parameters.
 
         Collective over the group's shard and replicate ranks. Consumes `collected`; returns what running
         streams still use.

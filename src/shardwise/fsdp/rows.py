@@ -24,9 +24,7 @@ from shardwise.sharded_tensor.rows.piece import even_cuts_of
 class RowsParam(ShardedParam):
     """A parameter whose sharded form is a `ShardedParameter`, once its group has packed it.
 
-    Args:
-        placement: the rows to keep together; None and `Shard(0)` keep single rows. The rest is as for
-            every `ShardedParam`.
+    Its placement says which rows stay together; None and `Shard(0)` keep single rows.
     """
 
     sharded: ShardedParameter

@@ -1,13 +1,7 @@
 """What happens when: one sharded module (or list of modules) going through its iterations.
 
-    pre-forward      gather, register whole parameters, hook the inputs: their gradients end backward
-    post-forward     release, hook the outputs: their gradients begin backward
-    pre-backward     gather again, prefetch the module that backward reaches next
-    post-backward    free, reduce gradients
-    end of backward  the same for modules that autograd skipped, then back to rest
-
-Which of these does what in which state is `lifecycle.TABLE`. How parameters change form is the
-group's business, how gradients are reduced the reducer's.
+Which event does what in which state is `lifecycle.TABLE`. How parameters change form is the group's
+business, how gradients are reduced the reducer's.
 """
 
 from __future__ import annotations
@@ -37,8 +31,6 @@ _BEFORE_BACKWARD = (TrainingState.IDLE, TrainingState.FORWARD)
 _PRE_FORWARD, _POST_FORWARD = TABLE[Event.PRE_FORWARD], TABLE[Event.POST_FORWARD]
 _END_OF_BACKWARD = TABLE[Event.END_OF_BACKWARD]
 _PRE_BACKWARD, _POST_BACKWARD = TABLE[Event.PRE_BACKWARD], TABLE[Event.POST_BACKWARD]
-
-
 _END_OF_PASS = event_for("end the backward pass")
 
 

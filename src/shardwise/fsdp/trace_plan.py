@@ -31,7 +31,7 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.reduction import GradReducer
-from shardwise.fsdp.traced import Collectives, Cut, Segment
+from shardwise.fsdp.traced import Collectives, Segment
 from shardwise.layout import Gathered
 
 _LOG = logging.getLogger("shardwise")
@@ -56,7 +56,9 @@ def _prepare(state: ModuleState) -> None:
     state.guards = []
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         if group.traced is None:
-            group.traced = _refusal(group, reducer) or _segments(state, group, reducer)
+            group.traced = _refusal(group, reducer) or [
+                _segment(state, group, reducer, index) for index in range(len(group.members))
+            ]
             if isinstance(group.traced, str):
                 _LOG.info("%s: '%s' runs outside of graphs: it has %s", here(), state.name, group.traced)
 
@@ -91,21 +93,8 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
     return group.untraceable()
 
 
-def _segments(state: ModuleState, group: ParamGroup, reducer: GradReducer) -> list[Segment]:
-    return [
-        _segment(state, group, reducer, index, params, cut)
-        for index, (params, cut) in enumerate(group.cuts())
-    ]
-
-
-def _segment(
-    state: ModuleState,
-    group: ParamGroup,
-    reducer: GradReducer,
-    index: int,
-    params: Sequence[ShardedParam],
-    cut: Cut,
-) -> Segment:
+def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index: int) -> Segment:
+    params, cut = group.members[index], group.traced_cut(index)
     how = _collectives(group, reducer, group.layout.segments[index])
     row = sum(-item if item < 0 else torch.Size(cut.pieces[item]).numel() for item in cut.reduced)
     reduced, trains = cut.ranks * row, any(cut.trains)

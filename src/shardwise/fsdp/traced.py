@@ -163,12 +163,7 @@ def _unshard(segment: Segment, sync: bool) -> Any:
 
 
 def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a sharded module's `forward`, while a compiler traces.
-
-    Args:
-        state: the module's `FSDPState`, whose groups have their segments.
-        forward: what `nn.Module.__call__` does.
-    """
+    """Call a sharded module's `forward`, while a compiler traces; its groups have their segments."""
     if state.is_root and state.device.type != "cpu":
         args, kwargs = map_tensors(lambda t: t.to(state.device, non_blocking=True), (args, kwargs))
     if state.input_dtype is not None:
