@@ -129,6 +129,7 @@ class ParamGroup(ABC):
         self.gather_event: Event | None = None  # in words; None, as `layout_words`, if they changed
         self.layout_words: str | None = None
         self._placed: list[tuple[ShardedParam, Tensor]] = []  # what the shard buffers hold, where
+        self._is_packed = False
         self._has_unsharded = False
         self._changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
         # Modules' parameters by name: in either form, for one assignment each.
@@ -231,6 +232,7 @@ class ParamGroup(ABC):
         self.pack()
         named = zip(self.layout.specs, self.packed_params(), strict=True)
         self.layout.specs = tuple([replace(spec, name=param.name) for spec, param in named])
+        self.layout_words = None
 
     def check_params(self) -> None:
         """Raise for what users did to sharded parameters in vain."""
@@ -326,8 +328,7 @@ class ParamGroup(ABC):
         params = self.packed_params()
         if len({param.local.device for param in params}) > 1:
             return  # half-way through materialisation; the first forward checks that it was finished
-        lies_there = len(self._placed) == len(params) and all(p.local is mine for p, mine in self._placed)
-        if lies_there and not (self._has_unsharded and any(param.unsharded is None for param in self.params)):
+        if self._lie_in_buffers(params):
             return
         self.abandon_gather()
         self.reshard()
@@ -345,7 +346,14 @@ class ParamGroup(ABC):
                     piece.copy_(param.local)
                 param.move(piece)
             self.shards.append(shard)
-        self._placed = [(param, param.local) for param in params]
+        self._placed, self._is_packed = [(param, param.local) for param in params], True
+
+    def _lie_in_buffers(self, params: Sequence[ShardedParam]) -> bool:
+        if not self._is_packed or len(self._placed) != len(params):
+            return False
+        if self._has_unsharded and any(param.unsharded is None for param in self.params):
+            return False  # one was replaced
+        return all(param.local is mine for param, mine in self._placed)
 
     def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
         shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
