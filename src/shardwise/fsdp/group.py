@@ -7,8 +7,7 @@
 A group is in one of three forms: SHARDED, UNSHARDED, or (between forward and backward, if
 `reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. A layout says where parameters
 lie and how a gather fills the unsharded buffers: `interleaved.py` copies every parameter out of what was
-gathered, in `contiguous.py` that is the unsharded buffer. Gradients are reduced by `reduction.py`; when
-any of this happens is decided by `state.py`.
+gathered, in `contiguous.py` that is the unsharded buffer. When any of this happens, `state.py` decides.
 """
 
 from __future__ import annotations
@@ -181,10 +180,6 @@ class ParamGroup(ABC):
     def align_bytes(self) -> int:
         return 1 if self.device.type == "cpu" else ACCELERATOR_ALIGN_BYTES
 
-    def _home(self, device: torch.device) -> torch.device:
-        offloaded = isinstance(self.offload, CPUOffloadPolicy) and device.type != "meta"
-        return torch.device("cpu") if offloaded else device
-
     @property
     def shard_bytes(self) -> int:
         """What this rank keeps, padding included."""
@@ -339,7 +334,10 @@ class ParamGroup(ABC):
         for param in self.params:
             param.unsharded = None
         for segment, members in zip(self.layout.segments, self.members, strict=True):
-            shard = self._shard_memory(segment, self._home(members[0].local.device))
+            device = members[0].local.device
+            if isinstance(self.offload, CPUOffloadPolicy) and device.type != "meta":
+                device = torch.device("cpu")
+            shard = self._shard_memory(segment, device)
             for param in members:
                 piece = param.part_of(shard)
                 if not shard.is_meta:

@@ -211,20 +211,14 @@ class InterleavedGroup(ParamGroup):
                 " reshard_after_forward=True or False"
             )
         shards = []
-        rank, outs = info.shard_mesh_rank, iter(enumerate(plan.outs))
-        strided = {index: (target, piece, dim) for index, target, piece, dim in plan.strided}
         for segment, members in zip(plan.layout.segments, self.members, strict=True):
-            pieces: list[Tensor] = []
-            for _, (index, out) in zip(segment.slots, outs, strict=False):  # takes no more outs than slots
-                if index in strided:
-                    target, piece, dim = strided[index]
-                    pieces.append(target.narrow(dim, rank * piece[dim], piece[dim]).reshape(-1))
-                else:
-                    pieces.append(out[rank])
-            shard = torch.cat(pieces)
+            shard = torch.zeros(segment.shard_numel, dtype=segment.gather_dtype, device=self.device)
+            mine = [param.in_shard(shard, slot) for slot, param in zip(segment.slots, members, strict=True)]
+            wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]
+            _compat.foreach_copy(mine, wholes)
+            for param, local in zip(members, mine, strict=True):
+                param.register(self._smaller_param(param, local, info))
             shards.append(shard)
-            for slot, param in zip(segment.slots, members, strict=True):
-                param.register(self._smaller_param(param, param.in_shard(shard, slot), info))
         if self.device.type != "cpu":
             self.smaller_ready = record_event(current_stream(self.device))
         return shards

@@ -289,13 +289,11 @@ class EvenParam(ShardedParam):
         del self.whole
         self.placement = self._check_placement(placement, whole)
         spec = self._sharding_spec(param)
-        box = self.placement.box(tuple(self.shape), rank=self.rank, ranks=self.ranks)
-        dim = self.placement.dim
-        piece = whole.narrow(dim, box.offsets[dim], box.sizes[dim])
+        piece = self.piece_of(whole, self.info)
         self.sharded = _compat.dtensor_parameter(piece, spec, requires_grad=param.requires_grad)
         self.settle_form()
-        self.shard_shape = torch.Size(box.sizes)
-        self.shard_stride = _compat.contiguous_stride(box.sizes)
+        self.shard_shape = piece.shape
+        self.shard_stride = _compat.contiguous_stride(piece.shape)
         self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
 
     def _check_placement(self, placement: ParamPlacement | None, whole: Tensor) -> EvenShard:
@@ -394,6 +392,14 @@ class EvenParam(ShardedParam):
                 " parameter is a DTensor, which keeps its values all the same. Change them in place:"
                 " data.copy_(...), or any in-place operation under no_grad"
             )
+
+    def piece_of(self, whole: Tensor, info: DataParallelMeshInfo) -> Tensor:
+        """This rank's piece of the whole parameter, cut over the shard axis of `info`."""
+        if not isinstance(info, FSDPMeshInfo):
+            return whole
+        rank, ranks, dim = info.shard_mesh_rank, info.shard_mesh_size, self.placement.dim
+        box = self.placement.box(tuple(self.shape), rank=rank, ranks=ranks)
+        return whole.narrow(dim, box.offsets[dim], box.sizes[dim])
 
     def in_shard(self, shard: Tensor, slot: Slot) -> Tensor:
         """A rank's piece where `slot` says, without its padding."""
