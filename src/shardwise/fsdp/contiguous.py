@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,10 @@ class _Works:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+def _together(works: list[dist.Work]) -> Any:
+    return works[0] if len(works) == 1 else _Works(works)
 
 
 @dataclass
@@ -197,14 +201,12 @@ class ContiguousGroup(ParamGroup):
             group = self.post_forward_mesh.shard_process_group
         if streams is None:
             running = self._gather_all(group, comm, async_op)
-            return (
-                AllGatherResult(DONE.output, (), None, cast(dist.Work, _Works(running))) if running else DONE
-            )
+            return AllGatherResult(DONE.output, (), None, _together(running)) if running else DONE
         streams.reclaim(self.buffers, keep=1)
         with streams.all_gather:
             running = self._gather_all(group, comm, async_op)
             gathered = record_event(streams.all_gather)
-        return DONE._replace(event=gathered, work=cast(dist.Work, _Works(running)))
+        return AllGatherResult(DONE.output, (), gathered, _together(running))
 
     def _gather_all(self, group: dist.ProcessGroup, comm: AllGather, async_op: bool) -> list[dist.Work]:
         if comm is not self._comm:

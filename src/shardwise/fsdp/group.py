@@ -333,7 +333,8 @@ class ParamGroup(ABC):
         self.traced = self.gather_event = self.layout_words = None
         for param in self.params:
             param.unsharded = None
-        for segment, members in zip(self.layout.segments, self.members, strict=True):
+        segments: Sequence[Gathered] = self.layout.segments
+        for segment, members in zip(segments, self.members, strict=True):
             device = members[0].local.device
             if isinstance(self.offload, CPUOffloadPolicy) and device.type != "meta":
                 device = torch.device("cpu")
@@ -358,8 +359,6 @@ class ParamGroup(ABC):
         offload = self.offload
         pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.device.type != "cpu"
         return shard.pin_memory() if pins and not shard.is_meta else shard
-
-    # Unsharded buffers
 
     def _make_unsharded(self) -> None:
         """Make the unsharded parameters, over memory that the first gather allocates.
@@ -464,8 +463,9 @@ class ParamGroup(ABC):
         for buffer in self.buffers:
             if buffer.storage is not None:
                 buffer.storage.resize_(0)
-        for extended in self.extended.values():
-            extended.free()
+        if self.extended:
+            for extended in self.extended.values():
+                extended.free()
 
     def drop_stale(self) -> None:
         """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
