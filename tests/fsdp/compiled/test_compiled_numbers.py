@@ -27,6 +27,7 @@ from shardwise.graph import record
 
 EAGER, AOT, DECOMPOSED = "eager", "aot_eager", "aot_eager_decomp_partition"
 TRANSFORMER = Run(Transformer, by_block, compile=compiled(AOT))
+ONE_BLOCK = replace(TRANSFORMER, model=partial(Transformer, depth=1))
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 # Decompositions and the order in which several uses' gradients are added differ by roundings of fp32.
@@ -52,11 +53,11 @@ def test_a_transformer_with_tied_embeddings_over_ten_steps() -> None:
 
 @on_ranks(2)
 def test_other_backends_sizes_that_vary_and_blocks_that_stay_gathered() -> None:
-    small = replace(TRANSFORMER, model=partial(Transformer, depth=1))
-    compare(with_layout(replace(small, compile=compiled(EAGER)), "interleaved"))
-    dynamic = replace(small, compile=compiled(DECOMPOSED), sizes=((4, 5), (3, 7), (6, 2)))
+    root = Run(Mlp, fully_shard, compile=compiled(EAGER))
+    compare(with_layout(root, "interleaved"))
+    dynamic = replace(root, compile=compiled(DECOMPOSED), sizes=((4, 5), (3, 7), (6, 2)))
     compare(with_layout(dynamic, "contiguous"), graphs=2, tolerance=ROUNDING)
-    compare(with_layout(replace(small, options={"reshard_after_forward": False}), "contiguous"))
+    compare(with_layout(replace(ONE_BLOCK, options={"reshard_after_forward": False}), "contiguous"))
 
 
 @on_ranks(2)
@@ -68,41 +69,46 @@ def test_modules_inside_sharded_modules_that_run_several_times() -> None:
 @on_ranks(2)
 def test_activation_checkpointing_inside_and_around_sharded_blocks() -> None:
     for model, layout in [
-        (partial(Transformer, CheckpointedBlock), "contiguous"),
-        (partial(Transformer, recompute="all"), "interleaved"),
-        (partial(Transformer, recompute="selected"), "contiguous"),
+        (partial(Transformer, CheckpointedBlock, depth=1), "contiguous"),
+        (partial(Transformer, recompute="all", depth=1), "interleaved"),
+        (partial(Transformer, recompute="selected", depth=1), "contiguous"),
     ]:
         compare(with_layout(replace(TRANSFORMER, model=model), layout))
 
 
 @on_ranks(2)
 def test_accumulation_mixed_precision_and_blocks_that_share_a_group() -> None:
-    small = replace(TRANSFORMER, model=partial(Transformer, depth=1))
-    mixed = replace(small, microbatches=3, options={"mp_policy": BF16})
+    mixed = replace(ONE_BLOCK, microbatches=3, options={"mp_policy": BF16})
     # Since 2.15 eager backwards that are not reduced sum the uses of a tied parameter in fp32.
     compare(with_layout(mixed, "contiguous"), graphs=2, tolerance=5e-2 if _compat.SUMS_AS_KEPT else 0.0)
-    compare(with_layout(replace(small, microbatches=2), "interleaved"), graphs=2)
+    root = Run(Mlp, fully_shard, compile=compiled(AOT), microbatches=2)
+    compare(with_layout(root, "interleaved"), graphs=2)
 
-    def in_pairs(model: nn.Module, **options: object) -> nn.Module:
-        fully_shard(list(model.blocks[:2]), **options)
-        fully_shard(model.blocks[2], **options)
+    def as_a_pair(model: nn.Module, **options: object) -> nn.Module:
+        fully_shard(list(model.blocks), **options)
         return fully_shard(model, **options)
 
-    three = replace(TRANSFORMER, model=partial(Transformer, depth=3), shard=in_pairs)
-    compare(with_layout(three, "contiguous"))
+    compare(with_layout(replace(TRANSFORMER, shard=as_a_pair), "contiguous"))
 
 
 @on_ranks(4)
 def test_replicas_and_frozen_parameters() -> None:
     def two_projections_train() -> nn.Module:
-        model = Transformer()
+        model = Transformer(depth=1)
         for name, param in model.named_parameters():
             param.requires_grad_(name.endswith(("out.weight", "down.weight")))
         return model
 
     frozen = replace(TRANSFORMER, model=two_projections_train, mesh={"replicate": 2, "shard": 2})
     compare(with_layout(frozen, "contiguous"))
-    compare(with_layout(replace(frozen, mesh={"shard": 4}), "interleaved"))
+
+    def all_but_one_layer_train() -> nn.Module:
+        model = Mlp()
+        model.up.requires_grad_(False)
+        return model
+
+    root = Run(all_but_one_layer_train, fully_shard, compile=compiled(AOT), mesh={"shard": 4})
+    compare(with_layout(root, "interleaved"))
 
 
 @on_ranks(2)
@@ -125,7 +131,9 @@ def test_a_llama_of_transformers() -> None:
 
 @on_ranks(2)
 def test_inductor_within_roundings_of_eager() -> None:
-    small = Run(partial(Transformer, depth=1), by_block, compile=compiled("inductor"), steps=3)
-    compare(with_layout(small, "contiguous"), tolerance=ROUNDING)
+    compare(
+        with_layout(replace(ONE_BLOCK, compile=compiled("inductor"), steps=3), "contiguous"),
+        tolerance=ROUNDING,
+    )
     parted = compiled("inductor", options={"graph_partition": True})
     compare(with_layout(Run(Mlp, fully_shard, compile=parted, steps=3), "interleaved"), tolerance=ROUNDING)
