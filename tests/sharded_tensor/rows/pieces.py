@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,16 @@ from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import even_cuts_of
 
 Cut = Callable[[Sequence[int]], Piece]
+
+
+def two_by_two(*names: str) -> DeviceMesh:
+    return _mesh_of(dist.group.WORLD, names)
+
+
+@lru_cache(maxsize=1)
+def _mesh_of(default: dist.ProcessGroup, names: tuple[str, ...]) -> DeviceMesh:
+    """One for all cuts of a test: its groups take longer to meet than most of what is done on them."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
 def boxes_of(shape: Sequence[int], counts: Sequence[int]) -> list[Box]:
@@ -65,7 +76,7 @@ def all_on_last(shape: Sequence[int]) -> Piece:
 
 def two_groups(shape: Sequence[int]) -> Piece:
     """Over a 2 x 2 mesh, the inner axis fastest; uneven."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = two_by_two("outer", "inner")
     rows = shape[0]
     counts = [rows // 2, 0, rows // 4, rows - rows // 2 - rows // 4]
     return by_counts(shape, counts, mesh, ("inner", "outer"))
@@ -73,12 +84,12 @@ def two_groups(shape: Sequence[int]) -> Piece:
 
 def replicated(shape: Sequence[int]) -> Piece:
     """Over the inner axis of a 2 x 2 mesh; the outer one replicates."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = two_by_two("outer", "inner")
     return by_counts(shape, [shape[0] // 3, shape[0] - shape[0] // 3], mesh, ("inner",))
 
 
 def _tensor_parallel(shape: Sequence[int], dim: int) -> Piece:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = two_by_two("data", "tensor")
     whole = distribute_tensor(torch.zeros(*shape), mesh["tensor"], [Shard(dim)])
     held = tuple(whole.to_local().shape)
     boxes = boxes_of(held, [held[0] // 3, held[0] - held[0] // 3])

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pieces import ANY_RANKS, FOUR_RANKS, Cut, gathered, sharded
+from pieces import ANY_RANKS, FOUR_RANKS, Cut, gathered, local_rows, sharded
 from torch import Tensor
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
+from shardwise.sharded_tensor.rows import Piece, ShardedRows
 
 SHAPE = (7, 5)
 UNDEFINED = ("empty", "resize", "new_empty", "_efficientzerotensor")  # memory that nobody has written
@@ -127,9 +128,11 @@ def run(op: Any, make: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[li
     return flat, tensors
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(found: Any, expected: Any, piece: Piece) -> bool:
     if not isinstance(expected, Tensor):
         return bool(type(found) is type(expected) and (found == expected or found != found))
+    if isinstance(found, ShardedRows) and found.piece == piece and found.shape == expected.shape:
+        found, expected = found.local, local_rows(expected, piece)  # all ranks' together are the whole
     found = gathered(found)
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
@@ -137,7 +140,7 @@ def same(found: Any, expected: Any) -> bool:
     return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def wrong(op: Any, whole: Tensor, cut: Cut) -> tuple[list[str], int]:
+def wrong(op: Any, whole: Tensor, piece: Piece) -> tuple[list[str], int]:
     """What `op` gets wrong, and how many of its calls are right and not refused."""
     problems, right = [], 0
     for args, kwargs in calls(op):
@@ -147,7 +150,7 @@ def wrong(op: Any, whole: Tensor, cut: Cut) -> tuple[list[str], int]:
         except Exception:
             continue
         try:
-            found, changed = run(op, lambda: sharded(whole, cut), texts[1], kwargs)
+            found, changed = run(op, lambda: sharded(whole, lambda _: piece), texts[1], kwargs)
         except ShardingError:
             continue
         except Exception as error:
@@ -159,7 +162,7 @@ def wrong(op: Any, whole: Tensor, cut: Cut) -> tuple[list[str], int]:
             )
         else:
             pairs = zip([*found, *changed], [*expected, *after], strict=True)
-            good = len(found) == len(expected) and all(same(f, e) for f, e in pairs)
+            good = len(found) == len(expected) and all(same(f, e, piece) for f, e in pairs)
         right += good
         if not good:
             problems.append(f"{op} {args} {kwargs}: found {found}, expected {expected}")
@@ -173,7 +176,7 @@ def sweep(cut: Cut, kind: str, *, of: slice = slice(None)) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in list(operators())[of]:
-            found, right = wrong(op, whole, lambda shape: piece)
+            found, right = wrong(op, whole, piece)
             problems += found
             if right:
                 defined.add(op.name())
