@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
-import torch
 
-from ranks import RankPool
-from shardwise._compat.dtensors import RUNS_OWN_DTENSORS
+from ranks import RankPool, start_server
 
-NO_CONTIGUOUS_LAYOUT = f"torch {torch.__version__} runs operations on rows as DTensor's own"
 REFUSED = 'layout="contiguous" needs torch'  # how fully_shard says so
 OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat.py", "tests/sharded_tensor/rows/")
+
+
+def pytest_sessionstart() -> None:
+    """In a run of all tests the server that ranks are forked from starts while tests are collected."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        start_server()
 
 
 @pytest.fixture(scope="session")
@@ -23,19 +28,39 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-if not RUNS_OWN_DTENSORS:
+@pytest.fixture
+def mortal_ranks() -> Iterator[RankPool]:
+    """Ranks for a test that ends them: those of `ranks` keep what they have imported and compiled."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
-    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-        for item in items:
-            if item.nodeid.startswith(OF_THE_LAYOUT):
-                item.add_marker(pytest.mark.skip(reason=NO_CONTIGUOUS_LAYOUT))
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-        """Skip what `fully_shard` refuses on this release, and nothing else."""
-        try:
-            return (yield)
-        except (Exception, pytest.fail.Exception) as error:
-            if REFUSED not in str(error):
-                raise
-        pytest.skip(NO_CONTIGUOUS_LAYOUT)
+@cache
+def why_no_rows() -> str:
+    """Why the installed torch has no contiguous layout; empty if it has.
+
+    Imports torch, which the process that only hands out tests need not.
+    """
+    import torch
+
+    from shardwise._compat.dtensors import RUNS_OWN_DTENSORS
+
+    return "" if RUNS_OWN_DTENSORS else f"torch {torch.__version__} runs operations on rows as DTensor's own"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(OF_THE_LAYOUT) and why_no_rows():
+            item.add_marker(pytest.mark.skip(reason=why_no_rows()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip what `fully_shard` refuses on a release without rows, and nothing else."""
+    try:
+        return (yield)
+    except (Exception, pytest.fail.Exception) as error:
+        if REFUSED not in str(error) or not why_no_rows():
+            raise
+    pytest.skip(why_no_rows())

@@ -22,6 +22,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import marshal
 import os
 import pickle
 import queue
@@ -38,7 +39,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,6 +98,14 @@ def on_ranks(
 # ---------------------------------------------------------------- the pytest process
 
 
+def start_server() -> None:
+    """Start the server that ranks are forked from; `shardwise.verify` would start one with less in it."""
+    everything = "PYTEST_XDIST_WORKER" in os.environ  # a run of all tests: every rank will compile
+    forkserver.set_forkserver_preload([*PRELOADED, *(COMPILERS if everything else [])])
+    with mock.patch.dict(os.environ, WORKER_ENV):
+        forkserver.ensure_running()
+
+
 @dataclass
 class _Worker:
     process: Any
@@ -124,7 +133,8 @@ class RankPool:
         call = {
             "path": list(sys.path),
             "module": fn.__module__,
-            "file": getattr(sys.modules[fn.__module__], "__file__", None),
+            "file": (file := getattr(sys.modules[fn.__module__], "__file__", None)),
+            "code": _rewritten(file) if file and Path(file).name.startswith("test_") else None,
             "name": fn.__qualname__,
             "arguments": pickle.dumps((args, kwargs, list(warnings.filters))),
             "world_size": world_size,
@@ -159,8 +169,7 @@ class RankPool:
 
     def _start(self, count: int) -> None:
         context = get_context("forkserver")
-        everything = "PYTEST_XDIST_WORKER" in os.environ  # a run of all tests: every rank will compile
-        context.set_forkserver_preload([*PRELOADED, *(COMPILERS if everything else [])])
+        start_server()
         new = []
         while len(self.workers) < count:
             ours, theirs = context.Pipe()
@@ -183,6 +192,15 @@ class RankPool:
             worker.process.join()
             worker.pipe.close()
         self.workers.clear()
+
+
+@functools.cache
+def _rewritten(file: str) -> bytes:
+    """The code of a test module, its asserts rewritten by pytest; made here, once for all ranks."""
+    source = Path(file).read_bytes()
+    tree = ast.parse(source, filename=file)
+    rewrite_asserts(tree, source, file)
+    return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
 
 
 def _collect(ranks: list[_Worker], *, timeout: float) -> list[Any]:
@@ -301,7 +319,7 @@ def _call(call: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
     sys.path[:] = call["path"]
-    fn: Any = _load(call["module"], call["file"])
+    fn: Any = _load(call["module"], call["file"], call["code"])
     for part in call["name"].split("."):
         fn = getattr(fn, part)
     args, kwargs, filters = pickle.loads(call["arguments"])
@@ -324,20 +342,17 @@ def _call_body(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return body(*args, **kwargs)
 
 
-def _load(name: str, file: str | None) -> types.ModuleType:
-    """The module, its asserts rewritten by pytest if it is a test module (two folders may share a name)."""
-    if file is None or not Path(file).name.startswith("test_"):
+def _load(name: str, file: str | None, code: bytes | None) -> types.ModuleType:
+    """The module, from `code` if it is a test module (two folders may share a name)."""
+    if code is None:
         return importlib.import_module(name)
     known = sys.modules.get(name)
     if known is not None and known.__file__ == file:
         return known
-    source = Path(file).read_bytes()
-    tree = ast.parse(source, filename=file)
-    rewrite_asserts(tree, source, file)
     module = types.ModuleType(name)
     module.__file__ = file
     sys.modules[name] = module
-    exec(compile(tree, file, "exec", dont_inherit=True), module.__dict__)
+    exec(marshal.loads(code), module.__dict__)
     return module
 
 

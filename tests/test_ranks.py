@@ -82,9 +82,9 @@ def raise_on(which: list[int]) -> None:
     dist.barrier()
 
 
-def test_every_raising_rank_is_shown(ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_raising_rank_is_shown(mortal_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankFailure) as failure:
-        ranks(raise_on, [0, 2], world_size=3)
+        mortal_ranks(raise_on, [0, 2], world_size=3)
     text = str(failure.value)
     assert "rank 0 of 3: raised AssertionError" in text
     assert "rank 2 of 3: raised AssertionError" in text
@@ -93,12 +93,12 @@ def test_every_raising_rank_is_shown(ranks: RankPool, capsys: pytest.CaptureFixt
     assert "rank 1 of 3: still running when another rank had failed" in text
     printed = capsys.readouterr().out
     assert all(f"[rank {rank}] I am {rank}\n" in printed for rank in range(3))
-    assert len(ranks(pid, world_size=3)) == 3
+    assert len(mortal_ranks(pid, world_size=3)) == 3
 
 
-def test_ranks_that_fail_alike_are_shown_once(ranks: RankPool) -> None:
+def test_ranks_that_fail_alike_are_shown_once(mortal_ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"rank 0, 1 of 2: raised TypeError") as failure:
-        ranks(raise_on, world_size=2)
+        mortal_ranks(raise_on, world_size=2)
     assert str(failure.value).count("Traceback") == 1
 
 
@@ -108,12 +108,12 @@ def wait_for_ever() -> None:
     dist.recv(torch.zeros(1), src=0)
 
 
-def test_hung_ranks_are_reported_with_their_stacks(ranks: RankPool) -> None:
+def test_hung_ranks_are_reported_with_their_stacks(mortal_ranks: RankPool) -> None:
     waiting = f"line {wait_for_ever.__code__.co_firstlineno + 2} in wait_for_ever"
     for timeout in (1.5, 6, 24):  # a busy machine may take longer than the shortest to begin the call
-        before = ranks(pid, world_size=2)
+        before = mortal_ranks(pid, world_size=2)
         with pytest.raises(RankFailure) as failure:
-            ranks(wait_for_ever, world_size=2, timeout=timeout)
+            mortal_ranks(wait_for_ever, world_size=2, timeout=timeout)
         text = str(failure.value)
         sections = text.split("-----")[1:]
         assert [f"hung for {timeout:g} s" in section for section in sections] == [True, True]
@@ -122,7 +122,7 @@ def test_hung_ranks_are_reported_with_their_stacks(ranks: RankPool) -> None:
     assert waiting in sections[0]
     assert "in recv" in sections[1]
     assert "in _listen" not in text
-    after = ranks(pid, world_size=2)
+    after = mortal_ranks(pid, world_size=2)
     assert set(before).isdisjoint(after)
 
 
@@ -132,15 +132,15 @@ def exit_on_rank_1() -> None:
     dist.barrier()
 
 
-def test_a_dead_rank_is_named_and_replaced(ranks: RankPool) -> None:
+def test_a_dead_rank_is_named_and_replaced(mortal_ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="rank 1 of 2: died with exit code 7"):
-        ranks(exit_on_rank_1, world_size=2)
-    assert [rank for rank, _ in ranks(rank_and_sum, 0, world_size=2)] == [0, 1]
+        mortal_ranks(exit_on_rank_1, world_size=2)
+    assert [rank for rank, _ in mortal_ranks(rank_and_sum, 0, world_size=2)] == [0, 1]
 
 
-def test_a_result_that_cannot_be_pickled_fails_on_its_rank(ranks: RankPool) -> None:
+def test_a_result_that_cannot_be_pickled_fails_on_its_rank(mortal_ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="rank 0 of 1: raised"):
-        ranks(unpicklable, world_size=1)
+        mortal_ranks(unpicklable, world_size=1)
 
 
 def unpicklable() -> object:
@@ -190,7 +190,7 @@ def test_a_failing_body_fails_its_test_without_the_pool_in_the_way(
             assert dist.get_rank() == 0
         """
     )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", f"pythonpath={tests}", timeout=120)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-o", f"pythonpath={tests}")
     result.assert_outcomes(failed=1)
     text = result.stdout.str()
     assert "test_wrong[2ranks]" in text

@@ -172,7 +172,6 @@ def die(steps: int) -> tuple[str, float]:
         del net
         gc.collect()
         dist.destroy_process_group()
-        time.sleep(5.0)
         return "", 0.0
     return outcome(lambda: step(net))
 
@@ -302,8 +301,8 @@ def raise_and_go(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["forward", "backward"])
-def test_why_a_rank_raised_is_known_after_its_end(ranks: RankPool, case: str) -> None:
+def test_why_a_rank_raised_is_known_after_its_end(mortal_ranks: RankPool, case: str) -> None:
     with pytest.raises(RankFailure) as error:
-        ranks(raise_and_go, case, world_size=2)
+        mortal_ranks(raise_and_go, case, world_size=2)
     message = str(error.value)
     assert re.search(rf"rank 1 will not come to .*: it raised ValueError in its {case}[:,]", message), message
