@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def source(module: str, text: str, *, is_package: bool = False) -> Source:
     return Source(module, is_package, text, ast.parse(text))
 
 
+@cache
 def every_source() -> list[Source]:
     sources = []
     for path in sorted(ROOT.rglob("*.py")):

@@ -50,7 +50,7 @@ def unsharded_run(lr: float) -> tuple[ClickModel, list[float]]:
     return model, losses
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_sharded_training_has_the_losses_and_tables_of_unsharded_training(tmp_path: Path) -> None:
     args, printed = recommender.parse_arguments(arguments(tmp_path)), io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -62,7 +62,7 @@ def shard(module: nn.Module, mesh, layout: str = "interleaved") -> None:
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-3)
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ def sharded_model_and_optimizer(*, seed: int) -> tuple[nn.Module, torch.optim.Op
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.9))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.9), foreach=True)
 
 
 def whole_state(

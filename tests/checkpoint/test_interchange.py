@@ -124,7 +124,7 @@ def build(shard: Shard, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]
     torch.manual_seed(seed)
     model = Mixed()
     shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.9))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.9), foreach=True)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
