@@ -1,5 +1,6 @@
 """Sharded training for PyTorch models too large for one device."""
 
+from shardwise.adapters import install, uninstall
 from shardwise.errors import CheckpointError, LifecycleError, RankMismatchError, ShardingError, ShardwiseError
 from shardwise.fsdp import (
     CPUOffloadPolicy,
@@ -53,6 +54,8 @@ __all__ = [
     "compile_step",
     "fully_shard",
     "inspect_graph",
+    "install",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "uninstall",
 ]

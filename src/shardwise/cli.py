@@ -28,8 +28,15 @@ tp = typer.Typer(help="Tensor parallelism for exported programs.", no_args_is_he
 app.add_typer(tp, name="tp")
 
 
+class LayoutName(StrEnum):
+    """The memory layouts of `fully_shard`."""
+
+    interleaved = "interleaved"
+    contiguous = "contiguous"
+
+
 class Layout(StrEnum):
-    """The memory layouts of `fully_shard`, and one after the other."""
+    """The same, and one after the other."""
 
     interleaved = "interleaved"
     contiguous = "contiguous"
@@ -115,6 +122,29 @@ def verify(
     if json_path is not None:
         verification.write_json(json_path, results)
     raise typer.Exit(OK if all(result.ok for result in results) else FOUND)
+
+
+@app.command(
+    "run",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    epilog="On several ranks: torchrun --nproc-per-node 4 -m shardwise.run [OPTIONS] train.py ARGS",
+)
+def run_command(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    layout: Annotated[
+        LayoutName, typer.Option(help="Layout of calls of fully_shard that do not name one.")
+    ] = LayoutName.interleaved,
+    strategy: Annotated[
+        str | None, typer.Option(help="Strategy of such calls, for the contiguous layout: zero2, say.")
+    ] = None,
+) -> None:
+    """Run a script that uses torch's FSDP2, unchanged, on shardwise."""
+    from shardwise.adapters.script import run_script
+
+    defaults = {"layout": layout.value} | ({"strategy": strategy} if strategy else {})
+    run_script(target, arguments or [], is_module=is_module, **defaults)
 
 
 @app.command(epilog="Exit status: 0 everything needed works; 1 something needed is broken.")

@@ -60,15 +60,20 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
     if schedule is None:
         return GradientReductionHandle(None) if async_op else None
     _check(state, schedule)
+    handle = schedule.reducing = reduce_what_is_left(state)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def reduce_what_is_left(state: State) -> GradientReductionHandle:
+    """Reduce what backward left on unsharded parameters, of a root and what is below it."""
     with torch.no_grad():
         for one in reversed((state, *state.below)):
-            one.reduce(schedule, what_is_left=True)
-    schedule.free_gathered()
-    if not async_op:
-        state.end_iteration(schedule)
-        return None
-    handle = schedule.reducing = GradientReductionHandle(state)
-    return handle
+            one.reduce(state.schedule, what_is_left=True)
+    state.schedule.free_gathered()
+    return GradientReductionHandle(state)
 
 
 def check_waited_for(schedule: Schedule, what: str) -> None:

@@ -36,6 +36,10 @@ class FSDPModule(ModuleSettings):
     must be given the same values on every rank.
     """
 
+    # What transformers and compilers look for in a module that FSDP has sharded.
+    _is_fsdp_managed_module = True
+    _fsdp_use_orig_params = True
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class that was sharded: slicing an `FSDPSequential` gives a `Sequential`."""
         original = cls.__bases__[1]

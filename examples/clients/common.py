@@ -1,0 +1,38 @@
+"""A small model and its data, the same for every client."""
+
+import json
+import os
+from collections.abc import Iterator
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batches(first: int, last: int, rank: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches `first` to `last` of a rank."""
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(1000 * rank + number)
+        ids = torch.randint(1, 97, (2, 12), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def report(losses: list[float]) -> None:
+    """Print a rank's losses for `compare.py`."""
+    line = json.dumps({"rank": int(os.environ["RANK"]), "losses": losses})
+    print(f"LOSSES {line}", flush=True)

@@ -1,0 +1,122 @@
+"""`install`: what torch calls FSDP2 is shardwise, in modules that are imported later and in those that are.
+
+    torch.distributed.fsdp.fully_shard      our `fully_shard`, with the defaults of `install`
+    ...FSDPModule, MixedPrecisionPolicy     our classes of the same names
+    anywhere else                           the same, where a module holds one of torch's objects
+
+Torch's own implementation keeps its names. Policies, placements and mesh infos that were made of its classes
+are translated field by field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+import shardwise
+from shardwise import fsdp, mesh
+from shardwise.adapters.pipelining import StateOfStage
+from shardwise.errors import ShardwiseError, here
+from shardwise.fsdp.fully_shard import Options
+from shardwise.fsdp.module_state import state_of
+
+_LOG = logging.getLogger("shardwise")
+_PUBLIC = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+_IMPLEMENTATION = ("torch.distributed.fsdp._", "torch.distributed._composable.replicate", "shardwise.")
+_PRIVATE_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
+
+_replaced: list[tuple[ModuleType, str, Any, Any]] = []  # module, name, torch's object, ours
+
+
+def install(**defaults: Any) -> None:
+    """Let code that asks torch for FSDP2 get shardwise. Local; call it on every rank, before the model is sharded.
+
+    A second call replaces the defaults of the first.
+
+    Args:
+        defaults: keywords of `shardwise.fully_shard` for calls that do not pass them, such as
+            `layout="contiguous"` or `strategy="zero2"`.
+
+    Raises:
+        ShardwiseError: a keyword that `fully_shard` does not have.
+    """
+    if unknown := sorted(set(defaults) - set(Options.__annotations__)):
+        raise ShardwiseError(
+            f"{here()}: install got {unknown}, which fully_shard does not take; it takes"
+            f" {sorted(Options.__annotations__)}"
+        )
+    uninstall()
+    twins = _twins()
+    ours = {name: getattr(fsdp, name, None) or getattr(mesh, name) for name in twins}
+    ours["fully_shard"] = _fully_shard(defaults, {twins[name]: ours[name] for name in twins})
+    by_id = {id(theirs): (name, theirs) for name, theirs in twins.items()}
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.startswith(_IMPLEMENTATION):
+            continue
+        for name, value in list(vars(module).items()):
+            if (found := by_id.get(id(value))) is not None and found[1] is value:
+                setattr(module, name, ours[found[0]])
+                _replaced.append((module, name, value, ours[found[0]]))
+    places = sorted({module.__name__ for module, *_ in _replaced})
+    _LOG.info("%s: FSDP2 is shardwise now, with %s, in %s", here(), defaults or "its defaults", places)
+
+
+def uninstall() -> None:
+    """Give every module that `install` changed its names back. Modules that are sharded stay so."""
+    for module, name, theirs, ours in _replaced:
+        if getattr(module, name, None) is ours:
+            setattr(module, name, theirs)
+    _replaced.clear()
+
+
+def _twins() -> dict[str, Any]:
+    """Torch's public objects that have one of ours, by name."""
+    public = [importlib.import_module(name) for name in _PUBLIC]
+    names = ("fully_shard", "DataParallelMeshDims", *fsdp.__all__)
+    return {name: getattr(public[0], name) for name in names if hasattr(public[0], name)}
+
+
+def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[..., Any]:
+    """Our `fully_shard` for callers that know torch's."""
+    inputs = importlib.import_module(_PRIVATE_INPUTS)
+    for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
+        if hasattr(inputs, name):
+            classes[getattr(inputs, name)] = getattr(shardwise, name)
+
+    @functools.wraps(shardwise.fully_shard)
+    def fully_shard(module: nn.Module | list[nn.Module], **given: Any) -> Any:
+        known: dict[int, tuple[Any, Any]] = {}  # parameters that share a mesh info go on sharing it
+
+        def translated(value: Any) -> Any:
+            if (wanted := classes.get(type(value))) is None or not dataclasses.is_dataclass(value):
+                return value
+            if id(value) not in known:
+                fields = [field.name for field in dataclasses.fields(value) if field.init]
+                ours = wanted(**{name: translated(getattr(value, name)) for name in fields})
+                known[id(value)] = (value, ours)
+            return known[id(value)][1]
+
+        options = defaults | {name: translated(value) for name, value in given.items()}
+        if (place := options.get("shard_placement_fn")) is not None:
+            options["shard_placement_fn"] = lambda param: translated(place(param))
+        return shardwise.fully_shard(module, **options)
+
+    fully_shard.state = state  # type: ignore[attr-defined]
+    return fully_shard
+
+
+def state(module: nn.Module) -> StateOfStage | None:
+    """`fully_shard.state`: None for a module that was not sharded."""
+    return None if state_of(module) is None else StateOfStage(module)
