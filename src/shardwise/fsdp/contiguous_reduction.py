@@ -101,15 +101,13 @@ class ContiguousReducer(GradReducer):
     def collect(self) -> list[_Collected]:
         if not self.group.buffers:
             return []  # never gathered
-        if self._apart:
-            self._join()
         if self._buffers is not self.group.buffers:
             self._buffers = self.group.buffers
             self._members = [self._members_of(index) for index in range(len(self._buffers))]
         collected = []
         for index, members in enumerate(self._members):
             complete = False
-            if not members.plain or self.group.settings.reduce_unused:
+            if self.keeps_apart or not members.plain or self.group.settings.reduce_unused:
                 grads = [self.collect_from(param) for param in members.params]
                 found = sum([grad is not None for grad in grads])
             else:
@@ -122,6 +120,7 @@ class ContiguousReducer(GradReducer):
                     complete = not missing
             if found:
                 collected.append(_Collected(index, members, grads, complete))
+        self.keeps_apart = False
         return collected
 
     def reduce(self, collected: list[_Collected], *, streams: CommStreams | None) -> list[ReduceResult]:

@@ -219,6 +219,8 @@ class ShardedParam(ABC):
         wanted = self.sum_dtype
         if wanted == leaf.dtype or not leaf.is_floating_point():
             return
+        if not _compat.SUMS_AS_KEPT and not self.chosen_grad_dtype:
+            return  # autograd rounds every gradient to the leaf's dtype
         widens = wanted is not None and wanted.itemsize > leaf.dtype.itemsize and self.tp_spec is None
         as_they_come = widens and (not self.accumulates or leaf.grad is not None)
         leaf.grad_dtype = None if as_they_come or not _compat.SUMS_AS_KEPT else wanted

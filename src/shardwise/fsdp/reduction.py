@@ -52,7 +52,7 @@ class GradReducer(ABC):
     _plans: dict[Kind, Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
     _synced: bool = True  # do leaves expect to be reduced?
-    _apart: bool = False  # are there accumulated gradients beside the leaves'?
+    keeps_apart: bool = False  # are there accumulated gradients beside the leaves'?
 
     def forget_plans(self) -> None:
         """The group's settings or streams changed."""
@@ -104,24 +104,18 @@ class GradReducer(ABC):
         else:
             param.accumulated += leaf.grad
         leaf.grad = None
-        self._apart = True
-
-    def _join(self) -> None:
-        """What is kept apart is the leaves' again, to be collected."""
-        for param in self.group.params:
-            leaf = param.unsharded
-            if leaf is None or param.accumulated is None:
-                continue
-            if leaf.grad is not None:
-                self._store_apart(param, leaf)
-            leaf.grad, param.accumulated = param.accumulated, None
-        self._apart = False
+        self.keeps_apart = True
 
     def collect_from(self, param: ShardedParam) -> Tensor | None:
         """The gradient of one parameter, which is left without."""
         unsharded = param.unsharded
         if unsharded is None:
             return None
+        if param.accumulated is not None:
+            if unsharded.grad is not None:
+                self._store_apart(param, unsharded)
+            found, param.accumulated = param.accumulated, None
+            return found if param.tp_spec is None else param.plain_grad(found)
         if (found := unsharded.grad) is not None:
             unsharded.grad = None
             return found if param.tp_spec is None else param.plain_grad(found)
@@ -248,8 +242,6 @@ class InterleavedReducer(GradReducer):
         self._one_kind = kinds.pop() if len(kinds) == 1 else None
 
     def collect(self) -> Collected:
-        if self._apart:
-            self._join()
         collected: Collected = []
         for param in self.group.params:
             if (grad := self.collect_from(param)) is not None:
