@@ -33,10 +33,13 @@ ORDER = [
     "graph",
     "tensor_parallel",
     "checkpoint",
+    "adapters",
     "planner",
     "verify",
     "doctor",
     "cli",
+    "__main__",
+    "run",
 ]
 FORBIDDEN = [
     "torch.distributed.fsdp",
@@ -190,7 +193,7 @@ def layout_knows_no_communication(file: Source) -> list[str]:
 
 
 def nothing_imports_the_command_line(file: Source) -> list[str]:
-    if package(file.module) == "cli":
+    if package(file.module) in ("cli", "__main__", "run"):
         return []
     return [f"{file.module}:{line}: imports {name}" for line, name in imports(file) if package(name) == "cli"]
 

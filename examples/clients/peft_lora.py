@@ -38,7 +38,8 @@ def main() -> None:
         torch.manual_seed(0)
         merged = get_peft_model(tiny_llama(), lora)
         merged.load_state_dict(whole)
-        assert adapter and set(adapter) <= {name.replace(".default", "") for name in whole}
+        assert adapter
+        assert set(adapter) <= {name.replace(".default", "") for name in whole}
         logits = merged.merge_and_unload()(**batch).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     report(losses)

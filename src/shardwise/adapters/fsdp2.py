@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import nn
 
-import shardwise
 from shardwise import fsdp, mesh
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.errors import ShardwiseError, here
@@ -41,9 +40,9 @@ _replaced: list[tuple[ModuleType, str, Any, Any]] = []  # module, name, torch's 
 
 
 def install(**defaults: Any) -> None:
-    """Let code that asks torch for FSDP2 get shardwise. Local; call it on every rank, before the model is sharded.
+    """Let code that asks torch for FSDP2 get shardwise.
 
-    A second call replaces the defaults of the first.
+    Local: call it on every rank, before the model is sharded. A second call replaces the first's defaults.
 
     Args:
         defaults: keywords of `shardwise.fully_shard` for calls that do not pass them, such as
@@ -93,9 +92,9 @@ def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[
     inputs = importlib.import_module(_PRIVATE_INPUTS)
     for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
         if hasattr(inputs, name):
-            classes[getattr(inputs, name)] = getattr(shardwise, name)
+            classes[getattr(inputs, name)] = getattr(fsdp, name, None) or getattr(mesh, name)
 
-    @functools.wraps(shardwise.fully_shard)
+    @functools.wraps(fsdp.fully_shard)
     def fully_shard(module: nn.Module | list[nn.Module], **given: Any) -> Any:
         known: dict[int, tuple[Any, Any]] = {}  # parameters that share a mesh info go on sharing it
 
@@ -111,9 +110,10 @@ def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[
         options = defaults | {name: translated(value) for name, value in given.items()}
         if (place := options.get("shard_placement_fn")) is not None:
             options["shard_placement_fn"] = lambda param: translated(place(param))
-        return shardwise.fully_shard(module, **options)
+        return fsdp.fully_shard(module, **options)
 
     fully_shard.state = state  # type: ignore[attr-defined]
+    fully_shard.defaults = defaults  # type: ignore[attr-defined]
     return fully_shard
 
 

@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from shardwise import _compat
 from shardwise._compat import Store
 from shardwise.comm.differences import differences
+from shardwise.comm.stacks import calls_of
 from shardwise.errors import RankMismatchError, here
 
 _PASSES_KEPT = 64  # how far back a waiting rank may ask where its peers left this one
@@ -272,7 +272,7 @@ class Order:
     def _left_backward(self) -> str | None:
         """Has backward been left before its end? Nothing is called then, so the thread's stack must tell."""
         thread = self.backward_thread
-        if thread is None or _inside(thread, _compat.BACKWARD_FRAMES) or self.backward_thread is None:
+        if thread is None or _may_be_inside(thread, _compat.BACKWARD_FRAMES) or self.backward_thread is None:
             return None
         return f"left its backward before the end, after it had begun to {self.doing()}"
 
@@ -281,16 +281,15 @@ def first_line(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def _inside(thread: int, functions: frozenset[str]) -> bool:
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_name not in functions:
-        frame = frame.f_back
-    return frame is not None
+def _may_be_inside(thread: int, functions: frozenset[str]) -> bool:
+    calls, complete = calls_of(thread)
+    return not complete or any(call.function.rpartition(".")[2] in functions for call in calls)
 
 
 def _frame() -> str:
     """The line of the user's that the main thread is at."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
-        frame = frame.f_back
-    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+    calls, _ = calls_of(threading.main_thread().ident or 0)
+    users = [call for call in calls if not call.file.startswith(_LIBRARIES)]
+    for call in (*users, *reversed(calls)):
+        return f"{call.file}:{call.line}, in {call.function}"
+    return "?"

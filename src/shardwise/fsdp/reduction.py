@@ -111,12 +111,12 @@ class GradReducer(ABC):
         unsharded = param.unsharded
         if unsharded is None:
             return None
+        found = unsharded.grad
         if param.accumulated is not None:
-            if unsharded.grad is not None:
+            if found is not None:
                 self._store_apart(param, unsharded)
             found, param.accumulated = param.accumulated, None
-            return found if param.tp_spec is None else param.plain_grad(found)
-        if (found := unsharded.grad) is not None:
+        if found is not None:
             unsharded.grad = None
             return found if param.tp_spec is None else param.plain_grad(found)
         if self.group.settings.reduce_unused and unsharded.requires_grad:

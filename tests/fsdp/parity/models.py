@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,13 +69,39 @@ class FeedForward(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class WideGradient(torch.autograd.Function):
+    """Scales, and hands the scales a gradient of more digits than they have, as some kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return grads[0] * scale, (grads[0].float() * x.float()).sum(0)
+
+
+class WidelyScaled(FeedForward):
+    """Ends in scales that get a wide gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = WideGradient.apply(super().forward(x), self.scale)
+        return scaled
+
+
 class Residual(nn.Module):
     """Feed-forward blocks between two projections; every dimension divides by 4."""
 
-    def __init__(self, width: int = 8, depth: int = 2) -> None:
+    def __init__(self, width: int = 8, depth: int = 2, block: type[nn.Module] = FeedForward) -> None:
         super().__init__()
         self.inward = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(FeedForward(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
         self.outward = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -224,6 +251,7 @@ def freeze(*names: str) -> Callable[[nn.Module], None]:
 
 UNEVEN = Task(seeded(UnevenMLP), pairs(7, 1), squared_error)
 RESIDUAL = Task(seeded(Residual), pairs(8, 4), squared_error)
+WIDE = Task(seeded(lambda: Residual(block=WidelyScaled)), pairs(8, 4), squared_error)
 DEEP = Task(seeded(lambda: Residual(depth=4)), pairs(8, 4), squared_error)
 LANGUAGE = Task(seeded(GPT), text, next_token)
 BUFFERED = Task(seeded(Buffered), pairs(8, 4), squared_error)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.parity.harness import BF16, FP16, Case, by_block, train, two_axes
-from fsdp.parity.models import LANGUAGE, RESIDUAL, UNEVEN, Batch, freeze, squared_error
+from fsdp.parity.models import LANGUAGE, RESIDUAL, UNEVEN, WIDE, Batch, freeze, squared_error
 from ranks import RankPool
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -84,6 +84,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
         bf16_case(by_block(lambda api: policy(bf16, fp32)(api) | {"reshard_after_forward": 2}), UNEVEN),
     ),
     "bf16 accumulated in fp32": ((2,), bf16_case(by_block(policy(bf16, fp32)), step=accumulate)),
+    "bf16 with gradients of more digits": ((2,), bf16_case(by_block(policy(bf16, fp32)), WIDE)),
     "bf16 with frozen parameters": (
         (2,),
         bf16_case(by_block(policy(bf16, fp32)), LANGUAGE.but(freeze("blocks.0", "bias"))),

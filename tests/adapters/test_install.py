@@ -1,0 +1,156 @@
+"""Code that asks torch for FSDP2, with shardwise in its place."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from ranks import on_ranks
+
+TORCHS = torch.distributed.fsdp.fully_shard
+
+
+@contextmanager
+def installed(**defaults: Any) -> Iterator[None]:
+    shardwise.install(**defaults)
+    try:
+        yield
+    finally:
+        shardwise.uninstall()
+
+
+def test_names_are_replaced_where_modules_have_them_and_given_back() -> None:
+    client = ModuleType("client")
+    client.shard, client.Module = TORCHS, torch.distributed.fsdp.FSDPModule  # type: ignore[attr-defined]
+    sys.modules["client"] = client
+    try:
+        with installed():
+            import torch.distributed._composable.fsdp as composable
+            from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+            assert FSDPModule is shardwise.FSDPModule is composable.FSDPModule
+            assert MixedPrecisionPolicy is shardwise.MixedPrecisionPolicy
+            assert client.shard is torch.distributed.fsdp.fully_shard is composable.fully_shard
+            assert sys.modules["torch.distributed._composable.fsdp.fully_shard"].fully_shard is client.shard
+            assert client.Module is shardwise.FSDPModule
+        assert client.shard is TORCHS is torch.distributed.fsdp.fully_shard
+        assert client.Module is torch.distributed.fsdp.FSDPModule is not shardwise.FSDPModule
+    finally:
+        del sys.modules["client"]
+
+
+def test_a_default_that_fully_shard_does_not_take_is_refused() -> None:
+    with pytest.raises(shardwise.ShardwiseError, match=r"\['layuot'\].*it takes"):
+        shardwise.install(layuot="contiguous")
+    assert torch.distributed.fsdp.fully_shard is TORCHS
+
+
+@on_ranks(2)
+def test_defaults_hold_where_a_call_says_nothing() -> None:
+    with installed(layout="contiguous"):
+        fully_shard: Any = torch.distributed.fsdp.fully_shard
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], layout="interleaved")
+        fully_shard(model)
+        assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+        assert fully_shard.state(model) is not None
+        assert fully_shard.state(nn.Linear(2, 2)) is None
+    assert not isinstance(model[0].weight, shardwise.ShardedParameter)
+    assert isinstance(model[1].weight, shardwise.ShardedParameter)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(4)
+def test_objects_made_of_torchs_classes_are_understood() -> None:
+    """Policies made before, and what code for experts returns from `shard_placement_fn`."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    infos = {"expert": FSDPMeshInfo(mesh["inner"], 0), "rest": FSDPMeshInfo(mesh["outer"], 0)}
+    policies = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": CPUOffloadPolicy(False)}
+    model = nn.Sequential(OrderedDict(expert=nn.Linear(4, 4), rest=nn.Linear(4, 4)))
+    where = {param: infos[name.split(".")[0]] for name, param in model.named_parameters()}
+    with installed():
+        torch.distributed.fsdp.fully_shard(
+            model,
+            mesh=mesh["outer"],
+            shard_placement_fn=lambda param: ShardPlacementResult(Shard(0), where[param]),
+            **policies,
+        )
+    assert model.expert.weight.device_mesh == mesh["inner"]
+    assert model.rest.weight.device_mesh == mesh["outer"]
+    assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@on_ranks(4)
+def test_pipeline_stages_reduce_what_their_micro_batches_accumulated(layout: str) -> None:
+    theirs = pipelined()
+    with installed(layout=layout):
+        ours = pipelined()
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def pipelined() -> list[torch.Tensor]:
+    """The parameters of this rank's stages after two steps of a schedule over two stages each."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
+    stage, data = mesh["stages"].get_local_rank(), mesh["data"].get_local_rank()
+    torch.manual_seed(0)
+    whole = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
+    mine = [whole[stage], whole[stage + 2]]
+    for module in mine:
+        fully_shard(module[0], mesh=mesh["data"], reshard_after_forward=False)
+        fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
+    group = mesh["stages"].get_group()
+    stages = [
+        PipelineStage(module, index, 4, torch.device("cpu"), group=group)
+        for module, index in zip(mine, (stage, stage + 2), strict=True)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=nn.functional.mse_loss)
+    params = [param for module in mine for param in module.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(2):
+        batch = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(10 * step + data))
+        inputs = (batch[0],) if stage == 0 else ()
+        schedule.step(*inputs, **({"target": batch[1]} if stage == 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() for param in params]  # type: ignore[attr-defined]
+
+
+def test_a_script_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from shardwise.cli import app
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom torch.distributed.fsdp import fully_shard\n"
+        "print(__name__, sys.argv[1:], fully_shard.__module__, fully_shard.defaults)\n"
+    )
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        result = CliRunner().invoke(app, ["run", "--layout", "contiguous", str(script), "--lr", "3", "-x"])
+    finally:
+        shardwise.uninstall()
+    assert result.exit_code == 0, result.output
+    assert "__main__ ['--lr', '3', '-x'] shardwise." in result.output
+    assert "{'layout': 'contiguous'}" in result.output
