@@ -3,6 +3,7 @@
 #                  LAYOUT=contiguous STRATEGY=zero2 FLAT=1
 # make verify      RANKS=4
 # make recommender RANKS=4
+# make clients     ARGS="fabric trainer"
 # make test        WORKERS=2 TORCH=2.15.0
 # make fuzz        CASES=500 SEED=0 PART=fsdp|sharded_tensor|compiled|all MODE=numbers|disagree
 
@@ -39,7 +40,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender test fuzz lint bench verify clean
+.PHONY: help train recommender clients test fuzz lint bench verify clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -68,6 +69,13 @@ train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to r
 
 recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/recommender.py $(ARGS)
+
+$(VENV)/.installed-clients: $(VENV)/.installed
+	$(PIP) -c examples/clients/constraints.txt -e '.[clients]'
+	touch $@
+
+clients: $(VENV)/.installed-clients ## accelerate, Trainer, Fabric, PEFT, torch.optim: losses on FSDP2 and on shardwise, side by side
+	$(BIN)/python examples/clients/compare.py $(ARGS)
 
 test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10

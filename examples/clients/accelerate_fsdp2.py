@@ -6,9 +6,7 @@ import tempfile
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import broadcast_object_list
-from common import batches, report, tiny_llama
-
-STEPS = 6
+from common import batches, check_resuming, tiny_llama
 
 
 def main(precision: str) -> None:
@@ -40,12 +38,7 @@ def main(precision: str) -> None:
         return losses
 
     folder = broadcast_object_list([tempfile.mkdtemp()])[0]
-    losses = train(0, STEPS)
-    accelerator.save_state(folder)
-    again = train(STEPS, 2 * STEPS)
-    accelerator.load_state(folder)
-    assert train(STEPS, 2 * STEPS) == again, "training did not go on from the saved state"
-    report(losses + again)
+    check_resuming(train, lambda: accelerator.save_state(folder), lambda: accelerator.load_state(folder))
 
 
 if __name__ == "__main__":

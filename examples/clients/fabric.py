@@ -5,13 +5,11 @@ import tempfile
 
 import lightning_fabric as fabric_package
 import torch
-from common import batches, report, tiny_llama
+from common import batches, check_resuming, tiny_llama
 from lightning_fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-
-STEPS = 6
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -43,12 +41,8 @@ def main() -> None:
         return losses
 
     folder = f"{tempfile.gettempdir()}/fabric_{os.environ['MASTER_PORT']}"
-    losses = train(0, STEPS)
-    fabric.save(folder, {"model": model, "optimizer": optimizer})
-    again = train(STEPS, 2 * STEPS)
-    fabric.load(folder, {"model": model, "optimizer": optimizer})
-    assert train(STEPS, 2 * STEPS) == again, "training did not go on from the saved state"
-    report(losses + again)
+    state = {"model": model, "optimizer": optimizer}
+    check_resuming(train, lambda: fabric.save(folder, state), lambda: fabric.load(folder, state))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from common import batches, report
+from common import batches, check_resuming
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -19,8 +19,6 @@ from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry, parallelize_llama
-
-STEPS = 4
 
 
 def main() -> None:
@@ -64,13 +62,10 @@ def main() -> None:
         return losses
 
     folder = f"{tempfile.gettempdir()}/torchtitan_{os.environ['MASTER_PORT']}"
-    losses = train(0, STEPS)
     state = {"model": ModelWrapper(model), "optimizer": optimizers}
-    dcp.save(state, checkpoint_id=folder)
-    again = train(STEPS, 2 * STEPS)
-    dcp.load(state, checkpoint_id=folder)
-    assert train(STEPS, 2 * STEPS) == again, "training did not go on from the saved state"
-    report(losses + again)
+    check_resuming(
+        train, lambda: dcp.save(state, checkpoint_id=folder), lambda: dcp.load(state, checkpoint_id=folder)
+    )
     dist.destroy_process_group()
 
 
