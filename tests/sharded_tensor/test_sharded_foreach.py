@@ -93,7 +93,6 @@ OPERANDS: dict[str, list[Callable[[list[list[Tensor]]], tuple[Any, ...]]]] = {
     "zero_": [lambda x: (x[0],)],
     "copy_": [lambda x: (x[0], x[1])],
     "clone": [lambda x: (x[0],)],
-    "max": [lambda x: (x[0],)],
 }  # fmt: skip
 
 
@@ -120,11 +119,10 @@ def test_functions_of_lists_do_to_every_tensor_what_they_do_to_the_whole() -> No
     same(CALLS["add"](mine[0], mine[0], alpha=3), [4 * t for t in whole[0]])
     same(CALLS["mul"](mine[0], [t[0] for t in whole[0]]), [t * t[0] for t in whole[0]])
     otherwise = [cut(t, s) for t, s in zip(whole[0], reversed(specs()), strict=True)]
-    CALLS["copy_"](otherwise, mine[0])
-    for found, expected in zip(otherwise, whole[0], strict=True):
-        close(found, expected)
     for name, wrong in (
         ("add", (mine[0], otherwise)),
+        ("copy_", (mine[0], otherwise)),
+        ("max", (mine[0],)),
         ("add_", ([whole[0][0]], [mine[0][0]])),
         ("mul_", (whole[0], mine[0][0].sum(1))),
     ):

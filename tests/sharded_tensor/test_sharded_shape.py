@@ -75,10 +75,6 @@ CASES: list[Callable[[Any], Any]] = [
     lambda x: x[:, :1].expand(-1, 4, -1),
     lambda x: torch.broadcast_to(x[2:3], (3, 5, 2, 6)),
     lambda x: x[:, :, :1].expand_as(torch.empty(5, 2, 3)),
-    lambda x: x.repeat(2, 1, 3),
-    lambda x: x.repeat(2, 1, 1, 1),
-    lambda x: x.repeat(1, 0, 1),
-    lambda x: torch.tile(x, (2,)),
     lambda x: torch.cat([x, x]),
     lambda x: torch.cat([x, x[:, :1]], dim=1),
     lambda x: torch.cat((x, x[1:3], x), -3),
@@ -212,8 +208,7 @@ def test_in_place_operations_on_a_part_write_the_whole() -> None:
         check(sharded, expected)
         joined = torch.cat([sharded, sharded])
         joined.zero_()
-        sharded.repeat(1, 1).zero_()
-        check(sharded, expected)  # these are copies
+        check(sharded, expected)  # which is a copy
         with pytest.raises(ShardingError, match=r"assign within torch.no_grad"):
             sharded.requires_grad_()[0] = 1.0
 

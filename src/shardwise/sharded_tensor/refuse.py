@@ -31,7 +31,8 @@ _RESIZE = "Its size and cut are fixed; make a new tensor with shardwise.sharded_
 _HINTS = {
     hint: names.split()
     for hint, names in {
-        _ALONG: "flip fliplr flipud roll rot90 cummax cummin sort argsort tril triu",
+        _ALONG: "flip fliplr flipud roll rot90 cummax cummin cumprod cumsum logcumsumexp sort argsort tril"
+        " triu",
         _ELEMENTS: "gather index_select take take_along_dim masked_select nonzero index_copy index_add"
         " index_fill scatter scatter_add index_put index_put_ scatter_ scatter_add_ __getitem__ __setitem__",
         _MEMORY: "data_ptr untyped_storage storage stride storage_offset share_memory_ is_shared",
@@ -55,14 +56,7 @@ def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def refuse_case(name: str, *sharded: Any, why: str, instead: str) -> NoReturn:
-    """Raise ShardingError for one case of an operation, which is supported in others.
-
-    Args:
-        name: of the operation.
-        sharded: its sharded operands.
-        why: what about this case is not possible.
-        instead: the nearest way.
-    """
+    """Raise ShardingError for one case of the operation `name`, which is supported in others."""
     raise ShardingError(
         f"{here()}: {name} is not possible on this ShardedTensor ({_specs(sharded)}): {why}; {instead}"
     )

@@ -75,9 +75,9 @@ class ChunkShardingSpec(ShardingSpec):
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
         dim = _dim_of(self.dim, tensor_sizes, spec="ChunkShardingSpec")
-        chunks = [1] * len(tensor_sizes)
-        chunks[dim] = len(self.placements)
-        return _grid(tensor_sizes, chunks, self.placements, tensor_properties)
+        cuts = [[length] for length in tensor_sizes]
+        cuts[dim] = _chunks(tensor_sizes[dim], len(self.placements))
+        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
 
 
 @dataclass
@@ -104,7 +104,8 @@ class GridShardingSpec(ShardingSpec):
                 f"GridShardingSpec of {self.grid} chunks cuts tensors of {len(self.grid)} dims, found shape"
                 f" {tuple(tensor_sizes)}"
             )
-        return _grid(tensor_sizes, self.grid, self.placements, tensor_properties)
+        cuts = [_chunks(*dim) for dim in zip(tensor_sizes, self.grid, strict=True)]
+        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
 
 
 @dataclass
@@ -134,13 +135,9 @@ class RaggedShardingSpec(ShardingSpec):
                 f"RaggedShardingSpec has sizes {self.sizes}, together {sum(self.sizes)}, but dim {dim} of"
                 f" shape {tuple(tensor_sizes)} has {tensor_sizes[dim]}"
             )
-        starts = itertools.accumulate(self.sizes, initial=0)
-        shards = []
-        for start, size, placement in zip(starts, self.sizes, self.placements, strict=False):
-            offsets, sizes = [0] * len(tensor_sizes), list(tensor_sizes)
-            offsets[dim], sizes[dim] = start, size
-            shards.append(ShardMetadata(offsets, sizes, placement))
-        return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
+        cuts = [[length] for length in tensor_sizes]
+        cuts[dim] = self.sizes
+        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
 
 
 @dataclass
@@ -202,17 +199,23 @@ def _gives(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> bool:
     return built.shards_metadata == metadata.shards_metadata
 
 
+def _chunks(size: int, count: int) -> list[int]:
+    """The lengths of `count` chunks of `ceil(size / count)` elements, the last short or empty."""
+    chunk = -(-size // count)
+    return [min(chunk, max(size - i * chunk, 0)) for i in range(count)]
+
+
 def _grid(
-    size: torch.Size, chunks: Sequence[int], placements: Sequence[RemoteDevice], properties: TensorProperties
+    size: torch.Size,
+    cuts: Sequence[Sequence[int]],
+    placements: Sequence[RemoteDevice],
+    properties: TensorProperties,
 ) -> ShardedTensorMetadata:
-    cuts = []
-    for whole, count in zip(size, chunks, strict=True):
-        chunk = -(-whole // count)
-        starts = [min(i * chunk, whole) for i in range(count + 1)]
-        cuts.append([(start, end - start) for start, end in itertools.pairwise(starts)])
+    """The product of the lengths that `cuts` has of every dim, in row-major order."""
+    ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in cuts]
     shards = [
-        ShardMetadata([start for start, _ in cut], [length for _, length in cut], placement)
-        for cut, placement in zip(itertools.product(*cuts), placements, strict=True)
+        ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)
+        for ranged, placement in zip(itertools.product(*ranges), placements, strict=True)
     ]
     return ShardedTensorMetadata(shards, torch.Size(size), properties)
 

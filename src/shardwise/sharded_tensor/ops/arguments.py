@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -50,6 +52,16 @@ def called_as(*funcs: Any) -> Callable[[_F], _F]:
         return do
 
     return register
+
+
+def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Python function by its own names for them, with its defaults."""
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+_signature = functools.lru_cache(inspect.signature)
 
 
 def given(names: list[str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -24,8 +24,9 @@ from shardwise.comm.agree import together
 from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.autograd import all_reduced, replicated
 from shardwise.sharded_tensor.group import is_outside
-from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.ops.table import Lookup
+from shardwise.sharded_tensor.spec import RaggedShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they ask for
@@ -79,21 +80,12 @@ def of_all(
 
 def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
     """Every rank's rows, after each other; differentiable."""
-    rest = list(mine.shape[1:])
-    shards = [
-        ShardMetadata([end - length, *(0 for _ in rest)], [length, *rest], f"rank:{rank}/{mine.device.type}")
-        for rank, length, end in zip(
-            dist.get_process_group_ranks(group), lengths, itertools.accumulate(lengths), strict=True
-        )
-    ]
-    metadata = ShardedTensorMetadata(
-        shards,
-        torch.Size([sum(lengths), *rest]),
-        TensorProperties(mine.dtype, requires_grad=mine.requires_grad),
-    )
-    return ShardedTensor.wrap(
-        [Shard(mine, shards[group.rank()])], metadata, process_group=group, anchor=mine.reshape(-1)[:0]
-    )
+    ranks = dist.get_process_group_ranks(group)
+    spec = RaggedShardingSpec(0, lengths, [f"rank:{rank}/{mine.device.type}" for rank in ranks])
+    properties = TensorProperties(mine.dtype, requires_grad=mine.requires_grad)
+    metadata = spec.build_metadata(torch.Size([sum(lengths), *mine.shape[1:]]), properties)
+    shard = Shard(mine, metadata.shards_metadata[group.rank()])
+    return ShardedTensor.wrap([shard], metadata, process_group=group, anchor=mine.reshape(-1)[:0])
 
 
 def _raise(error: Exception | None) -> None:

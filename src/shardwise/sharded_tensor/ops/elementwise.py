@@ -6,6 +6,9 @@ largest sharded operand. What is cut otherwise is refused, never moved.
 
 In place, values go into the local tensors of the sharded left operand, which is returned; and so into an
 `out=` of the result's shape. What is plain cannot be written from what is sharded.
+
+`equal` and `allclose` compare shards that lie alike where they are; of tensors of one shape cut otherwise,
+the second moves to where the first lies, each element at most once.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+from shardwise.sharded_tensor.move import move_to
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Handler, handles
@@ -169,20 +175,36 @@ def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return elementwise(func, args, kwargs)
 
 
-@handles(torch.prelu, Tensor.prelu, F.prelu)
-def _prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Its weight is one number, or one for each of dim 1."""
-    given = [*args, *kwargs.values()]
-    if len(given) != 2 or isinstance(given[1], ShardedTensor):
-        refuse(func, args, kwargs)
-    inputs, weight = given
-    ndim, channels = len(inputs.shape), inputs.shape[1] if len(inputs.shape) > 1 else 1
-    if weight.numel() not in (1, channels):
-        raise RuntimeError(
-            f"prelu of {channels} channels needs 1 or {channels} weights, found {weight.numel()}"
-        )
-    if weight.numel() > 1:
-        weight = weight.reshape(-1, *(1,) * (ndim - 2))
-    else:
-        weight = weight.reshape(())
-    return elementwise(lambda x, w: torch.where(x > 0, x, w * x), (inputs, weight), {})
+# ---------------------------------------------------------------- one answer for all ranks of the group
+
+
+@handles(torch.equal, Tensor.equal)
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Collective over the group, unless shapes differ."""
+    one, other = [*args, *kwargs.values()]
+    if one.shape != other.shape:
+        return False
+    return _everywhere(torch.equal, one, other, {})
+
+
+@handles(torch.allclose, Tensor.allclose)
+def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Collective over the group. Raises torch's own error for differing dtypes."""
+    names = ("input", "other", "rtol", "atol", "equal_nan")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    one, other = (given.pop(name) for name in names[:2])
+    return _everywhere(torch.allclose, one, other, given)
+
+
+@torch.no_grad()
+def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> bool:
+    """Does `func` hold of all parts of the two, on all ranks?"""
+    if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and one.shape == other.shape:
+        cut = one.metadata()
+        if not other.metadata().cut_as(cut):
+            other = move_to(other, lambda: cut, spec=one._spec, what="the comparison")
+    leader, metadata = broadcast([one, other])
+    mine, others = (parts(value, leader=leader, metadata=metadata) for value in (one, other))
+    holds = all(func(a, b, **options) for a, b in zip(mine, others, strict=True))
+    answer = torch.tensor(holds, device=leader.anchor.device)
+    return bool(all_reduced(answer, leader.process_group, dist.ReduceOp.MIN))

@@ -12,6 +12,8 @@
 Ranks compare plain ids in a small all-reduce before (`ops.asked`), for which table they may be.
 A table of which one rank holds all counts among the other boxes. Gradients go back the same way;
 `sparse=True` gives local shards sparse ones. Ids sharded along dim 0 have (bags, ids in each) for bags.
+
+The greatest of a bag (`mode="max"`) needs all rows in every shard, `max_norm` all columns.
 """
 
 from __future__ import annotations
@@ -26,109 +28,35 @@ from torch import Tensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor.autograd import replicated
-from shardwise.sharded_tensor.ops.arguments import called_as, probe
+from shardwise.sharded_tensor.autograd import linked, replicated
+from shardwise.sharded_tensor.ops.arguments import by_name, probe
 from shardwise.sharded_tensor.ops.asked import compared, of_all
 from shardwise.sharded_tensor.ops.operands import check_group, like
-from shardwise.sharded_tensor.ops.table import (
-    Lookup,
-    by_frequency,
-    like_ids,
-    renormalize,
-    stand_in,
-    to_all,
-    to_holders,
-)
+from shardwise.sharded_tensor.ops.reduce import is_cut
+from shardwise.sharded_tensor.ops.table import Lookup, like_ids, stand_in, to_all, to_holders
+from shardwise.sharded_tensor.refuse import refuse_case
+from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # ------------------------------------------------------------ the two functions
 
 
-@called_as(F.embedding)
-def _embed(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    def ask() -> Lookup:
-        # On the meta device torch checks the arguments, in its own words, and allocates nothing.
-        F.embedding(probe(input), probe(weight), padding_idx)
-        _check(input, weight, "embedding")
-        ids = _whole_ids(input, weight)
-        bag = torch.arange(ids.numel(), device=ids.device)
-        return Lookup(ids.reshape(-1), bag, len(bag), "row", padding, tuple(ids.shape), sparse=sparse)
-
-    padding = _padding(padding_idx, weight)
-    options = {"padding_idx": padding, "sparse": sparse}
-    return _looked_up(F.embedding, ask, input, weight, options, (max_norm, norm_type), scale_grad_by_freq)
-
-
-@called_as(F.embedding_bag)
-def _embed_bags(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    given: Any = {
-        "offsets": offsets,
-        "mode": mode,
-        "sparse": sparse,
-        "per_sample_weights": per_sample_weights,
-        "include_last_offset": include_last_offset,
-        "padding_idx": padding_idx,
-    }
-
-    def ask() -> Lookup:
-        shown: Any = {
-            key: probe(value) if isinstance(value, Tensor) else value for key, value in given.items()
-        }
-        bags = F.embedding_bag(
-            probe(input), probe(weight), scale_grad_by_freq=scale_grad_by_freq, **shown
-        ).shape[0]
-        _check(input, weight, "embedding_bag", offsets)
-        ids = _whole_ids(input, weight)
-        bag = _bag_of_each(ids, offsets, bags, include_last_offset)
-        weights = per_sample_weights
-        if weights is not None:
-            weights = None if isinstance(weights, ShardedTensor) else weights.reshape(-1)[: len(bag)]
-        flat = ids.reshape(-1)[: len(bag)]
-        padding = _padding(padding_idx, weight)
-        return Lookup(flat, bag, bags, mode, padding, tuple(ids.shape), weights=weights, sparse=sparse)
-
-    options = {**given, "padding_idx": _padding(padding_idx, weight)}
-    return _looked_up(F.embedding_bag, ask, input, weight, options, (max_norm, norm_type), scale_grad_by_freq)
-
-
-def _looked_up(
-    func: Any,
-    ask: Callable[[], Lookup],
-    input: Tensor,
-    weight: Tensor,
-    options: dict[str, Any],
-    norm: tuple[float | None, float],
-    by_freq: bool,
-) -> Tensor:
-    """`func(input, weight, **options)` of what `ask` checks and says. Collective."""
-    look, own, holders = _asked(ask, input, weight)
+@handles(F.embedding, F.embedding_bag)
+def _look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    options = by_name(func, args, kwargs)
+    names = ("input", "weight", "max_norm", "norm_type", "scale_grad_by_freq")
+    input, weight, max_norm, norm_type, by_freq = (options.pop(name) for name in names)
+    if isinstance(weight, ShardedTensor):
+        _check_cut(func, weight, max_norm, options.get("mode"))
+    look, own, holders = _asked(lambda: _lookup(func, input, weight, options), input, weight)
+    options["padding_idx"] = look.padding
     if by_freq and options["sparse"]:
         raise ShardingError(
             f"{here()}: scale_grad_by_freq needs dense gradients, found sparse=True; pass sparse=False"
         )
-    if norm[0] is not None:
-        renormalize(weight, look.ids, max_norm=norm[0], norm_type=norm[1])
-    weight = by_frequency(weight, look.ids) if by_freq else weight
+    if max_norm is not None:
+        _renormalize(weight, look.ids, max_norm, norm_type)
+    weight = _by_frequency(weight, look.ids) if by_freq else weight
     if not isinstance(weight, ShardedTensor):
         return _in_plain_table(func, cast(ShardedTensor, input), weight, options)
     weights = options.get("per_sample_weights")
@@ -141,23 +69,45 @@ def _looked_up(
         weights = replicated(_whole(weights), weight.process_group)
         options = {**options, "per_sample_weights": weights}
         look = replace(look, weights=weights.reshape(-1)[: len(look.bag)])
-    if holders is None:
-        lead = _lead(look)
-        if _by_columns(weight):
-            extra = [] if weights is None else [weights]
-            return _on_columns(weight, lead, lambda table: func(input, table, **options), extra)
-        return to_all(weight, look).reshape(*lead, weight.shape[1])
-    made = to_holders(weight, look, holders)
-    return made if own is None else made.tensors[0].reshape(*_lead(own), weight.shape[1])
+    if holders is not None:
+        made = to_holders(weight, look, holders)
+        return made if own is None else made.tensors[0].reshape(*_lead(own), weight.shape[1])
+    if _by_columns(weight):
+        return _on_columns(weight, _lead(look), lambda table: func(input, table, **options), weights)
+    return to_all(weight, look).reshape(*_lead(look), weight.shape[1])
+
+
+def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> Lookup:
+    """What this rank's arguments ask for."""
+    offsets, weights = options.get("offsets"), options.get("per_sample_weights")
+    # On the meta device torch checks the arguments, in its own words, and allocates nothing.
+    shown = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+    made = func(probe(ids), probe(weight), **shown)
+    _check(ids, weight, func.__name__, offsets)
+    ids = _whole_ids(ids, weight)
+    if func is F.embedding:
+        mode, bags = "row", ids.numel()
+        bag = torch.arange(bags, device=ids.device)
+    else:
+        mode, bags = options["mode"], made.shape[0]
+        bag = _bag_of_each(ids, offsets, bags, options["include_last_offset"])
+    padding = options["padding_idx"]
+    plain = isinstance(weights, Tensor) and not isinstance(weights, ShardedTensor)
+    return Lookup(
+        ids=ids.reshape(-1)[: len(bag)],
+        bag=bag,
+        bags=bags,
+        mode=mode,
+        padding=None if padding is None else padding % max(1, weight.shape[0]),
+        shape=tuple(ids.shape),
+        weights=cast(Tensor, weights).reshape(-1)[: len(bag)] if plain else None,
+        sparse=options["sparse"],
+    )
 
 
 def _lead(look: Lookup) -> tuple[int, ...]:
     """The result's dims before the columns."""
     return look.shape if look.mode == "row" else (look.bags,)
-
-
-def _padding(padding_idx: int | None, weight: Tensor) -> int | None:
-    return None if padding_idx is None else padding_idx % max(1, weight.shape[0])
 
 
 def _asked(
@@ -192,7 +142,24 @@ def _whole_ids(ids: Tensor, weight: Tensor) -> Tensor:
     return ids
 
 
-def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None = None) -> None:
+def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: str | None) -> None:
+    if mode == "max" and is_cut(weight, (0,)):
+        refuse_case(
+            func.__name__,
+            weight,
+            why="the greatest of a bag needs all rows of the table in every shard",
+            instead="cut it by columns, with reshard(), or pass mode='sum' or 'mean'",
+        )
+    if max_norm is not None and is_cut(weight, (1,)):
+        refuse_case(
+            func.__name__,
+            weight,
+            why="max_norm needs whole rows of the table in every shard",
+            instead="cut it by rows, with reshard()",
+        )
+
+
+def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> None:
     """Can these be looked up? By metadata alone, so that all ranks find the same."""
     if isinstance(offsets, ShardedTensor) or (offsets is not None and isinstance(ids, ShardedTensor)):
         raise ShardingError(
@@ -206,9 +173,7 @@ def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None = None
                 " full_tensor()"
             )
         return
-    rest = tuple(ids.shape[1:])
-    cuts = [shard.box for shard in ids.metadata().shards_metadata]
-    if not ids.ndim or any(box.sizes[1:] != rest and not box.is_empty for box in cuts):
+    if not ids.ndim or is_cut(ids, range(1, ids.ndim)):
         raise ShardingError(
             f"{here()}: {name} takes ids sharded along dim 0, found shape {tuple(ids.shape)} by"
             f" {ids.sharding_spec()!r}; call .reshard(ChunkShardingSpec(0, ...)) on them, or pass their"
@@ -233,26 +198,56 @@ def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_of
     return numbers.repeat_interleave(sizes.to(numbers.device))
 
 
-# ------------------------------------------------------------ a table cut along columns
+# ------------------------------------------------------------ what becomes of the table
+
+
+def _by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
+    """`weight` itself, but each row's gradient is divided by how often `ids` name it. Local."""
+    counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
+
+    def divided(table: Tensor, counts: Tensor) -> Tensor:
+        return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (grad / counts,), table))
+
+    if not isinstance(weight, ShardedTensor):
+        return divided(weight, counts)
+    shards = zip(weight.tensors, weight.boxes, strict=True)
+    tensors = [divided(table, counts[box.offsets[0] : box.ends[0]]) for table, box in shards]
+    return weight.with_tensors(tensors, anchor=weight.anchor)
+
+
+@torch.no_grad()
+def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    """Scale, in place, the rows that `ids` name down to a norm of at most `max_norm`. Local."""
+    if not isinstance(weight, ShardedTensor):
+        torch.embedding_renorm_(weight.detach(), ids, max_norm, norm_type)
+        return
+    rows = ids.unique()
+    for table, box in zip(weight.tensors, weight.boxes, strict=True):
+        found = rows[(rows >= box.offsets[0]) & (rows < box.ends[0])]
+        if found.numel() and not box.is_empty:
+            torch.embedding_renorm_(table.detach(), found - box.offsets[0], max_norm, norm_type)
+
+
+# ------------------------------------------------------------ whole rows, whole tables
 
 
 def _by_columns(weight: ShardedTensor) -> bool:
     """Has every shard all rows, and no shard all columns?"""
-    filled = [s.box for s in weight.metadata().shards_metadata if not s.box.is_empty]
-    return len(filled) > 1 and all(box.sizes[0] == weight.shape[0] for box in filled)
+    filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
+    return filled > 1 and not is_cut(weight, (0,))
 
 
 def _on_columns(
-    weight: ShardedTensor, lead: Sequence[int], lookup: Any, extra: Sequence[Tensor] = ()
+    weight: ShardedTensor, lead: Sequence[int], lookup: Any, weights: Tensor | None
 ) -> ShardedTensor:
-    """Each shard's columns of the result, of shape `lead` and those. `extra` takes part in gradients."""
+    """Each shard's columns of the result, of shape `lead` and those."""
 
     def of_result(box: Box) -> Box:
         columns = 0 if box.is_empty else box.sizes[1]
         return Box((*(0 for _ in lead), box.offsets[1]), (*lead, columns))
 
     metadata = weight.metadata().map((*lead, weight.shape[1]), of_result)
-    anchor = stand_in(weight, extra)
+    anchor = stand_in(weight, [weights])
     tensors = [
         anchor.new_zeros((*lead, 0)) + table.sum() + anchor.sum() if box.is_empty else lookup(table)
         for table, box in zip(weight.tensors, weight.boxes, strict=True)
@@ -268,11 +263,8 @@ def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dic
             " which is dense; pass sparse=False, or shard the table"
         )
     table = replicated(table, ids.process_group)
-    pieces: list[Any] = [None] * len(ids.tensors)
-    nothing = [table]
-    if options.get("per_sample_weights") is not None:
-        pieces = like(ids, options["per_sample_weights"])
-        nothing += pieces
+    weights = options.get("per_sample_weights")
+    pieces = [None] * len(ids.tensors) if weights is None else like(ids, weights)
     results = []
     for mine, piece in zip(ids.tensors, pieces, strict=False):
         if mine.shape[1:] != ids.shape[1:]:  # rows of no ids are no rows
@@ -280,6 +272,7 @@ def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dic
             piece = None if piece is None else piece.reshape(-1)[:0].reshape(mine.shape)
         given = options if piece is None else {**options, "per_sample_weights": piece}
         results.append(lookup(mine, table, **given))
-    anchor = torch.cat([tensor.reshape(-1)[:0].to(table.dtype) for tensor in nothing])
+    depends = [table, *(piece for piece in pieces if piece is not None)]
+    anchor = torch.cat([tensor.reshape(-1)[:0].to(table.dtype) for tensor in depends])
     rest = ids.shape[1:] if lookup is F.embedding else ()
     return like_ids(ids, results, anchor, rest=(*rest, table.shape[1]))

@@ -14,8 +14,9 @@ Norms of all the tensors of one process group take one all-reduce together.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,50 +35,31 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _FUNCTIONS = _compat.foreach_functions
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
-
-
 _Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # whose cut a result has, None if it is plain
 
 
-# Element by element
-
-
-def _elementwise(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
-    """`func` of every element of the tensors at each place of the lists. Local."""
+def _elementwise(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """`func` of every element of the tensors at each place of the lists; its first list, in place. Local."""
+    in_place = func.__name__.endswith("_")
+    if in_place and not args:
+        args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
     args, kwargs, places = _listed(args, kwargs)
     leaders = [_leader(items) for items in places]
-    flat_args, flat_kwargs = _flat(args, kwargs, leaders)
-    results = func(*flat_args, **flat_kwargs)
-    made: list[Tensor] = []
-    first = 0
-    for leader, count in zip(leaders, _counts(leaders), strict=True):
-        own = results[first : first + count]
-        first += count
-        made.append(own[0] if leader is None else result_of(own, *leader))
-    return tuple(made)
-
-
-def _in_place(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """`func`, which writes every element of the tensors in its first list: that list. Local."""
-    if not args:
-        args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
-    targets = args[0]
-    args, kwargs, places = _listed(args, kwargs)
-    leaders: list[_Leader] = []
-    for target, items in zip(targets, places, strict=True):
-        leader = _leader(items)
+    for place, (target, leader) in enumerate(zip(args[0], leaders, strict=True) if in_place else ()):
         if leader is not None:
             _check_target(func, target, leader[1].size)
-            leader = target, target.metadata()
-        leaders.append(leader)
+            leaders[place] = target, target.metadata()
     flat_args, flat_kwargs = _flat(args, kwargs, leaders)
-    func(*flat_args, **flat_kwargs)
-    first = 0
-    for target, count in zip(targets, _counts(leaders), strict=True):
-        if isinstance(target, ShardedTensor):
-            written(target, flat_args[0][first])
-        first += count
-    return targets
+    results = func(*flat_args, **flat_kwargs)
+    flat = iter(flat_args[0] if in_place else results)
+    made: list[Tensor] = []
+    for place, (leader, count) in enumerate(zip(leaders, _counts(leaders), strict=True)):
+        own = list(itertools.islice(flat, count))
+        if leader is None:
+            made.append(own[0])
+        else:
+            made.append(written(args[0][place], own[0]) if in_place else result_of(own, *leader))
+    return args[0] if in_place else tuple(made)
 
 
 def _is_tensors(value: Any) -> bool:
@@ -158,38 +140,6 @@ def _whole_lists_only(handler: Handler) -> Handler:
     return checked
 
 
-# One by one
-
-
-def _copy_(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """Values of tensors cut alike, or plain, together; those of others one after another (collective)."""
-    names = ("self", "src", "non_blocking")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    targets, sources, together = given["self"], given["src"], []
-    for place, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        if not isinstance(source, ShardedTensor) or (
-            isinstance(target, ShardedTensor) and source.metadata().cut_as(target.metadata())
-        ):
-            together.append(place)
-        else:
-            target.copy_(source)
-    if together:
-        lists = [[values[place] for place in together] for values in (targets, sources)]
-        _in_place(func, (*lists, bool(given.get("non_blocking"))), {})
-    return targets
-
-
-def _each(single: Callable[..., Tensor]) -> Handler:
-    """Of functions that are `single` of the tensors at each place."""
-
-    def handler(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
-        _, options, places = _listed(args, kwargs)
-        options = {name: value for name, value in options.items() if not _is_tensors(value)}
-        return tuple(single(*items, **options) for items in places)
-
-    return handler
-
-
 # Norms
 
 
@@ -200,11 +150,11 @@ def _norm(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
     found: dict[int, Tensor] = {}
     batches: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):
+        group = None
         if isinstance(tensor, ShardedTensor):
             check_norm(tensor, p, range(tensor.ndim))
-            batches.setdefault(tensor.process_group, []).append(place)
-        else:
-            batches.setdefault(None, []).append(place)
+            group = tensor.process_group
+        batches.setdefault(group, []).append(place)
     for group, places in batches.items():
         batch = [tensors[place] for place in places]
         if group is None:
@@ -212,60 +162,32 @@ def _norm(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
         elif any(needs_grad(tensor) for tensor in batch):
             values = [norm_of(tensor, p, dtype=dtype) for tensor in batch]
         else:
-            together = _norms(batch, p, dtype=dtype).unbind()
+            together = _norms(batch, p, dtype).unbind()
             values = [v.to((dtype or t.dtype).to_real()) for v, t in zip(together, batch, strict=True)]
         found.update(zip(places, values, strict=True))
     return tuple(found[place] for place in range(len(tensors)))
 
 
 @torch.no_grad()
-def _norms(batch: Sequence[ShardedTensor], p: float, *, dtype: torch.dtype | None) -> Tensor:
+def _norms(batch: Sequence[ShardedTensor], p: float, dtype: torch.dtype | None) -> Tensor:
     """The p-norm of each tensor of one group, in fp64 [tensors]. Collective: one all-reduce."""
     group, device = batch[0].process_group, batch[0].anchor.device
+    shards = [(place, t) for place, sharded in enumerate(batch) for t in sharded.tensors if t.numel()]
+    found = torch.full([len(batch)], -p if math.isinf(p) else 0.0, dtype=torch.float64, device=device)
+    for kind in dict.fromkeys(t.dtype for _, t in shards):
+        places = torch.tensor([place for place, t in shards if t.dtype == kind], device=device)
+        tensors = [t for _, t in shards if t.dtype == kind]
+        lengths = torch.stack(_FUNCTIONS["norm"](tensors, p, dtype=wide_of(dtype or kind))).double()
+        if math.isinf(p):
+            found.scatter_reduce_(0, places, lengths, "amax" if p > 0 else "amin")
+        else:
+            found.index_add_(0, places, lengths if p == 0 else lengths.pow(p))
     if math.isinf(p):
-        found = torch.full([len(batch)], -p, dtype=torch.float64, device=device)
-        for places, lengths in _shard_norms(batch, p, dtype=dtype):
-            better = torch.maximum if p > 0 else torch.minimum
-            found[places] = better(found[places], lengths)
         return all_extreme(found, group, largest=p > 0)
-    total = torch.zeros(len(batch), dtype=torch.float64, device=device)
-    for places, lengths in _shard_norms(batch, p, dtype=dtype):
-        total[places] += lengths if p == 0 else lengths.pow(p)
-    total = all_reduced(total, group)
+    total = all_reduced(found, group)
     return total if p == 0 else total.pow(1 / p)
 
 
-def _shard_norms(
-    batch: Sequence[ShardedTensor], p: float, *, dtype: torch.dtype | None
-) -> list[tuple[list[int], Tensor]]:
-    """The norms of all local shards with elements, in fp64, and whose they are: each tensor once a part."""
-    known: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for place, sharded in enumerate(batch):
-        for number, tensor in enumerate(sharded.tensors):
-            if tensor.numel():
-                known.setdefault((number, tensor.dtype), []).append((place, tensor))
-    return [
-        (
-            [place for place, _ in held],
-            torch.stack(_FUNCTIONS["norm"]([t for _, t in held], p, dtype=wide_of(dtype or kind))).double(),
-        )
-        for (_, kind), held in known.items()
-    ]
-
-
-def _register() -> None:
-    special: dict[str, Handler] = {
-        "norm": _norm,
-        "copy_": _copy_,
-        "clone": _each(torch.clone),
-        "max": _each(torch.max),
-        "mm": _each(torch.mm),
-    }
-    for name, func in _FUNCTIONS.items():
-        if name == "powsum":
-            continue
-        handler = special.get(name, _in_place if name.endswith("_") else _elementwise)
-        handles(func)(_whole_lists_only(handler))
-
-
-_register()
+for _name, _func in _FUNCTIONS.items():
+    if _name not in ("max", "mm", "powsum"):
+        handles(_func)(_whole_lists_only(_norm if _name == "norm" else _elementwise))

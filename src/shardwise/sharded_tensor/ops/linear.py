@@ -1,4 +1,4 @@
-"""Products with a sharded factor: `linear`, so `nn.Linear`, and `matmul`, `mm`, `bmm`, `mv`, `addmm`.
+"""Products with a sharded factor: `linear`, so `nn.Linear`, and `matmul`, `mm`, `bmm`, `mv`.
 
 The boxes of one sharded factor say which products a rank makes: each of its boxes times what it meets of the
 other factor, which must be there too. A plain one is there on every rank.
@@ -19,7 +19,6 @@ A right factor of which one rank holds all gives a plain result. A bias or adden
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,14 +30,11 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
 from shardwise.sharded_tensor.ops.arguments import called_as
-from shardwise.sharded_tensor.ops.operands import anchor_of, check_group
+from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, total_of
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
-
-
-# ------------------------------------------------------------ the functions
 
 
 @called_as(F.linear)
@@ -71,54 +67,10 @@ def _rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     return _product(args[1], args[0], name="matmul")
 
 
-@handles(torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm, torch.addmv, _T.addmv)
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    scales = {name: kwargs[name] for name in ("beta", "alpha") if name in kwargs}
-    addend, one, two = [*args, *(value for name, value in kwargs.items() if name not in scales)]
-    func(*(_meta(tensor) for tensor in (addend, one, two)))
-    made = _product(one, two, name=func.__name__)
-    beta, alpha = scales.get("beta", 1), scales.get("alpha", 1)
-    made = made if alpha == 1 else alpha * made
-    return made if beta == 0 else made + (addend if beta == 1 else beta * addend)
-
-
 # ------------------------------------------------------------ one product
-
-
-@dataclass(frozen=True)
-class _Factor:
-    """One side of a product of matrices [*batch, rows, columns].
-
-    Attributes:
-        tensor: plain ones are `replicated`.
-        summed: its dim that is summed over, from the last: -1 of the left factor, -2 of the right.
-    """
-
-    tensor: Tensor
-    summed: int
-
-    @property
-    def size(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
-    def free(self) -> int:
-        """Its dim, from the last, that the result has too."""
-        return -3 - self.summed
-
-    @property
-    def local(self) -> list[tuple[Box, Tensor]]:
-        """What this rank has of it."""
-        if isinstance(self.tensor, ShardedTensor):
-            return list(zip(self.tensor.boxes, self.tensor.tensors, strict=True))
-        return [(Box.whole(self.size), self.tensor)]
-
-    @property
-    def nothing(self) -> Tensor:
-        """Empty, and depending on all that this rank has of it."""
-        if isinstance(self.tensor, ShardedTensor):
-            return anchor_of(self.tensor)
-        return nothing_of(self.tensor)
+#
+# Of matrices [*batch, rows, columns]. `summed_dim` is the dim, from the last, of the leading factor that is
+# summed over: -1 of a left one, -2 of a right one. Of the other factor it is -3 - summed_dim.
 
 
 def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) -> Tensor:
@@ -128,50 +80,56 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     if left.ndim == 1:
         return _product(left.unsqueeze(0), right, name=name, vector=True).squeeze(-2)
     shape = torch.matmul(_meta(left), _meta(right)).shape
-    origin = left if isinstance(left, ShardedTensor) else right
-    if not isinstance(origin, ShardedTensor):
+    if not isinstance(left, ShardedTensor) and not isinstance(right, ShardedTensor):
         return torch.matmul(left, right)
-    group = origin.process_group
-    one, two = (
-        _Factor(t if isinstance(t, ShardedTensor) else replicated(t, group), dim)
-        for t, dim in ((left, -1), (right, -2))
-    )
-    leader, other = _leader(one, two, name)
-    held = cast(ShardedTensor, leader.tensor)
-    anchor = torch.mm(one.nothing.reshape(0, 1), two.nothing.reshape(1, 0)).reshape(-1)
+    leader, other, summed_dim = _leader(left, right, name)
+    if isinstance(other, ShardedTensor):
+        theirs, nothing = list(zip(other.boxes, other.tensors, strict=True)), anchor_of(other)
+    else:
+        whole = replicated(other, leader.process_group)
+        theirs, nothing = [(Box.whole(whole.shape), whole)], nothing_of(whole)
+    anchor = torch.mm(anchor_of(leader).reshape(0, 1), nothing.reshape(1, 0)).reshape(-1)
+
+    def result_of(box: Box) -> Box:
+        return _result_box(box, leader.shape, shape, summed_dim)
+
     made = []
-    for box, tensor in leader.local:
+    for box, tensor in zip(leader.boxes, leader.tensors, strict=True):
         if box.is_empty:
-            made.append(anchor.new_zeros(_result_box(box, leader, other, shape).sizes) + anchor.sum())
+            made.append(anchor.new_zeros(result_of(box).sizes) + anchor.sum())
             continue
-        factor = _supply(other, _needed(box, leader, other))
-        made.append(torch.matmul(tensor, factor) if leader is one else torch.matmul(factor, tensor))
-    if _stays_sharded(held, leader, by_left=leader is one and not vector):
-        metadata = held.metadata().map(shape, lambda box: _result_box(box, leader, other, shape))
-        return held.with_tensors(made, metadata=metadata, anchor=anchor)
-    whole = anchor.new_zeros(shape) + anchor.sum() if anchor.requires_grad or not made else None
-    for (box, _), product in zip(leader.local, made, strict=True):
-        placed = _padded(product, _result_box(box, leader, other, shape), shape)
-        whole = placed if whole is None else whole + placed
-    return summed(cast(Tensor, whole), group)
+        needed = _needed(box, leader.shape, other.shape, summed_dim)
+        factor = next(part(held, their, needed) for held, their in theirs if _contains(held, needed))
+        made.append(torch.matmul(tensor, factor) if summed_dim == -1 else torch.matmul(factor, tensor))
+    length, filled = leader.shape[summed_dim], [box for _, box in _shards(leader) if not box.is_empty]
+    complete = length > 0 and all(box.sizes[summed_dim] == length for box in filled)
+    if complete and ((summed_dim == -1 and not vector) or len(filled) > 1):
+        return leader.with_tensors(made, metadata=leader.metadata().map(shape, result_of), anchor=anchor)
+    products = list(zip(map(result_of, leader.boxes), made, strict=True))
+    return summed(total_of(products, shape, anchor), leader.process_group)
 
 
-def _leader(one: _Factor, two: _Factor, name: str) -> tuple[_Factor, _Factor]:
-    """Whose boxes say which products are made, and the other; the same on every rank."""
-    left, right = one.tensor, two.tensor
-    if not isinstance(left, ShardedTensor) or not isinstance(right, ShardedTensor):
-        return (one, two) if isinstance(left, ShardedTensor) else (two, one)
+def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:
+    """The factor whose boxes say which products are made, the other, and the former's dim that is summed
+    over; the same on every rank."""
+    if not isinstance(left, ShardedTensor):
+        return cast(ShardedTensor, right), left, -2
+    if not isinstance(right, ShardedTensor):
+        return left, right, -1
     check_group(left, right)
-    for leader, other in ((one, two), (two, one)):
+    for leader, other, dim in ((left, right, -1), (right, left, -2)):
         held: dict[int, list[Box]] = {}
-        for shard in cast(ShardedTensor, other.tensor).metadata().shards_metadata:
-            held.setdefault(shard.rank, []).append(shard.box)
+        for rank, box in _shards(other):
+            held.setdefault(rank, []).append(box)
         if all(
-            box.is_empty or any(_contains(mine, _needed(box, leader, other)) for mine in held.get(rank, []))
-            for rank, box in _shards(cast(ShardedTensor, leader.tensor))
+            box.is_empty
+            or any(
+                _contains(mine, _needed(box, leader.shape, other.shape, dim)) for mine in held.get(rank, [])
+            )
+            for rank, box in _shards(leader)
         ):
-            return leader, other
-    if all(box.is_empty or box.sizes[-2] == two.size[-2] for _, box in _shards(right)):
+            return leader, other, dim
+    if all(box.is_empty or box.sizes[-2] == right.shape[-2] for _, box in _shards(right)):
         remedy = "pass full_tensor() of the first"
     else:
         placements = getattr(right.sharding_spec(), "placements", "the second's placements")
@@ -188,55 +146,35 @@ def _shards(sharded: ShardedTensor) -> list[tuple[int, Box]]:
     return [(shard.rank, shard.box) for shard in sharded.metadata().shards_metadata]
 
 
-def _stays_sharded(sharded: ShardedTensor, leader: _Factor, *, by_left: bool) -> bool:
-    """Is every product complete, and the result cut as the leader?"""
-    filled = [box for _, box in _shards(sharded) if not box.is_empty]
-    complete = all(box.sizes[leader.summed] == leader.size[leader.summed] for box in filled)
-    return complete and leader.size[leader.summed] > 0 and (by_left or len(filled) > 1)
-
-
 # ------------------------------------------------------------ boxes
 
 
-def _needed(box: Box, leader: _Factor, other: _Factor) -> Box:
-    """What a box of `leader` meets of `other`."""
-    offsets, sizes = [0] * len(other.size), list(other.size)
-    offsets[other.summed], sizes[other.summed] = box.offsets[leader.summed], box.sizes[leader.summed]
-    for dim in range(3, min(len(box.sizes), len(sizes)) + 1):
-        if sizes[-dim] != 1 and leader.size[-dim] != 1:
+def _needed(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: int) -> Box:
+    """What a box of a factor of size `leader` meets of the other."""
+    offsets, sizes = [0] * len(other), list(other)
+    free = -3 - summed_dim
+    offsets[free], sizes[free] = box.offsets[summed_dim], box.sizes[summed_dim]
+    for dim in range(3, min(len(leader), len(other)) + 1):
+        if other[-dim] != 1 and leader[-dim] != 1:
             offsets[-dim], sizes[-dim] = box.offsets[-dim], box.sizes[-dim]
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _result_box(box: Box, leader: _Factor, other: _Factor, size: Sequence[int]) -> Box:
-    """What products with a box of `leader` are of the result."""
+def _result_box(box: Box, leader: Sequence[int], size: Sequence[int], summed_dim: int) -> Box:
+    """What products with a box of a factor of size `leader` are of the result."""
     offsets, sizes = [0] * len(size), list(size)
-    offsets[leader.free], sizes[leader.free] = box.offsets[leader.free], box.sizes[leader.free]
-    for dim in range(3, len(box.sizes) + 1):
-        if leader.size[-dim] == size[-dim]:
-            offsets[-dim], sizes[-dim] = box.offsets[-dim], box.sizes[-dim]
+    free = -3 - summed_dim
+    for dim in (free, *(-dim for dim in range(3, len(leader) + 1) if leader[-dim] == size[-dim])):
+        offsets[dim], sizes[dim] = box.offsets[dim], box.sizes[dim]
     if box.is_empty and all(sizes):
-        sizes[leader.free] = 0
+        sizes[free] = 0
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _supply(factor: _Factor, box: Box) -> Tensor:
-    """The part of `factor` in `box`, which this rank has."""
-    return next(part(mine, tensor, box) for mine, tensor in factor.local if _contains(mine, box))
 
 
 def _contains(outer: Box, inner: Box) -> bool:
     starts = zip(outer.offsets, inner.offsets, strict=True)
     ends = zip(outer.ends, inner.ends, strict=True)
     return all(a <= b for a, b in starts) and all(a >= b for a, b in ends)
-
-
-def _padded(tensor: Tensor, box: Box, size: Sequence[int]) -> Tensor:
-    """`tensor`, which lies in `box`, with zeros around it up to `size`."""
-    around: list[int] = []
-    for start, end, length in zip(reversed(box.offsets), reversed(box.ends), reversed(size), strict=True):
-        around += [start, length - end]
-    return F.pad(tensor, around) if any(around) else tensor
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ every rank has rows of its own of a batch.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import tied
-from shardwise.sharded_tensor.ops.arguments import probe
+from shardwise.sharded_tensor.ops.arguments import by_name, probe
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.operands import anchor_of, parts
 from shardwise.sharded_tensor.ops.reduce import is_cut, refuse_cut
@@ -27,19 +26,18 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The arguments by name with `reduction="none"`, and the reduction that was asked for."""
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = by_name(func, args, kwargs)
     reduction = given["reduction"]
     deprecated = any(given.get(name) is not None for name in ("size_average", "reduce"))
-    if deprecated or reduction not in ("none", "mean", "sum"):
+    known = ("none", "mean", "sum", "batchmean")[: 4 if func is F.kl_div else 3]
+    if deprecated or reduction not in known:
         refuse(func, args, kwargs)
     return {**given, "reduction": "none"}, reduction
 
 
 @handles(
-    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
-    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.poisson_nll_loss),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss),
 )
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Of every element. Collective, unless nothing is reduced."""
@@ -47,6 +45,8 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if reduction == "none":
         return cast(Tensor, elementwise(func, (), given))
     losses = func(**given)  # which may fail on one rank: it must not keep the others waiting here
+    if reduction == "batchmean":
+        return cast(Tensor, losses.sum() / (losses.shape[0] if losses.ndim else 1))
     return cast(Tensor, losses.mean() if reduction == "mean" else losses.sum())
 
 

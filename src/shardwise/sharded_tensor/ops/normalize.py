@@ -1,8 +1,8 @@
 """`softmax`, `log_softmax`, `layer_norm`, `rms_norm`, `dropout` of sharded tensors; results are cut alike.
 
 Along dims that no shard is cut in they are torch's functions of every shard, without communication. Along
-others they are made of elementwise functions and reductions: two all-reduces forward (rms_norm: one) and as
-many or fewer backward, of one element for each slice that is normalised, in at least float32.
+others they are made of elementwise functions and reductions, in at least float32: two all-reduces forward
+(rms_norm: one), of one element for each slice that is normalised.
 
 A dropped element is dropped under every sharding, given the state of torch's generator on the group's first
 rank: one broadcast, of a seed.
@@ -18,35 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.arguments import called_as, probe, rule
 from shardwise.sharded_tensor.ops.elementwise import elementwise
-from shardwise.sharded_tensor.ops.reduce import (
-    count_of,
-    extreme,
-    is_cut,
-    kept_size,
-    place_of,
-    sum_of,
-    total_of,
-)
+from shardwise.sharded_tensor.ops.reduce import dims_of, is_cut, log_of_exponentials
 from shardwise.sharded_tensor.random import bernoulli
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
 
 
-# ---------------------------------------------------------------- softmax
-
-
 @rule(F.softmax, F.log_softmax, takes="input dim _stacklevel dtype")
-def _softmax_of_module(
-    func: Any, sharded: ShardedTensor, dim: Any, stacklevel: Any, dtype: Any
-) -> ShardedTensor:
-    if dim is None:
-        raise ShardingError(f"{here()}: {func.__name__} of a ShardedTensor needs its dim; pass dim=")
-    return _softmax(func, sharded, dim, dtype)
+def _softmax_of_module(func: Any, sharded: ShardedTensor, dim: Any, level: Any, dtype: Any) -> ShardedTensor:
+    return _softmax(getattr(torch, func.__name__), sharded, dim, dtype)
 
 
 @rule(
@@ -54,36 +38,24 @@ def _softmax_of_module(
     *(torch.log_softmax, _T.log_softmax, torch.special.log_softmax),
     takes="input dim dtype",
 )
-def _softmax(func: Any, sharded: ShardedTensor, dim: int, dtype: torch.dtype | None) -> ShardedTensor:
-    log = "log" in func.__name__
-    function = torch.log_softmax if log else torch.softmax
-    least = max(1, sharded.ndim)
-    if not -least <= dim < least:
-        raise IndexError(f"Dimension out of range (expected in [{-least}, {least - 1}], but got {dim})")
-    dim %= least
+def _softmax(func: Any, sharded: ShardedTensor, dim: Any, dtype: torch.dtype | None) -> ShardedTensor:
+    if not isinstance(dim, int):
+        raise ShardingError(f"{here()}: {func.__name__} of a ShardedTensor needs its dim; pass dim=")
+    dims = dims_of(sharded, dim)
     if sharded.numel() and not (sharded.dtype.is_floating_point or dtype):  # where shards are empty too
-        function(torch.ones((1,) * sharded.ndim, dtype=sharded.dtype, device=sharded.anchor.device), dim)
-    if not sharded.ndim or not is_cut(sharded, (dim,)):
-        tensors = [function(tensor, dim, dtype) for tensor in sharded.tensors]
-        return sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor, -1, dtype))
-    into = function(sharded.anchor.detach(), -1, dtype).dtype
-    wide = sharded.to(_wide(sharded.dtype, into))
-    shifted: Any = wide - extreme(wide, (dim,), largest=True)
-    powers = shifted.exp()
-    total = sum_of(powers, (dim,), keepdim=True)
-    made = shifted - total.log() if log else powers / total
-    return cast(ShardedTensor, made.to(into))
+        func(torch.ones((1,) * sharded.ndim, dtype=sharded.dtype, device=sharded.anchor.device), dim)
+    if not is_cut(sharded, dims):
+        tensors = [func(tensor, dim, dtype) for tensor in sharded.tensors]
+        return sharded.with_tensors(tensors, anchor=None if tensors else func(sharded.anchor, 0, dtype))
+    into = func(sharded.anchor.detach(), -1, dtype).dtype
+    wide: Any = _widened(sharded, into)
+    made = wide - log_of_exponentials(wide, dims)
+    return cast(ShardedTensor, (made if "log" in func.__name__ else made.exp()).to(into))
 
 
-def _wide(*dtypes: torch.dtype) -> torch.dtype:
-    """What statistics of these are computed in."""
-    wide = torch.float32
-    for dtype in dtypes:
-        wide = torch.promote_types(wide, dtype)
-    return wide
-
-
-# ---------------------------------------------------------------- layer_norm, rms_norm
+def _widened(sharded: ShardedTensor, into: torch.dtype) -> ShardedTensor:
+    """In the dtype in which statistics of it are computed."""
+    return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), into))
 
 
 @called_as(F.layer_norm, torch.layer_norm)
@@ -124,36 +96,14 @@ def _normalized(
             return sum((t.sum().to(into) for t in affine if t is not None), start=tensor.to(into))
 
         return cast(Tensor, elementwise(local, (input, *affine), {}))
+    made: Any = _widened(input, into)
+    if func is F.layer_norm:
+        made = made - made.mean(dims, keepdim=True)
     eps = torch.finfo(input.dtype).eps if eps is None else eps
-    made: Any = _over_ranks(input.to(_wide(input.dtype, into)), dims, centred=func is F.layer_norm, eps=eps)
+    made = made * (made.square().mean(dims, keepdim=True) + eps).rsqrt()
     made = made if affine[0] is None else made * affine[0]
     made = made if affine[-1] is None or len(affine) < 2 else made + affine[-1]
     return cast(Tensor, made.to(into))
-
-
-def _over_ranks(sharded: ShardedTensor, dims: tuple[int, ...], *, centred: bool, eps: float) -> ShardedTensor:
-    """(x - mean) / sqrt(variance + eps), or without the mean. Collective."""
-    count = count_of(sharded, dims)
-    mean = (
-        sum_of(sharded, dims, keepdim=True) / count
-        if centred
-        else sharded.anchor.new_zeros((1,) * sharded.ndim)
-    )
-    fixed = mean.detach().expand(kept_size(sharded, dims))  # the gradient of the squares by the mean is zero
-    squares = total_of(
-        sharded, dims, lambda t, at: (t - fixed[at]).square().sum(dims, keepdim=True), dtype=sharded.dtype
-    )
-    scale = (squares / count + eps).rsqrt()
-    # Together, so that one all-reduce sums the gradients of both.
-    found = replicated(torch.stack([scale, mean] if centred else [scale]), sharded.process_group)
-    made = []
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        at = place_of(box, dims)
-        made.append((tensor - found[1][at] if centred else tensor) * found[0][at])
-    return sharded.with_tensors(made, anchor=torch.cat([sharded.anchor, found.reshape(-1)[:0]]))
-
-
-# ---------------------------------------------------------------- dropout
 
 
 @rule(F.dropout, takes="input p training inplace")

@@ -10,16 +10,18 @@ operand of fewer dims, or of size 1 in some, broadcasts as in torch:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, replicated
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+from shardwise.sharded_tensor.ops.boxes import expand_box
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
@@ -61,6 +63,18 @@ def anchor_of(sharded: ShardedTensor) -> Tensor:
     return empty[0] if len(empty) == 1 else torch.cat(empty)
 
 
+def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: Tensor) -> Tensor:
+    """The sum of `parts`, each in its box of `size` with zeros around it; it depends on `anchor`. Local."""
+    total = anchor.new_zeros(size) + anchor.sum() if anchor.requires_grad or not parts else None
+    for box, tensor in parts:
+        around: list[int] = []
+        for start, end, length in zip(box.offsets[::-1], box.ends[::-1], size[::-1], strict=True):
+            around += [start, length - end]
+        placed = F.pad(tensor, around) if any(around) else tensor
+        total = placed if total is None else total + placed
+    return cast(Tensor, total)
+
+
 def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMetadata]:
     """The sharded operand that gives an elementwise result its cut, and the result's metadata. Local.
 
@@ -75,8 +89,7 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     leader = sharded[0]
     for other in sharded[1:]:
-        if other.process_group is not leader.process_group:
-            check_group(leader, other)
+        check_group(leader, other)
         mine, others = leader.metadata().size, other.metadata().size
         if others != mine and (others.numel(), len(others)) > (mine.numel(), len(mine)):
             leader = other
@@ -89,19 +102,8 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
     size = torch.broadcast_shapes(*shapes)
     if size == metadata.size:
         return leader, metadata
-    new = len(size) - len(metadata.size)
-    grown = [dim < new or metadata.size[dim - new] != length for dim, length in enumerate(size)]
-
-    def stretched(box: Box) -> Box:
-        offsets, sizes = (0,) * new + box.offsets, (1,) * new + box.sizes
-        return Box(
-            tuple(0 if grow else offset for offset, grow in zip(offsets, grown, strict=True)),
-            tuple(
-                length if grow and had else had for length, had, grow in zip(size, sizes, grown, strict=True)
-            ),
-        )
-
-    return leader, metadata.map(size, stretched)
+    old = metadata.size
+    return leader, metadata.map(size, lambda box: expand_box(box, old=old, new=size))
 
 
 def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Any]:
@@ -188,6 +190,8 @@ def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:
 
 def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
     """Raise ShardingError where two tensors belong to different ranks."""
+    if one.process_group is other.process_group:
+        return
     mine, others = (dist.get_process_group_ranks(tensor.process_group) for tensor in (one, other))
     if mine != others:
         raise ShardingError(

@@ -27,7 +27,7 @@ from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.ops.arguments import probe, rule
 from shardwise.sharded_tensor.ops.boxes import Pick, pick_box
-from shardwise.sharded_tensor.ops.operands import like
+from shardwise.sharded_tensor.ops.operands import check_group, within
 from shardwise.sharded_tensor.ops.shape import Args, Kwargs, assembled, derived, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import handles
@@ -103,8 +103,9 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
             why="it is not differentiable, and the tensor or the value requires grad",
             instead="assign within torch.no_grad(), or make the result with torch.cat or torch.where",
         )
-    if isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim:
-        _fill_where(sharded, index, value)
+    one = not isinstance(value, Tensor) or value.ndim == 0
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == sharded.shape and one:
+        cast(Tensor, sharded).masked_fill_(index, value)
         return
     part = _getitem(func, sharded, index)
     if isinstance(value, Tensor):
@@ -114,21 +115,6 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
     probe(part).fill_(value)
     for tensor in part.tensors:
         tensor.fill_(value)
-
-
-def _fill_where(sharded: ShardedTensor, mask: Tensor, value: Any) -> None:
-    """Assign one number to the elements where `mask` holds. Local."""
-    one = not isinstance(value, ShardedTensor) and (value.ndim == 0 if isinstance(value, Tensor) else True)
-    if mask.shape != sharded.shape or not one:
-        refuse_case(
-            "assignment by a mask",
-            sharded,
-            why=f"it takes one number and a mask of the same shape, found {_shown(value)} and a mask of shape"
-            f" {tuple(mask.shape)}",
-            instead="use torch.where(mask, value, tensor), whose operands broadcast",
-        )
-    for tensor, piece in zip(sharded.tensors or [sharded.anchor], like(sharded, mask), strict=True):
-        tensor[piece] = value
 
 
 # ---------------------------------------------------------------- along one dim
@@ -209,15 +195,10 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
         tensors = [tensor for tensor in tensors if tensor.ndim > 1]
     dim %= result.ndim
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
-    if any(tensor.process_group is not first.process_group for tensor in sharded):
-        refuse_case(
-            name,
-            *sharded,
-            why="the tensors belong to different process groups",
-            instead="make all over one group",
-        )
     if not sharded:
         refuse_case(name, first, why="of the sharded tensors none has elements", instead="leave them out")
+    for other in sharded[1:]:
+        check_group(sharded[0], other)
     beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
     if all(_whole_alike(tensor, sharded[0], dim) for tensor in sharded):
         return _joined_shards(tensors, sharded, dim=dim, result=result, beside=beside)
@@ -283,9 +264,7 @@ def _joined_shards(
     def piece(part: Any, number: int, box: Box) -> Tensor:
         if isinstance(part, ShardedTensor):
             return part.tensors[number]
-        for d in range(part.ndim):
-            part = part if d == dim else part.narrow(d, box.offsets[d], box.sizes[d])
-        return cast(Tensor, part)
+        return within(part, box, size=result.shape)
 
     mine = [shard.box for shard in shards if shard.rank == dist.get_rank()]
     local = [torch.cat([piece(part, number, box) for part in parts], dim) for number, box in enumerate(mine)]
@@ -294,23 +273,3 @@ def _joined_shards(
             part.reshape(-1)[:0].to(result.dtype) for part in parts if not isinstance(part, ShardedTensor)
         ]
     return assembled(first, shards, local, size=result.shape, beside=[] if local else beside)
-
-
-# ---------------------------------------------------------------- several times
-
-
-@handles(_T.repeat, torch.tile, _T.tile)
-def _repeat(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    sharded, rest, kwargs = taken(args, kwargs)
-    size = func(probe(sharded), *rest, **kwargs).shape
-    values = rest or tuple(kwargs.values())
-    times = [*(values[0] if isinstance(values[0], (tuple, list)) else values)] if values else []
-    times = [1] * (len(size) - len(times)) + times
-    old = sharded.metadata().size
-    made: Any = reshaped(sharded, [1] * (len(size) - len(old)) + [*old], name=func.__name__)
-    for dim, count in enumerate(times):
-        if count == 0:
-            made = made.narrow(dim, 0, 0)
-        elif count > 1:
-            made = _joined([made] * count, dim=dim, name=func.__name__)
-    return cast(ShardedTensor, made if any(count > 1 for count in times) else made.clone())
