@@ -146,7 +146,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank() -> None:
     with pytest.raises(ShardingError, match="has a gradient"):
         shard_parameter(net, "head.weight", ROWS)
     net.head.weight.grad = None
-    with pytest.raises(RankMismatchError, match="ranks disagree about the parameter"):
+    with pytest.raises(RankMismatchError, match="ranks disagree about the sharding plan"):
         shard_parameter(net, "head.weight" if rank else "head.bias", ROWS)
     with pytest.raises(RankMismatchError, match=r"impossible: Net has no parameter 'head\.none'"):
         shard_parameter(net, "head.weight" if rank else "head.none", ROWS)

@@ -123,9 +123,7 @@ def moved(
     """This rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
 
     Args:
-        tensors: this rank's source boxes. All ranks' are an exact cover of one tensor.
-        messages: those this rank sends or receives.
-        target: of an exact cover too; or the whole, on every rank.
+        tensors: this rank's source boxes. All ranks' are an exact cover, as are the target boxes.
         anchor: an empty tensor that requires grad where the whole source does.
         like: memory format of what is made.
         agreement: under way, about these messages; see `exchange`.

@@ -6,7 +6,7 @@ What tools hold that read, plan or convert: it says where shards lie, and nothin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -104,16 +104,12 @@ def _based(
     shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec | None
 ) -> ShardedTensorBase:
     properties = metadata.tensor_properties
-    device = shards[0].tensor.device if shards else torch.device("cpu")
-    made = cast(
+    made: ShardedTensorBase = _compat.make_wrapper(
         ShardedTensorBase,
-        _compat.make_wrapper(
-            ShardedTensorBase,
-            metadata.size,
-            dtype=properties.dtype,
-            device=device,
-            requires_grad=properties.requires_grad,
-        ),
+        metadata.size,
+        dtype=properties.dtype,
+        device=shards[0].tensor.device if shards else torch.device("cpu"),
+        requires_grad=properties.requires_grad,
     )
     made._shards, made._metadata, made._spec = shards, metadata, spec
     return made

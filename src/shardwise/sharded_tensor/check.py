@@ -7,7 +7,7 @@ and the same verdict is found in them everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,32 +30,48 @@ _T = TypeVar("_T")
 
 
 def gather_shards(
-    shards: Sequence[Shard], global_size: Sequence[int], *, group: dist.ProcessGroup
+    shards: Callable[[], Sequence[Shard]], global_size: Sequence[int], *, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """The description of the tensor that all ranks' `shards` make together. Collective over `group`.
+    """The description of the tensor that all ranks' `shards()` make together. Collective over `group`.
 
     Raises:
         ShardingError: on every rank, naming the rank, shard and both values, where they make none.
     """
 
     def described() -> dict[str, Any]:
+        held = shards()
         try:
-            found, size = shards_of(shards), size_of(global_size)
+            found, size = shards_of(held), size_of(global_size)
         except Exception as error:  # of things that are no shards or no size
-            raise ShardingError(f"found shards {shards!r} of {global_size!r}: {error}") from error
-        return _described(found, size)
+            raise ShardingError(f"found shards {held!r} of {global_size!r}: {error}") from error
+        problems = [problem for index, shard in enumerate(found) for problem in _problems(index, shard)]
+        told = [_properties(shard.tensor) for shard in found]
+        expected = {name: value for each in reversed(told) for name, value in each.items()}
+        for index, (shard, properties) in enumerate(zip(found, told, strict=True)):
+            problems += _unlike(index, shard, properties, expected, "shard 0 has")
+        if problems:
+            raise ShardingError("\n".join(problems))
+        places = [shard.metadata for shard in found]
+        words = [(place.shard_offsets, place.shard_sizes, str(place.placement)) for place in places]
+        return {"size": list(size), "shards": words, **expected}
 
     told = together("making a sharded tensor of local shards", described, group=group, kind=ShardingError)
     ranks = dist.get_process_group_ranks(group)
     problems: list[str] = []
-    for name in ("size", "dtype", "layout", "requires_grad", "memory_format", "pin_memory", "device_type"):
+    for name in ("size", *_PROPERTIES):
         problems += _differing(name, {r: t[name] for r, t in zip(ranks, told, strict=True) if name in t})
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
+    known = {name: value for tale in reversed(told) for name, value in tale.items()}
     metadata = ShardedTensorMetadata(
         [ShardMetadata(*place) for tale in told for place in tale["shards"]],
         size_of(global_size),
-        _properties(next((tale for tale in told if "dtype" in tale), None)),
+        TensorProperties(
+            dtype=_named(known.get("dtype", str(torch.get_default_dtype()))),
+            requires_grad=known.get("requires_grad", False),
+            memory_format=_named(known.get("memory_format", "torch.contiguous_format")),
+            pin_memory=known.get("pin_memory", False),
+        ),
     )
     metadata.check(ranks)
     return metadata
@@ -67,23 +83,20 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
     placed = metadata.held_by(dist.get_rank())
     if len(placed) != len(shards):
         problems.append(f"holds {len(shards)} shards, but the metadata places {len(placed)} on it")
+    properties = metadata.tensor_properties
+    expected = {
+        "dtype": str(properties.dtype),
+        "requires_grad": properties.requires_grad,
+        "memory_format": str(properties.memory_format),
+        "pin_memory": properties.pin_memory,
+    }
     for index, (shard, place) in enumerate(zip(shards, placed, strict=False)):
         if shard.metadata != place:
             problems.append(f"shard {index} is {shard.metadata}, but the metadata says {place}")
-        if shard.tensor.layout != torch.strided:
-            continue  # which is a problem already
-        expected, found = metadata.tensor_properties, TensorProperties.create_from_tensor(shard.tensor)
-        for name in ("dtype", "requires_grad", "pin_memory"):
-            if getattr(expected, name) != getattr(found, name):
-                problems.append(
-                    f"shard {index} ({_where(shard)}) has {name} {getattr(found, name)}, but the"
-                    f" metadata says {getattr(expected, name)}"
-                )
-        if not _lies_in(expected.memory_format, shard.tensor):
-            problems.append(
-                f"shard {index} ({_where(shard)}) has memory_format {found.memory_format}, but the"
-                f" metadata says {expected.memory_format}"
-            )
+        found = _properties(shard.tensor)
+        if _lies_in(properties.memory_format, shard.tensor):
+            found.pop("memory_format", None)
+        problems += _unlike(index, shard, found, expected, "the metadata says")
     return problems
 
 
@@ -121,33 +134,37 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
     return made
 
 
-def _described(shards: Sequence[Shard], size: torch.Size) -> dict[str, Any]:
-    """This rank's shards in words. Raises ShardingError with all that is wrong with them, a line each."""
-    tale: dict[str, Any] = {"size": list(size), "shards": []}
-    problems: list[str] = []
-    for index, shard in enumerate(shards):
-        problems += _problems(index, shard)
-        tale["shards"].append(
-            (shard.metadata.shard_offsets, shard.metadata.shard_sizes, str(shard.metadata.placement))
-        )
-        tensor = shard.tensor
-        properties = {
-            "dtype": str(tensor.dtype),
-            "layout": str(tensor.layout),
-            "requires_grad": tensor.requires_grad,
-            "pin_memory": tensor.layout == torch.strided and tensor.is_pinned(),
-            "device_type": tensor.device.type,
-        }
-        if tensor.layout == torch.strided and tensor.numel() > 1:  # others lie in every format
-            properties["memory_format"] = str(memory_format_of(tensor))
-        for name, value in properties.items():
-            if tale.setdefault(name, value) != value:
-                problems.append(
-                    f"shard {index} ({_where(shard)}) has {name} {value}, but shard 0 has {tale[name]}"
-                )
-    if problems:
-        raise ShardingError("\n".join(problems))
-    return tale
+# What ranks tell each other of the tensors of their shards.
+_PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "device_type")
+
+
+def _properties(tensor: torch.Tensor) -> dict[str, Any]:
+    """Those of a tensor, in words; without those that it does not have."""
+    found: dict[str, Any] = {
+        "dtype": str(tensor.dtype),
+        "layout": str(tensor.layout),
+        "requires_grad": tensor.requires_grad,
+        "device_type": tensor.device.type,
+    }
+    if tensor.layout == torch.strided:
+        found["pin_memory"] = tensor.is_pinned()
+        if tensor.numel() > 1:  # others lie in every format
+            found["memory_format"] = str(memory_format_of(tensor))
+    return found
+
+
+def _unlike(
+    index: int, shard: Shard, found: dict[str, Any], expected: dict[str, Any], who: str
+) -> Iterator[str]:
+    """In words, which properties of a shard are not those `expected`."""
+    for name, value in found.items():
+        if expected.get(name, value) != value:
+            yield f"shard {index} ({_where(shard)}) has {name} {value}, but {who} {expected[name]}"
+
+
+def _named(name: str) -> Any:
+    """A dtype or memory format of torch by its text."""
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def _problems(index: int, shard: Shard) -> list[str]:
@@ -186,7 +203,7 @@ def _lies_in(memory_format: torch.memory_format, tensor: torch.Tensor) -> bool:
     if tensor.ndim != {torch.channels_last: 4, torch.channels_last_3d: 5}.get(memory_format, tensor.ndim):
         return False
     known = memory_format is not torch.preserve_format
-    return not known or tensor.is_contiguous(memory_format=memory_format)
+    return tensor.layout == torch.strided and (not known or tensor.is_contiguous(memory_format=memory_format))
 
 
 def _same_device(placed: torch.device, found: torch.device) -> bool:
@@ -203,15 +220,3 @@ def _differing(name: str, values: dict[int, Any]) -> list[str]:
         return []
     what = "global size" if name == "size" else f"{name} of the shards"
     return [f"the {what} is {expected} on rank {first} but {values[other]} on rank {other}"]
-
-
-def _properties(tale: dict[str, Any] | None) -> TensorProperties:
-    if tale is None:
-        return TensorProperties()
-    memory_format = tale.get("memory_format", "torch.contiguous_format")
-    return TensorProperties(
-        dtype=getattr(torch, tale["dtype"].removeprefix("torch.")),
-        requires_grad=tale["requires_grad"],
-        memory_format=getattr(torch, memory_format.removeprefix("torch.")),
-        pin_memory=tale["pin_memory"],
-    )

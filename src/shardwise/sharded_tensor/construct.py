@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.agree import together
 from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
@@ -72,11 +71,7 @@ def empty(
     Args:
         sharding_spec: where each shard lies; its ranks are global ranks, all in the group.
         size: of the whole tensor, as ints or one sequence.
-        dtype: by default torch's default dtype.
         layout: only `torch.strided`.
-        requires_grad: are the local shards leaves that collect gradients?
-        pin_memory: in page-locked memory, on the CPU.
-        memory_format: of every shard.
         process_group: the ranks that may hold shards; by default all.
         init_rrefs: make shards reachable by `remote_shards()`; needs torch RPC, and is collective.
 
@@ -158,7 +153,6 @@ def shared_seed(group: dist.ProcessGroup) -> int:
     return int(seed.item())
 
 
-@does(ShardedTensor._init_from_local_shards)
 def init_from_local_shards(
     local_shards: Sequence[Shard],
     *global_size: Any,
@@ -167,11 +161,7 @@ def init_from_local_shards(
 ) -> ShardedTensor:
     """The tensor that every rank's `local_shards` make together; it shares their memory. Collective.
 
-    Args:
-        local_shards: this rank's, in any number; all ranks' cover the whole tensor once.
-        global_size: of the whole tensor, as ints or one sequence.
-        process_group: the ranks that take part; by default all.
-        init_rrefs: as for `empty`.
+    This rank's are any number; all ranks' cover the whole tensor once. Other arguments are as for `empty`.
 
     Raises:
         ShardingError: on every rank, naming the rank, the shard and both values: shards that overlap or leave
@@ -179,11 +169,10 @@ def init_from_local_shards(
             they say, or that require grad on some ranks only.
     """
     group = group_or_default(process_group)
-    metadata = gather_shards(local_shards, global_size, group=group)
+    metadata = gather_shards(lambda: local_shards, global_size, group=group)
     return _wrapped(shards_of(local_shards), metadata, group, None, init_rrefs)
 
 
-@does(ShardedTensor._init_from_local_shards_and_global_metadata)
 def init_from_local_shards_and_global_metadata(
     local_shards: Sequence[Shard],
     sharded_tensor_metadata: ShardedTensorMetadata,
@@ -223,14 +212,8 @@ def init_from_local_shards_and_global_metadata(
 def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
     """torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
 
-    Collective over the group: ranks compare 8 bytes.
-
-    Args:
-        tensor: a `torch.distributed._shard.sharded_tensor.ShardedTensor`.
-        process_group: of the result; by default that of `tensor`.
-
-    Raises:
-        ShardingError: it is none, or its shards are not those of its metadata.
+    Collective over the group, by default that of `tensor`: ranks compare 8 bytes. Raises ShardingError where
+    it is none, or its shards are not those of its metadata.
     """
     if not is_foreign(tensor):
         raise ShardingError(f"{here()}: expected torch's ShardedTensor, found a {type(tensor).__name__}")
@@ -240,7 +223,6 @@ def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -
     return init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
 
 
-@does(ShardedTensor._init_from_local_tensor)
 def init_from_local_tensor(
     local_tensor: Tensor | None,
     sharding_spec: ShardingSpec,
@@ -253,7 +235,6 @@ def init_from_local_tensor(
     Args:
         local_tensor: of the size that the spec gives this rank; None where it gives it no shard.
         sharding_spec: with at most one shard a rank.
-        global_size: of the whole tensor, as ints or one sequence.
 
     Raises:
         ShardingError: on every rank, naming the rank and both values, where one rank's tensor does not fit.
@@ -261,6 +242,7 @@ def init_from_local_tensor(
     """
     group = group_or_default(process_group)
     given = [] if local_tensor is None else [local_tensor]
+    local: list[Shard] = []
 
     def shards() -> list[Shard]:
         properties = [TensorProperties.create_from_tensor(tensor) for tensor in given] or [TensorProperties()]
@@ -269,11 +251,10 @@ def init_from_local_tensor(
             raise ShardingError(
                 f"the spec places {len(places)} shards here, found {len(given)} local tensors"
             )
-        return [Shard(tensor, place) for tensor, place in zip(given, places, strict=True)]
+        local.extend(map(Shard, given, places))
+        return local
 
-    local: list[Shard] = []
-    together("cutting local tensors", lambda: local.extend(shards()), group=group, kind=ShardingError)
-    found = gather_shards(local, global_size, group=group)
+    found = gather_shards(shards, global_size, group=group)
     metadata = agreed(
         lambda: cut_by(sharding_spec, found.size, found.tensor_properties, group),
         text=describe,
@@ -294,10 +275,8 @@ def shard_tensor(
 
     Args:
         tensor: of the same shape, dtype and requires_grad on every rank of the group.
-        sharding_spec: where each shard goes.
         src_rank: the rank of the group whose values count, each sent to its holder alone. None where all
             ranks have equal values, and every rank cuts its own without sending any.
-        process_group: the ranks that take part; by default all.
 
     Raises:
         ShardingError: a tensor or spec that cannot be cut, equally on every rank.
@@ -350,6 +329,13 @@ def shard_tensor(
 @does(ShardingSpec.shard)
 def _shard(spec: ShardingSpec, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     return shard_tensor(tensor, spec, *args, **kwargs)
+
+
+ShardedTensor._init_from_local_shards = staticmethod(init_from_local_shards)
+ShardedTensor._init_from_local_tensor = staticmethod(init_from_local_tensor)
+ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[method-assign, assignment]
+    init_from_local_shards_and_global_metadata
+)
 
 
 def _made(

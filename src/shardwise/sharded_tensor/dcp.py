@@ -17,17 +17,14 @@ from shardwise._compat.dtensors import extend_state_dict_helpers
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import entries
 from shardwise.sharded_tensor.ops.operands import within
-from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
-@does(ShardedTensor.__create_write_items__)
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
     """What this rank writes to a checkpoint; nothing on some ranks."""
     return entries.write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
-@does(ShardedTensor.__create_chunk_list__)
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
     """What this rank writes and reads; of a tensor without elements, the holder of its first shard."""
     ranks = [shard.rank for shard in sharded.metadata().shards_metadata]
@@ -35,7 +32,6 @@ def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
     return entries.chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())
 
 
-@does(ShardedTensor.__get_tensor_shard__)
 def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
     """The local shard that begins at the offset of `index`."""
     if sharded.metadata().size.numel() == 0:
@@ -57,4 +53,7 @@ def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:
     return sharded.with_tensors(tensors, anchor=sharded.anchor.detach().to(whole))
 
 
+ShardedTensor.__create_write_items__ = _write_items
+ShardedTensor.__create_chunk_list__ = _chunks
+ShardedTensor.__get_tensor_shard__ = _shard_at
 extend_state_dict_helpers(ShardedTensor, cut=_cut_alike)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.agree import together
-from shardwise.errors import ShardingError, here
+from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.sharded_tensor.base import ShardedTensorBase, sharded_in
 from shardwise.sharded_tensor.group import OUTSIDE, is_outside
 from shardwise.sharded_tensor.metadata import Shard
@@ -37,7 +37,17 @@ ever = False  # has anything failed in this process?
 _current: Failures = {}  # of the operands of the operation under way
 
 
-def handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`handler(func, args, kwargs)`, or stand-ins for its result where it fails for this rank's values."""
+    try:
+        return _handed_on(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        return _stand_in(error, handler, func, args, kwargs)
+
+
+def _handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`handler(func, args, kwargs)`; what went wrong with its operands, went wrong with its results."""
     global _current
     operands = sharded_in([*args, *kwargs.values()])
@@ -51,15 +61,15 @@ def handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[s
         _current = before
 
 
-def stand_in(
+def _stand_in(
     error: Exception, handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A result for an operation that failed with `error` for this rank's values; else raises `error`."""
     global ever
-    group = next(sharded_in([*args, *kwargs.values()])).process_group
+    operands = list(sharded_in([*args, *kwargs.values()]))
+    group = operands[0].process_group
     if is_outside(group) or group.size() == 1:
         raise error
-    operands = list(sharded_in([*args, *kwargs.values()]))
     # A rank without elements may not fail where all others do.
     ways = [_ones, _meta] if any(_lies_apart(operand) for operand in operands) else [_ones]
     tried = (_tried(way, handler, func, args, kwargs) for way in ways)
@@ -79,11 +89,6 @@ def known(sharded: Any) -> Failures:
     return {**_current, **sharded._failures} if ever else {}
 
 
-def words(failures: Failures) -> str:
-    """They as text; empty where there are none."""
-    return "; ".join(failures)
-
-
 def above(text: str, failures: Failures) -> str:
     """`text`, below a line for each of them; on ranks that may go on, `text` alone."""
     return "\n".join([*failures, text])
@@ -92,7 +97,7 @@ def above(text: str, failures: Failures) -> str:
 def raise_here(failures: Failures) -> None:
     """Raise what went wrong on this rank, if anything did."""
     if failures:
-        raise ShardingError(words(failures)) from next(iter(failures.values()))
+        raise ShardingError("; ".join(failures)) from next(iter(failures.values()))
 
 
 def flag() -> int:

@@ -11,6 +11,7 @@ They are told by what they can do, and converted at the edge; nothing of that pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -58,17 +59,11 @@ def metadata_of(metadata: Any) -> ShardedTensorMetadata:
     """`metadata`, or ours in place of another library's."""
     if isinstance(metadata, ShardedTensorMetadata):
         return metadata
-    properties = metadata.tensor_properties
+    properties = (getattr(metadata.tensor_properties, field.name) for field in fields(TensorProperties))
     return ShardedTensorMetadata(
         [ShardMetadata.of(shard) for shard in metadata.shards_metadata],
         torch.Size(metadata.size),
-        TensorProperties(
-            dtype=properties.dtype,
-            layout=properties.layout,
-            requires_grad=properties.requires_grad,
-            memory_format=properties.memory_format,
-            pin_memory=properties.pin_memory,
-        ),
+        TensorProperties(*properties),
     )
 
 

@@ -85,23 +85,14 @@ def shard_parameter(
     Args:
         param_name: of a parameter of `module` or of its submodules, as in `named_parameters()`. One on the
             meta device becomes uninitialised shards on the placements' devices, without communication.
-        sharding_spec: where each shard goes.
         src_rank: rank within the group whose values count; None where all ranks have equal values.
-        process_group: the ranks that take part; by default all.
 
     Raises:
         ShardingError: on every rank, where there is no such parameter (near names are listed), it is
             sharded already or has a gradient, or the spec cannot cut it.
         RankMismatchError: on every rank, where ranks ask for different things.
     """
-    group = group_or_default(process_group)
-    agreed(
-        lambda: _check_parameter(module, param_name, sharding_spec, group),
-        text=lambda checked: f"shard_parameter {param_name}",
-        group=group,
-        what="the parameter to shard",
-    )
-    _shard_parameter(module, param_name, sharding_spec, src_rank=src_rank, group=group)
+    shard_module(module, ShardingPlan({param_name: sharding_spec}), src_rank, process_group)
 
 
 def shard_module(
@@ -114,12 +105,8 @@ def shard_module(
 
     Returns `module`; or what its sharder made in its place, where the plan has one for it ("").
 
-    Parameters are sharded as by `shard_parameter`, then sharders run, then `reshard_output` and then
-    `collect_local_shard` are applied, each in the order of the plan.
-
-    Args:
-        src_rank: rank within the group whose values count; None where all ranks have equal values.
-        process_group: the ranks that take part; by default all.
+    Parameters are sharded as by `shard_parameter`, which has the same arguments; then sharders run, then
+    `reshard_output` and then `collect_local_shard` are applied, each in the order of the plan.
 
     Raises:
         ShardingError: on every rank and before any change, where a name is not one of `module`'s (near
@@ -140,9 +127,8 @@ def shard_module(
     for name, sharder in plan.plan.items():
         if _is_sharder(sharder):
             made: Any = cast(Any, sharder).shard(module.get_submodule(name))
-            parent, _, own = name.rpartition(".")
             if name:
-                setattr(module.get_submodule(parent), own, made)
+                module.set_submodule(name, made)
             else:
                 module = made
     for name, spec in outputs.items():
@@ -241,25 +227,23 @@ def pre_load_state_dict_hook(
     global _loading
     if _loading[0] is not missing_keys:
         _loading = missing_keys, set()
+    assign = local_metadata.get("assign_to_params_buffers", False)
     for name, owner, attribute in list(_attributes(module, state_dict, prefix)):
         key, current = prefix + name, getattr(owner, attribute)
+        seen = key in _loading[1]
+        _loading[1].add(key)
         if key not in state_dict:  # a parent's hook may have taken it
-            if strict and key not in _loading[1]:
-                missing_keys.append(key)
-            _loading[1].add(key)
+            missing_keys += [key] if strict and not seen else []
             continue
         value = state_dict.pop(key)
-        _loading[1].add(key)
         if is_foreign(value):
             value = from_torch(value)
         if current is None:
-            assigned = local_metadata.get("assign_to_params_buffers", False)
-            setattr(owner, attribute, value if assigned else value.detach().clone())
-            continue
-        if not isinstance(value, Tensor) or value.shape != current.shape:
+            setattr(owner, attribute, value if assign else value.detach().clone())
+        elif not isinstance(value, Tensor) or value.shape != current.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             error_msgs.append(f"{key}: expected a tensor of shape {tuple(current.shape)}, found {found}")
-        elif local_metadata.get("assign_to_params_buffers", False):
+        elif assign:
             if value.requires_grad != current.requires_grad:
                 value = value.detach().requires_grad_(current.requires_grad)
             setattr(owner, attribute, value)
@@ -363,10 +347,7 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
-    """This rank's shards of a replicated tensor, in memory of their own; differentiable.
-
-    Local forward, unless ranks are to `compare` what they make.
-    """
+    """This rank's shards of a replicated tensor, in memory of their own; differentiable."""
 
     def built() -> ShardedTensorMetadata:
         return cut_by(spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
@@ -396,8 +377,7 @@ def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int,
 
 def _nothing(sharded: ShardedTensor) -> Tensor:
     """An empty tensor with as many dims, in place of the shard that this rank does not hold."""
-    size = list(sharded.metadata().size)
-    shards = sharded.metadata().shards_metadata
+    size, shards = list(sharded.metadata().size), sharded.metadata().shards_metadata
     cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
     for d in cut or range(min(1, len(size))):
         size[d] = 0
@@ -416,11 +396,7 @@ def named_params_with_sharded_tensor(
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of every parameter and sharded tensor that is a plain attribute; each once. Local.
 
-    What `shardwise.optim.ShardedOptimizer` takes.
-
-    Args:
-        prefix: of every name, with a dot between, as for `named_parameters`.
-        recurse: also those of submodules?
+    What `shardwise.optim.ShardedOptimizer` takes. `prefix` and `recurse` are as for `named_parameters`.
     """
     found: dict[str, Tensor] = dict(module.named_parameters(prefix=prefix, recurse=recurse))
     seen = {id(tensor) for tensor in found.values()}

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata
-from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -39,7 +38,6 @@ def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator
         _group.reset(token)
 
 
-@does(ShardedTensor.__reduce_ex__)
 def _reduced(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
     """What `pickle` stores of a sharded tensor."""
     group = sharded.process_group
@@ -47,6 +45,9 @@ def _reduced(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
     is_parameter = bool(getattr(sharded, "_is_param", False))
     place = (group.rank(), group.size(), dist.get_rank(), dist.get_world_size())
     return _rebuild, (shards, sharded.metadata(), sharded._spec, place, is_parameter)
+
+
+ShardedTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign]
 
 
 def _rebuild(

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.errors import ShardingError, ShardwiseError, here
+from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -47,6 +47,13 @@ class ShardedTensor(ShardedTensorBase):
     """
 
     process_group: dist.ProcessGroup
+    # Set by `dcp`: torch.distributed.checkpoint's protocol for tensors that know their parts.
+    __create_write_items__: ClassVar[Any]
+    __create_chunk_list__: ClassVar[Any]
+    __get_tensor_shard__: ClassVar[Any]
+    # Set by `construct`: the field's names for what this package has as functions.
+    _init_from_local_shards: ClassVar[Any]
+    _init_from_local_tensor: ClassVar[Any]
     _anchor: Tensor
     _remote: Any
     _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
@@ -246,13 +253,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """`function`, which treats every element alike, of every local shard. Local; differentiable."""
-        try:
-            return _mapped(function, (self,), {})
-        except ShardwiseError:
-            raise
-        except Exception as error:
-            made: ShardedTensor = failure.stand_in(error, _mapped, function, (self,), {})
-            return made
+        return cast(ShardedTensor, failure.run(_mapped, function, (self,), {}))
 
     def _places(self, metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
         if metadata.shards_metadata is self._metadata.shards_metadata:
@@ -265,14 +266,7 @@ class ShardedTensor(ShardedTensorBase):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None:
-            try:
-                if failure.ever:
-                    return failure.handed_on(handler, func, args, kwargs or {})
-                return handler(func, args, kwargs or {})
-            except ShardwiseError:
-                raise
-            except Exception as error:
-                return failure.stand_in(error, handler, func, args, kwargs or {})
+            return failure.run(handler, func, args, kwargs or {})
         if func in PLAIN:
             with _compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
@@ -312,46 +306,11 @@ class ShardedTensor(ShardedTensorBase):
                 copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
 
-    @declared
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        raise NotImplementedError
-
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
             f"{here()}: backward() begins at a plain scalar, found {self._name()}; reduce it first, with"
             " sum() or mean()"
         )
-
-    # torch.distributed.checkpoint's protocol for tensors that know their parts
-
-    @declared
-    def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        raise NotImplementedError
-
-    @declared
-    def __create_chunk_list__(self) -> list[Any]:
-        raise NotImplementedError
-
-    @declared
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        raise NotImplementedError
-
-    # The field's names for what this package has as functions
-
-    @staticmethod
-    @declared
-    def _init_from_local_shards(*args: Any, **kwargs: Any) -> ShardedTensor:
-        raise NotImplementedError
-
-    @staticmethod
-    @declared
-    def _init_from_local_tensor(*args: Any, **kwargs: Any) -> ShardedTensor:
-        raise NotImplementedError
-
-    @staticmethod
-    @declared
-    def _init_from_local_shards_and_global_metadata(*args: Any, **kwargs: Any) -> ShardedTensor:
-        raise NotImplementedError
 
 
 def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
