@@ -226,9 +226,8 @@ class ShardedTensor(ShardedTensorBase):
             anchor: what the operation makes of `self.anchor`; its dtype and requires_grad are those of the
                 result on a rank without shards. By default that of `tensors`, or of this tensor.
         """
-        spec = None
-        if metadata is None:
-            metadata, spec = self._metadata, self._spec
+        metadata = metadata or self._metadata
+        spec = self._spec if metadata.shards_metadata is self._metadata.shards_metadata else None
         if anchor is None:
             anchor = tensors[0].detach().new_empty(0) if tensors else self._anchor
         shown = tensors[0] if tensors else anchor

@@ -203,9 +203,7 @@ def _alike(
     metadata = sharded.metadata()
     if memory_format is not torch.preserve_format:
         metadata = metadata.with_properties(memory_format=memory_format)
-    made = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
-    made._spec = sharded._spec
-    return made
+    return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
 @handles(_T.pin_memory)

@@ -131,9 +131,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTe
     metadata = sharded.metadata().with_properties(pin_memory=bool(kwargs.get("pin_memory")))
     if anchor.device != sharded.anchor.device:
         metadata = placed_on(metadata, anchor.device)
-    made = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
-    made._spec = sharded._spec
-    return made
+    return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
 @handles(torch.rand_like, torch.randn_like)
