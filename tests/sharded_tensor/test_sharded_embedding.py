@@ -288,4 +288,6 @@ def test_what_cannot_be_looked_up_is_refused_by_name() -> None:
     with pytest.raises(ShardingError, match="needs dense gradients"):
         F.embedding(ids, table, sparse=True, scale_grad_by_freq=True)
     with pytest.raises(ValueError, match="max mode does not support sparse"):
-        F.embedding_bag(ids, table, mode="max", sparse=True)
+        F.embedding_bag(
+            ids, shard_tensor(table_of(), ChunkShardingSpec(1, cpu(0, 1))), mode="max", sparse=True
+        )

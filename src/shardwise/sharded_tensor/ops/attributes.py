@@ -215,6 +215,13 @@ def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sha
     return sharded.with_tensors(tensors, metadata=metadata, anchor=sharded.anchor)
 
 
+@rule(_T.share_memory_, takes="input")
+def _share_memory_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
+    for tensor in sharded.tensors:
+        tensor.share_memory_()
+    return sharded
+
+
 # ---------------------------------------------------------------- other devices, dtypes and values
 
 
