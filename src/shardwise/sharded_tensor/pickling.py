@@ -47,7 +47,7 @@ def _reduced(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
     return _rebuild, (shards, sharded.metadata(), sharded._spec, place, is_parameter)
 
 
-ShardedTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign]
+ShardedTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
 
 
 def _rebuild(

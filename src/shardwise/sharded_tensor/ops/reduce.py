@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -215,7 +216,7 @@ def _sums(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, dtype: Any)
 
 @rule(torch.count_nonzero, _T.count_nonzero, takes="input dim")
 def _count_nonzero(func: Any, sharded: ShardedTensor, dim: Any) -> Tensor:
-    return cast(Tensor, _sums(torch.sum, sharded.map(lambda t: t.detach() != 0), dim, False, None))
+    return _sums(torch.sum, sharded.map(lambda t: t.detach() != 0), dim, False, None)
 
 
 @rule(torch.any, _T.any, torch.all, _T.all, takes="input dim keepdim")
@@ -310,7 +311,7 @@ def _max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dim is None:
         return _amax(torch.amax if largest else torch.amin, sharded, None, None)
     kind: Any = torch.return_types.max if largest else torch.return_types.min
-    return kind([_uncut(func, sharded, dim, keepdim, lambda found, i=i: found[i]) for i in (0, 1)])
+    return kind([_uncut(func, sharded, dim, keepdim, itemgetter(i)) for i in (0, 1)])
 
 
 def _uncut(
