@@ -187,3 +187,13 @@ def test_a_fused_step_refuses_whole_state_beside_rows() -> None:
     optimizer.state[param]["exp_avg"] = torch.zeros(5, 3)
     with pytest.raises(ShardingError, match="cut alike"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_ranks_with_other_rows_have_compiled_graphs_of_their_own() -> None:
+    """Ranks of one machine share inductor's cache, where graphs of equal keys are taken for each other's."""
+    cut = parameter(torch.randn(5, 4), uneven)
+    keys: list[Any] = [None, None]
+    torch.distributed.all_gather_object(keys, cut._stable_hash_for_caching())
+    assert keys[0] != keys[1]
+    assert cut._stable_hash_for_caching() == cut.detach().requires_grad_()._stable_hash_for_caching()

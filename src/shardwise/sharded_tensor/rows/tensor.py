@@ -13,6 +13,7 @@ cost of one call per op, and `torch.nn.utils.clip_grad_norm_` is right.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -258,6 +259,15 @@ class ShardedRows(OwnDTensor):
             mesh, placements, known = inner["device_mesh"], described, meta[1]
         piece = piece_of(mesh, placements, known.shape, local.dtype)  # `size` may be symbols
         return ShardedRows.wrap(local, piece, requires_grad=meta[-1])
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled graphs are cached by; other than DTensor's, it tells this rank's rows from others'."""
+        local, box = self._local_tensor, self.piece.box
+        facts = (
+            *(tuple(self.shape), tuple(local.shape), local.stride(), local.dtype, local.device),
+            *(box, self.placements, self.device_mesh, self.requires_grad),
+        )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     # torch.distributed.checkpoint's protocol for tensors that know their parts
 
