@@ -263,3 +263,15 @@ def aoti_load(path: str) -> Callable[..., Any]:
 
     found: Callable[..., Any] = cast(Any, _inductor).aoti_load_package(path)
     return found
+
+
+@contextmanager
+def no_compilation() -> Iterator[bool]:
+    """False while another thread compiles; else none begins meanwhile: torch has one lock for all."""
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    free = lock is None or lock.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free and lock is not None:
+            lock.release()

@@ -282,13 +282,15 @@ def first_line(text: str) -> str:
 
 
 def _may_be_inside(thread: int, functions: frozenset[str]) -> bool:
-    calls, complete = calls_of(thread)
-    return not complete or any(call.function.rpartition(".")[2] in functions for call in calls)
+    calls = calls_of(thread)
+    return calls is None or any(call.function in functions for call in calls)
 
 
 def _frame() -> str:
     """The line of the user's that the main thread is at."""
-    calls, _ = calls_of(threading.main_thread().ident or 0)
+    calls = calls_of(threading.main_thread().ident or 0)
+    if calls is None:
+        return "a compilation"
     users = [call for call in calls if not call.file.startswith(_LIBRARIES)]
     for call in (*users, *reversed(calls)):
         return f"{call.file}:{call.line}, in {call.function}"

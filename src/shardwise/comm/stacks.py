@@ -1,18 +1,18 @@
-"""Where threads stand, told without their frame objects.
+"""Where another thread stands.
 
-Walking another thread's frames by `sys._current_frames()` can crash the process while a compiler traces
-there: its frames end without their objects. `faulthandler` reads the stacks as they lie in memory.
+Its frames may be walked only while it stands still: one that ends meanwhile can take the process with it, and
+while torch compiles, frames end without their objects. So nothing is told of a thread during a compilation,
+and this one keeps the interpreter to itself while it walks.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import re
-import tempfile
+import sys
 from typing import NamedTuple
 
-_THREAD = re.compile(r"hread 0x([0-9a-f]+)\b[^\n]*\n((?: [^\n]*\n)*)")
-_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+from shardwise import _compat
+
+_LONG = 1.0  # seconds; a walk takes some microseconds
 
 
 class Call(NamedTuple):
@@ -23,14 +23,21 @@ class Call(NamedTuple):
     function: str
 
 
-def calls_of(thread: int) -> tuple[list[Call], bool]:
-    """What a thread is in, innermost first, and whether that is all: the deepest hundred calls are seen."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        dumped = file.read().decode(errors="replace")
-    for found in _THREAD.finditer(dumped):
-        if int(found[1], 16) == thread:
-            calls = [Call(one[1], int(one[2]), one[3].strip()) for one in _CALL.finditer(found[2])]
-            return calls, "\n  ..." not in f"\n{found[2]}"
-    return [], True
+def calls_of(thread: int) -> list[Call] | None:
+    """What a thread is in, innermost first; None while torch compiles."""
+    with _compat.no_compilation() as quiet:
+        return _walked(thread) if quiet else None
+
+
+def _walked(thread: int) -> list[Call]:
+    calls = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_LONG)
+    try:
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            calls.append(Call(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+    finally:
+        sys.setswitchinterval(interval)
+    return calls

@@ -90,6 +90,15 @@ class FSDPModule(ModuleSettings):
         if state.schedule is not None:
             state.schedule.free_gathered()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients: where parameters are gathered, those that wait for a reduction. Local."""
+        super().zero_grad(set_to_none)
+        for state in self._states(recurse=True):
+            for group in state.groups:
+                if group.is_unsharded:
+                    for param in group.params:
+                        param.accumulated = None
+
     def reset_iter_state(self) -> None:
         """Forget an iteration in which forward or backward raised, on the root module.
 

@@ -261,7 +261,7 @@ class ShardedRows(OwnDTensor):
         return ShardedRows.wrap(local, piece, requires_grad=meta[-1])
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled graphs are cached by; other than DTensor's, it tells this rank's rows from others'."""
+        """What compiled graphs are cached by; unlike DTensor's, it tells this rank's rows from others'."""
         local, box = self._local_tensor, self.piece.box
         facts = (
             *(tuple(self.shape), tuple(local.shape), local.stride(), local.dtype, local.device),
