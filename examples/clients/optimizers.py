@@ -20,7 +20,6 @@ NAMES = (
     "NAdam",
     "RAdam",
     "RMSprop",
-    "Rprop",
     "SGD",
 )
 
