@@ -32,7 +32,6 @@ def train(folder: str, *, resume: str | None = None) -> tuple[Trainer, list[floa
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         logging_steps=1,
-        logging_nan_inf_filter=False,
         save_steps=STEPS // 2,
         report_to=[],
         disable_tqdm=True,
