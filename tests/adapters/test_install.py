@@ -154,3 +154,39 @@ def test_a_script_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, result.output
     assert "__main__ ['--lr', '3', '-x'] shardwise." in result.output
     assert "{'layout': 'contiguous'}" in result.output
+
+
+class CompilesItsStep(torch.optim.Optimizer):
+    """As torchao's: what it does to a parameter is compiled, inside an eager step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            torch.compile(descend, backend="aot_eager", fullgraph=True)(param.detach(), param.grad)
+
+
+def descend(param: torch.Tensor, grad: torch.Tensor) -> None:
+    param.add_(grad.float(), alpha=-0.1)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@on_ranks(2)
+def test_optimizers_of_others_may_compile_inside_their_step(layout: Any) -> None:
+    def trained(make: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        shardwise.fully_shard(model, layout=layout)
+        optimizer = make(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+
+    theirs = trained(CompilesItsStep)
+    ours = trained(lambda params: torch.optim.SGD(params, lr=0.1))
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    torch.compiler.reset()

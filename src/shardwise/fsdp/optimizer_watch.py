@@ -58,9 +58,13 @@ _changes = 0
 _watching = False
 
 
-def look_for_compiler() -> bool:
-    """From when a function is compiled, let gradients be such as tracers take; is this that moment?"""
-    if Seen.compiler or not _compat.compiler_in_use():
+def look_for_compiler(optimizer: Optimizer | None = None) -> bool:
+    """From when a function is compiled, let gradients be such as tracers take; is this that moment?
+
+    Optimizers of other libraries may compile what they do to a parameter, inside their step.
+    """
+    foreign = optimizer is not None and not type(optimizer).__module__.startswith(("torch.", "shardwise."))
+    if Seen.compiler or not (foreign or _compat.compiler_in_use()):
         return False
     Seen.compiler = True
     return True
@@ -92,7 +96,7 @@ def was_replaced(param: Tensor) -> bool:
 
 @_compat.runs_eagerly
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if look_for_compiler():
+    if look_for_compiler(optimizer):
         for param in (param for options in optimizer.param_groups for param in options["params"]):
             if isinstance(param.grad, DTensor) and not isinstance(param.grad, ShardedRows):
                 _compat.set_local_tensor(param.grad, own_storage(_compat.local_tensor(param.grad)))
