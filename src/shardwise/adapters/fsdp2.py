@@ -58,7 +58,7 @@ def install(**defaults: Any) -> None:
         )
     uninstall()
     twins = _twins()
-    ours = {name: getattr(fsdp, name, None) or getattr(mesh, name) for name in twins}
+    ours = {name: _ours(name) for name in twins}
     ours["fully_shard"] = _fully_shard(defaults, {twins[name]: ours[name] for name in twins})
     by_id = {id(theirs): (name, theirs) for name, theirs in twins.items()}
     for module in list(sys.modules.values()):
@@ -87,12 +87,16 @@ def _twins() -> dict[str, Any]:
     return {name: getattr(public[0], name) for name in names if hasattr(public[0], name)}
 
 
+def _ours(name: str) -> Any:
+    return getattr(fsdp, name, None) or getattr(mesh, name)
+
+
 def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[..., Any]:
     """Our `fully_shard` for callers that know torch's."""
     inputs = importlib.import_module(_PRIVATE_INPUTS)
     for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
         if hasattr(inputs, name):
-            classes[getattr(inputs, name)] = getattr(fsdp, name, None) or getattr(mesh, name)
+            classes[getattr(inputs, name)] = _ours(name)
 
     @functools.wraps(fsdp.fully_shard)
     def fully_shard(module: nn.Module | list[nn.Module], **given: Any) -> Any:
@@ -119,4 +123,5 @@ def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[
 
 def state(module: nn.Module) -> StateOfStage | None:
     """`fully_shard.state`: None for a module that was not sharded."""
-    return None if state_of(module) is None else StateOfStage(module)
+    found = state_of(module)
+    return None if found is None else StateOfStage(found)

@@ -7,14 +7,10 @@ ends backward. Here the end of backward does both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
-
-from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.finalization import reduce_what_is_left
-from shardwise.fsdp.module_state import state_of
-from shardwise.fsdp.state import FSDPState
+from shardwise.fsdp.module_state import ModuleState
 
 
 class StateOfStage:
@@ -22,8 +18,8 @@ class StateOfStage:
 
     all_states: Sequence[Any] = ()
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = cast(FSDPModule, module)
+    def __init__(self, state: ModuleState) -> None:
+        self._state = state
 
     @property
     def _state_ctx(self) -> StateOfStage:
@@ -31,9 +27,5 @@ class StateOfStage:
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients of backwards without synchronisation. Collective over the module's mesh."""
-        state = state_of(cast(nn.Module, self._module))
-        assert state is not None
-        schedule = cast(FSDPState, state).schedule
-        if schedule is not None:
-            schedule.reducing = handle = reduce_what_is_left(state)
-            handle.wait()
+        if self._state.schedule is not None:
+            reduce_what_is_left(self._state).wait()

@@ -60,7 +60,7 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
     if schedule is None:
         return GradientReductionHandle(None) if async_op else None
     _check(state, schedule)
-    handle = schedule.reducing = reduce_what_is_left(state)
+    handle = reduce_what_is_left(state)
     if async_op:
         return handle
     handle.wait()
@@ -73,7 +73,8 @@ def reduce_what_is_left(state: State) -> GradientReductionHandle:
         for one in reversed((state, *state.below)):
             one.reduce(state.schedule, what_is_left=True)
     state.schedule.free_gathered()
-    return GradientReductionHandle(state)
+    handle = state.schedule.reducing = GradientReductionHandle(state)
+    return handle
 
 
 def check_waited_for(schedule: Schedule, what: str) -> None:

@@ -192,9 +192,7 @@ class ParamGroup(ABC):
 
     def summary(self, classes: Sequence[str]) -> str:
         """What was grouped and how, for the log."""
-        after = (
-            "stay gathered" if self.post_forward_mesh is None else "are freed (not the root's, by default)"
-        )
+        after = "are freed (not the root's, by default)" if self.post_forward_mesh else "stay gathered"
         return (
             f"fully_shard({', '.join(dict.fromkeys(classes))}) groups {len(self.params)} parameters:"
             f" {self.shard_bytes:,} bytes here, {sum(self.gathered_bytes):,} gathered from"

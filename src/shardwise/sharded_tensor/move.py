@@ -235,9 +235,7 @@ def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         metadata = placed_on(metadata, torch.device(anchor.device.type))
     if "memory_format" in kwargs:
         metadata = metadata.with_properties(memory_format=kwargs["memory_format"])
-    moved = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
-    moved._spec = sharded._spec if metadata.shards_metadata is sharded.metadata().shards_metadata else None
-    return moved
+    return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
 def placed_on(metadata: ShardedTensorMetadata, device: torch.device) -> ShardedTensorMetadata:
