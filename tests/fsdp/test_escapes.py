@@ -139,14 +139,16 @@ def test_what_a_gather_in_flight_writes_to_cannot_be_read_by_backward(layout: st
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
-def test_a_gradient_that_no_reduction_saw_is_an_error_in_the_next_forward(layout: str) -> None:
+def test_a_gradient_that_no_reduction_saw_is_an_error_in_the_next_step_or_forward(layout: str) -> None:
     block = fully_shard(Block("plain"), layout=layout)
+    optimizer = torch.optim.SGD(block.parameters())
     x = torch.ones(4, 8)
     block(x)
     block.penalty.backward()  # the root's parameters are still there
-    message = raises_on_every_rank(LifecycleError, lambda: block(x))
-    assert "gradient of 'norm.weight' was not reduced" in message
-    assert "the root module" in message
+    for go_on in (optimizer.step, lambda: block(x)):
+        message = raises_on_every_rank(LifecycleError, go_on)
+        assert "gradient of 'norm.weight' was not reduced" in message
+        assert "the root module" in message
     block.reset_iter_state()
     block.set_requires_gradient_sync(False)
     block(x).hidden.sum().backward()

@@ -3,7 +3,7 @@
 a forward raised      it is forgotten at once, and may be tried again
 a backward raised     the next forward asks for `reset_iter_state()`, which drops what was not reduced
 a backward went       gradients are left that no reduction took, where parameters were still gathered; the
-past the outputs      next forward says whose
+past the outputs      next optimizer step or forward says whose
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardwise import _compat
 from shardwise.comm.order import Order
@@ -42,7 +47,11 @@ def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
         check_entry(root, Action.RECOMPUTE)
     if schedule.had_backward:
         schedule.had_backward = False
-        return
+    else:
+        _check_all_is_reduced(root)
+
+
+def _check_all_is_reduced(root: ModuleState) -> None:
     for group, reducer in root.all_groups:
         for param in () if reducer.unsynced else group.params:
             if param.has_unreduced:
@@ -87,11 +96,10 @@ def leave(orders: Iterable[Order], why: str) -> None:
             order.post()
 
 
-def watch_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
-    """From now on tell other ranks of errors inside the backward of these, and find better words for some."""
-    if _heard:
+def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
+    """From now on tell other ranks of errors in backward, in better words, and let no gradient be lost."""
+    if _watching:
         return
-    _heard.append(True)
 
     def hear(error: Exception) -> Exception | None:
         better = read_guard.explain(error)
@@ -105,10 +113,16 @@ def watch_backward_errors(states: Callable[[], Iterable[ModuleState]]) -> None:
                     leave([order], f"{why}: {better or error}")
         return better
 
+    def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for state in states():
+            if state.is_root and state.schedule is not None and not state.schedule.had_backward:
+                _check_all_is_reduced(state)
+
     _compat.explain_backward_errors(hear)
+    _watching.append(register_optimizer_step_pre_hook(_compat.runs_eagerly(check_before_step)))
 
 
-_heard: list[bool] = []
+_watching: list[RemovableHandle] = []
 
 
 def left_gradients(state: ModuleState) -> bool:

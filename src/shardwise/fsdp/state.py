@@ -41,7 +41,7 @@ class FSDPState(ModuleState):
 
     def become_root(self) -> Schedule:
         schedule = super().become_root()
-        interrupted.watch_backward_errors(live_states)
+        interrupted.watch_backward(live_states)
         return schedule
 
     # Forward

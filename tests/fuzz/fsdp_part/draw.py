@@ -198,6 +198,7 @@ def mended(case: Spec) -> Spec:
             case["input_gradient"] = True  # it passes no gradient to parameters otherwise
         if block.get("ignored"):
             block["frozen"] = "all"  # ignored parameters are not reduced
+            block.pop("each", None)  # nor cast, as the inputs of a sharded expert are
         if block["kind"] == "experts" and block.get("use") == "rank":
             case["unused"] = True
         if not shards(case):
