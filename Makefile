@@ -72,9 +72,10 @@ recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, 
 
 $(VENV)/.installed-clients: $(VENV)/.installed
 	$(PIP) -c examples/clients/constraints.txt -e '.[clients]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r examples/clients/torchtitan.txt
 	touch $@
 
-clients: $(VENV)/.installed-clients ## accelerate, Trainer, Fabric, PEFT, torch.optim: losses on FSDP2 and on shardwise, side by side
+clients: $(VENV)/.installed-clients ## accelerate, Trainer, Fabric, PEFT, torchao, torchtitan: losses on FSDP2 and on shardwise, side by side
 	$(BIN)/python examples/clients/compare.py $(ARGS)
 
 test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release

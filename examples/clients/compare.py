@@ -39,7 +39,7 @@ def losses(client: str, way: list[str]) -> dict[int, list[float]] | str:
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     run = subprocess.run([*launch, *way, f"{client}.py"], cwd=HERE, env=quiet, capture_output=True, text=True)
     if run.returncode:
-        errors = [line for line in run.stderr.splitlines() if "Error" in line]
+        errors = [line for line in run.stderr.splitlines() if "Error: " in line or "(SIG" in line]
         return (errors or [f"exit status {run.returncode}"])[0]
     found = [json.loads(part.split("\n")[0]) for part in run.stdout.split("LOSSES ")[1:]]
     return {one["rank"]: one["losses"] for one in found}

@@ -72,6 +72,30 @@ def test_defaults_hold_where_a_call_says_nothing() -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
+@on_ranks(2)
+def test_a_module_that_the_contiguous_layout_refuses_gets_the_other_and_trains_with_the_rest() -> None:
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    model, reference = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    with installed(layout="contiguous", strategy="zero2"):
+        fully_shard: Any = torch.distributed.fsdp.fully_shard
+        fully_shard(model[1], shard_placement_fn=lambda param: Shard(1))
+        fully_shard(model)
+        with pytest.raises(shardwise.ShardingError, match="-3 does not divide"):
+            fully_shard(nn.Linear(4, 4), reshard_after_forward=-3)
+    assert model[1].weight.placements == (Shard(1),)
+    assert isinstance(model[0].weight, shardwise.ShardedParameter)
+    for each in (model, reference):
+        optimizer = torch.optim.AdamW(each.parameters(), foreach=True)
+        each(torch.ones(2, 4)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
+
+
 @on_ranks(4)
 def test_objects_made_of_torchs_classes_are_understood() -> None:
     """Policies made before, and what code for experts returns from `shard_placement_fn`."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise import fsdp, mesh
 from shardwise.adapters.pipelining import StateOfStage
-from shardwise.errors import ShardwiseError, here
+from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp.fully_shard import Options
 from shardwise.fsdp.module_state import state_of
 
@@ -46,7 +46,8 @@ def install(**defaults: Any) -> None:
 
     Args:
         defaults: keywords of `shardwise.fully_shard` for calls that do not pass them, such as
-            `layout="contiguous"` or `strategy="zero2"`.
+            `layout="contiguous"` or `strategy="zero2"`. A module that the contiguous layout refuses,
+            for a tensor subclass or a placement such as `Shard(1)`, gets the interleaved one, with a warning.
 
     Raises:
         ShardwiseError: a keyword that `fully_shard` does not have.
@@ -114,7 +115,15 @@ def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[
         options = defaults | {name: translated(value) for name, value in given.items()}
         if (place := options.get("shard_placement_fn")) is not None:
             options["shard_placement_fn"] = lambda param: translated(place(param))
-        return fsdp.fully_shard(module, **options)
+        try:
+            return fsdp.fully_shard(module, **options)
+        except ShardingError as refusal:
+            if "layout" not in defaults or "layout" in given:
+                raise
+            rest = {name: value for name, value in options.items() if name not in ("layout", "strategy")}
+            found = fsdp.fully_shard(module, **rest)  # the caller knows of no layouts
+            _LOG.warning("%s; installed as interleaved", refusal)
+            return found
 
     fully_shard.state = state  # type: ignore[attr-defined]
     fully_shard.defaults = defaults  # type: ignore[attr-defined]
