@@ -49,20 +49,33 @@ def run(case: Spec, meshes: dict[Any, DeviceMesh]) -> Verdict:
         except Exception as error:
             return raised(case, error, mesh)
         torchs, why = torchs_run(case, mesh)
-        reference = Run(case, None, None)
-        if case.get("unused"):
-            reference.present = [
-                {n for n, g in step.items() if g is not None} for step in ours.gradient_pieces
-            ]
-        alone = reference.train()
+        alone = run_alone(case, ours)
+        far_off = far_from_alone(case, ours, alone)
+        if far_off and far_from_alone(case, run_alone(case, ours, perturbed=True), alone):
+            return Verdict("right", "", {"reference": "grows a rounding of its parameters beyond bounds"})
     if diverged(alone):
         return Verdict("right", "", {"reference": "diverged"})
     problems = [] if torchs is None else list(apart_from_torch(case, ours, torchs, mesh))
     if problems and far_from_alone(case, torchs, alone):
         problems, why = [], "torch's is far from one process"
-    problems += far_from_alone(case, ours, alone)
+    problems += far_off
     notes = {"torch": "no oracle: " + why.partition(":")[0] if torchs is None or why else "oracle"}
     return Verdict("wrong" if problems else "right", "; ".join(problems[:4]), notes)
+
+
+def run_alone(case: Spec, ours: Record, *, perturbed: bool = False) -> Record:
+    """One process; `perturbed`, from parameters that were rounded once to the case's shortest dtype."""
+    reference = Run(case, None, None)
+    if case.get("unused"):
+        reference.present = [{n for n, g in step.items() if g is not None} for step in ours.gradient_pieces]
+    if perturbed:
+        shortest = max(
+            (getattr(torch, name) for name in dtypes(case)), key=lambda dtype: torch.finfo(dtype).eps
+        )
+        with torch.no_grad():
+            for param in reference.params.values():
+                param.copy_(param.to(shortest))
+    return reference.train()
 
 
 def diverged(alone: Record) -> bool:
@@ -188,11 +201,16 @@ def difference(mine: Tensor | None, theirs: Tensor | None) -> str:
 
 
 def rounding(case: Spec) -> float:
+    return max(ROUNDING[name] for name in dtypes(case))
+
+
+def dtypes(case: Spec) -> set[str]:
+    """Those that anything of a case is computed in."""
     names = {"float32"} | {block.get("dtype", "float32") for block in blocks_of(case)}
     policies = [case, *([case["root"]] if case.get("root") else [])]
     policies += [block["shard"] for block in blocks_of(case) if block.get("shard")]
     names |= {name for one in policies for name in one.get("mp", {}).values() if isinstance(name, str)}
-    return max(ROUNDING[name] for name in names)
+    return names
 
 
 def far_from_alone(case: Spec, found: Record | None, alone: Record) -> list[str]:
