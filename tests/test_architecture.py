@@ -34,6 +34,7 @@ ORDER = [
     "tensor_parallel",
     "checkpoint",
     "adapters",
+    "hf",
     "planner",
     "verify",
     "doctor",

@@ -87,6 +87,13 @@ class TensorFiles:
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
+    def names(self) -> list[str]:
+        """All of them. Raises CheckpointError as `find` does."""
+        for listed, path in self._listed:
+            for each in listed:
+                self.known.setdefault(each, path)
+        return list(self.known)
+
     def find(self, name: str) -> StoredTensor | None:
         """The tensor `name`; None where no file has it.
 

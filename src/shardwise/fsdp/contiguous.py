@@ -110,9 +110,9 @@ class ContiguousGroup(ParamGroup):
 
     # Shard buffers
 
-    def pack(self) -> None:
+    def pack(self, device: torch.device | None = None) -> None:
         self.refreshed_at = None
-        super().pack()
+        super().pack(device)
 
     def _lay_out(self, params: Sequence[ShardedParam]) -> None:
         """Which rows lie where is chosen once, since optimizer state follows the rows."""

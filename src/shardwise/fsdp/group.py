@@ -308,11 +308,12 @@ class ParamGroup(ABC):
     # Shard buffers
 
     @torch.no_grad()
-    def pack(self) -> None:
+    def pack(self, device: torch.device | None = None) -> None:
         """Lay the sharded parameters end to end in the shard buffers, unless they lie there already.
 
         Called when sharding, and again whenever a user may have replaced parameters: after
-        `Module.to` and its like, `to_empty`, `load_state_dict(assign=True)`, before the first forward.
+        `Module.to` and its like, `to_empty`, `load_state_dict(assign=True)`, before the first forward; with
+        `device` to give parameters on the meta device memory there.
         """
         if self.form is Form.POST_FORWARD:
             self.reshard()
@@ -321,7 +322,7 @@ class ParamGroup(ABC):
         params = self.packed_params()
         if len({param.local.device for param in params}) > 1:
             return  # half-way through materialisation; the first forward checks that it was finished
-        if self._lie_in_buffers(params):
+        if device is None and self._lie_in_buffers(params):
             return
         self.abandon_gather()
         self.reshard()
@@ -333,13 +334,13 @@ class ParamGroup(ABC):
             param.unsharded = None
         segments: Sequence[Gathered] = self.layout.segments
         for segment, members in zip(segments, self.members, strict=True):
-            device = members[0].local.device
-            if isinstance(self.offload, CPUOffloadPolicy) and device.type != "meta":
-                device = torch.device("cpu")
-            shard = self._shard_memory(segment, device)
+            home = device or members[0].local.device
+            if isinstance(self.offload, CPUOffloadPolicy) and home.type != "meta":
+                home = torch.device("cpu")
+            shard = self._shard_memory(segment, home)
             for param in members:
                 piece = param.part_of(shard)
-                if not shard.is_meta:
+                if not param.local.is_meta:
                     piece.copy_(param.local)
                 param.move(piece)
             self.shards.append(shard)

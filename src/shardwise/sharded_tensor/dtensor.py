@@ -78,6 +78,16 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
     return of_boxes(placed, tensors, shape=dtensor.shape, like=local, group=group)
 
 
+def held_by_this_rank(dtensor: DTensor) -> list[tuple[Box, Tensor]]:
+    """This rank's boxes of a DTensor, also where they are replicas, and views of its memory. Local."""
+    local = _compat.local_tensor(dtensor).detach()
+    mesh = dtensor.device_mesh
+    placements = _normalized(dtensor.placements, mesh, ndim=dtensor.ndim)
+    order = getattr(_compat.spec_of(dtensor), "shard_order", None)
+    mine = _holdings(mesh, placements, tuple(dtensor.shape), order=order).get(dist.get_rank())
+    return [] if mine is None else [(box, local[slices]) for box, slices in mine.boxes]
+
+
 def of_boxes(
     placed: Iterable[tuple[Box, int]],
     tensors: Sequence[Tensor],

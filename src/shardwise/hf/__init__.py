@@ -1,0 +1,7 @@
+"""Models of Hugging Face's transformers: loaded straight into shards, and saved from them."""
+
+from __future__ import annotations
+
+from shardwise.hf.load import HostMemory, host_memory, load
+
+__all__ = ["HostMemory", "host_memory", "load"]

@@ -1,0 +1,297 @@
+"""Tensors without values that know which boxes of which sources they are made of.
+
+transformers converts weights between a checkpoint's form and a model's: it renames, stacks, joins, cuts and
+transposes them. Run on `Boxes`, the same code computes nothing, and what comes out says of each of its
+elements where it lies. So a rank reads or writes just the elements that it holds.
+
+What an operation does that only moves boxes is in `_MOVES`; the result of any other is a source of its own,
+`Computed`, which is whole or not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.layout import Box
+
+aten = torch.ops.aten
+
+
+class Source(Protocol):
+    """What has values."""
+
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """The elements from `begins` to `ends`, an index for each dim."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that is a box of a source, dims maybe permuted, added or dropped."""
+
+    box: Box
+    source: Source
+    origin: tuple[int, ...]  # of the box in the source
+    dims: tuple[int | None, ...]  # for each dim of the source that of the tensor; None: it has one element
+
+    def within(self, box: Box) -> Piece | None:
+        """The part that lies in `box`."""
+        common = self.box.intersect(box)
+        if common is None:
+            return None
+        further = [new - old for new, old in zip(common.offsets, self.box.offsets, strict=True)]
+        origin = [o if d is None else o + further[d] for o, d in zip(self.origin, self.dims, strict=True)]
+        return replace(self, box=common, origin=tuple(origin))
+
+    @property
+    def source_box(self) -> Box:
+        return Box(self.origin, tuple(1 if dim is None else self.box.sizes[dim] for dim in self.dims))
+
+    def here(self, box: Box) -> Box:
+        """A box of the source within `source_box`, as one of the tensor."""
+        offsets, sizes = list(self.box.offsets), list(self.box.sizes)
+        for source_dim, dim in enumerate(self.dims):
+            if dim is not None:
+                offsets[dim] += box.offsets[source_dim] - self.origin[source_dim]
+                sizes[dim] = box.sizes[source_dim]
+        return Box(tuple(offsets), tuple(sizes))
+
+    def turned(self, values: Tensor) -> Tensor:
+        """A box of the source, as a box of the tensor: a view."""
+        order = [source_dim for dim in range(len(self.box.sizes)) for source_dim in self._from(dim)]
+        dropped = [source_dim for source_dim, dim in enumerate(self.dims) if dim is None]
+        turned = values.permute(*dropped, *order)[(0,) * len(dropped)]
+        for dim in range(len(self.box.sizes)):
+            if dim not in self.dims:
+                turned = turned.unsqueeze(dim)
+        return turned
+
+    def _from(self, dim: int) -> list[int]:
+        return [source_dim for source_dim, found in enumerate(self.dims) if found == dim]
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What an operation makes that does not only move boxes; `index` where it makes several."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of what it is computed from."""
+        sizes: list[int] = []
+        each_tensor((self.args, self.kwargs), lambda found: sizes.append(found.nbytes))
+        return sum(sizes)
+
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        args, kwargs = each_tensor((self.args, self.kwargs), _read)
+        found = self.func(*args, **kwargs)
+        value: Tensor = found if self.index is None else found[self.index]
+        return value[tuple(map(slice, begins, ends))]
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """A tensor that has its values."""
+
+    tensor: Tensor
+
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        return self.tensor[tuple(map(slice, begins, ends))]
+
+
+class Boxes(Tensor):
+    """A tensor of pieces. It has a shape, a dtype and a device, and no values."""
+
+    pieces: tuple[Piece, ...]
+    like: Tensor  # of the same shape, strides and dtype, on the meta device
+
+    @staticmethod
+    def of(source: Source, shape: Sequence[int], dtype: torch.dtype) -> Boxes:
+        """All of `source`."""
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return Boxes._made(like, [_all_of(source, like)])
+
+    @staticmethod
+    def _made(like: Tensor, pieces: Sequence[Piece]) -> Boxes:
+        made: Boxes = _compat.make_wrapper(
+            Boxes, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
+        )
+        made.pieces, made.like = tuple(pieces), like
+        return made
+
+    def read(self, box: Box | None = None, into: Tensor | None = None) -> Tensor:
+        """The values in `box`, by default all, converted to its dtype."""
+        box = box or Box.whole(self.shape)
+        out = torch.empty(box.sizes, dtype=self.dtype) if into is None else into
+        for piece in self.pieces:
+            if (part := piece.within(box)) is not None:
+                begins = [o - first for o, first in zip(part.box.offsets, box.offsets, strict=True)]
+                place = tuple(slice(b, b + size) for b, size in zip(begins, part.box.sizes, strict=True))
+                found = part.source_box
+                out[place].copy_(part.turned(part.source.read(found.offsets, found.ends)))
+        return out
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Boxes({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.equal.default:
+            return _equal(*args)
+        on_meta = kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})
+        found = func(*each_tensor(args, _like), **each_tensor(on_meta, _like))
+        if isinstance(found, Tensor):
+            pieces = _MOVES[func](*args, **kwargs) if func in _MOVES else None
+            return cls._made(found, pieces or [_all_of(Computed(func, args, kwargs, None), found)])
+        if not isinstance(found, (list, tuple)):
+            return found
+        parts = _PARTS[func](*args, **kwargs) if func in _PARTS else [None] * len(found)
+        return [
+            cls._made(each, pieces or [_all_of(Computed(func, args, kwargs, index), each)])
+            for index, (each, pieces) in enumerate(zip(found, parts, strict=True))
+        ]
+
+
+def each_tensor(found: Any, change: Callable[[Tensor], Any]) -> Any:
+    """`found`, with every tensor in it changed."""
+    if isinstance(found, Tensor):
+        return change(found)
+    if isinstance(found, (list, tuple)):
+        return type(found)([each_tensor(one, change) for one in found])
+    if isinstance(found, dict):
+        return {name: each_tensor(one, change) for name, one in found.items()}
+    return found
+
+
+def _like(found: Tensor) -> Tensor:
+    return found.like if isinstance(found, Boxes) else found.to("meta")
+
+
+def _equal(first: Tensor, second: Tensor, rows: int = 1024) -> bool:
+    """Are the values the same? Read a number of rows at a time."""
+    if first.shape != second.shape or not first.ndim:
+        return first.shape == second.shape and torch.equal(*each_tensor((first, second), _read))
+    parts = zip(first.split(rows), second.split(rows), strict=True)
+    return all(torch.equal(*each_tensor(pair, _read)) for pair in parts)
+
+
+def _read(found: Tensor) -> Tensor:
+    return found.read() if isinstance(found, Boxes) else found
+
+
+def _all_of(source: Source, like: Tensor) -> Piece:
+    return Piece(Box.whole(like.shape), source, (0,) * like.ndim, tuple(range(like.ndim)))
+
+
+# ------------------------------------------------------------ what only moves boxes
+
+
+def _pieces(found: Tensor) -> Sequence[Piece]:
+    return found.pieces if isinstance(found, Boxes) else [_all_of(Plain(found), found)]
+
+
+def _same(found: Tensor, *unused: Any, **more: Any) -> list[Piece]:
+    return list(_pieces(found))
+
+
+def _view(found: Tensor, shape: Sequence[int]) -> list[Piece] | None:
+    return _same(found) if tuple(shape) == tuple(found.shape) else None
+
+
+def _stack(found: Sequence[Tensor], dim: int = 0) -> list[Piece]:
+    dim %= found[0].ndim + 1
+    return [
+        replace(
+            piece,
+            box=Box(_inserted(piece.box.offsets, dim, at), _inserted(piece.box.sizes, dim, 1)),
+            dims=tuple(None if d is None else d + (d >= dim) for d in piece.dims),
+        )
+        for at, each in enumerate(found)
+        for piece in _pieces(each)
+    ]
+
+
+def _inserted(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at:])
+
+
+def _cat(found: Sequence[Tensor], dim: int = 0) -> list[Piece]:
+    ends = itertools.accumulate(each.shape[dim] for each in found)
+    return [
+        _shifted(piece, dim % each.ndim, end - each.shape[dim])
+        for each, end in zip(found, ends, strict=True)
+        for piece in _pieces(each)
+    ]
+
+
+def _shifted(piece: Piece, dim: int, by: int) -> Piece:
+    return replace(piece, box=piece.box.shifted([by if d == dim else 0 for d in range(len(piece.box.sizes))]))
+
+
+def _split(found: Tensor, size: int | Sequence[int], dim: int = 0) -> list[list[Piece]]:
+    length, dim = found.shape[dim], dim % found.ndim
+    sizes = [min(size, length - b) for b in range(0, length, size)] if isinstance(size, int) else size
+    parts = []
+    for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+        whole = Box.whole(found.shape)
+        box = Box(_put(whole.offsets, dim, end - size), _put(whole.sizes, dim, size))
+        within = [part for piece in _pieces(found) if (part := piece.within(box)) is not None]
+        parts.append([_shifted(part, dim, size - end) for part in within])
+    return parts
+
+
+def _put(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+def _unbind(found: Tensor, dim: int = 0) -> list[list[Piece]]:
+    order = [d for d in range(found.ndim) if d != dim % found.ndim]
+    return [[_ordered(piece, order) for piece in part] for part in _split(found, 1, dim)]
+
+
+def _squeeze(found: Tensor, dim: int) -> list[Piece]:
+    return _unbind(found, dim)[0] if found.shape[dim] == 1 else _same(found)
+
+
+def _transpose(found: Tensor, first: int, second: int) -> list[Piece]:
+    order = list(range(found.ndim))
+    order[first], order[second] = order[second], order[first]
+    return [_ordered(piece, order) for piece in _pieces(found)]
+
+
+def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
+    """With the dims in `order`; those left out have one element."""
+    box = Box(tuple(piece.box.offsets[d] for d in order), tuple(piece.box.sizes[d] for d in order))
+    dims = tuple(order.index(d) if d in order else None for d in piece.dims)
+    return replace(piece, box=box, dims=dims)
+
+
+_MOVES: dict[Any, Callable[..., list[Piece] | None]] = {
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.clone.default: _same,
+    aten._to_copy.default: _same,
+    aten.view.default: _view,
+    aten.squeeze.dim: _squeeze,
+    aten.transpose.int: _transpose,
+    aten.stack.default: _stack,
+    aten.cat.default: _cat,
+}
+_PARTS: dict[Any, Callable[..., list[list[Piece]]]] = {
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
+}

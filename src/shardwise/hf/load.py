@@ -1,0 +1,414 @@
+"""A transformers model whose weights go from files straight into shards.
+
+    skeleton    `from_pretrained` itself, over `Boxes` in place of weights: it renames, converts, ties and
+                finds what is missing as ever, and computes nothing
+    shard       `fully_shard` of each block, then of the model
+    initialise  what no file has, by the model's own rules, one whole tensor at a time
+    read        of every other parameter the elements that this rank holds
+
+So a rank holds its shards and one tensor at most: what is being initialised, or what a conversion computes
+rather than moves. Elements are copied from the mapped file to the shard.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import _compat
+from shardwise.comm.agree import agree, together
+from shardwise.errors import CheckpointError, ShardingError, here
+from shardwise.files.paths import inside
+from shardwise.files.tensors import TensorFiles
+from shardwise.fsdp import fully_shard
+from shardwise.fsdp.fully_shard import Options
+from shardwise.fsdp.module_state import state_of
+from shardwise.hf.boxes import Boxes, Computed, Plain, each_tensor
+from shardwise.layout import Box
+from shardwise.sharded_tensor.dtensor import held_by_this_rank
+from shardwise.sharded_tensor.group import group_or_default
+
+_LOG = logging.getLogger("shardwise")
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of a rank's memory that loading takes, beside mapped files, which are the system's to keep.
+
+    Attributes:
+        whole: all parameters and buffers of the model.
+        shards: this rank's shards of the parameters, padding included.
+        buffers: which every rank has whole.
+        tensor: the most that is held whole for a while: a tensor that is initialised or computed.
+    """
+
+    whole: int
+    shards: int
+    buffers: int
+    tensor: int
+
+    @property
+    def peak(self) -> int:
+        return self.shards + self.buffers + self.tensor
+
+
+def host_memory(model: nn.Module) -> HostMemory:
+    """What loading `model` took on this rank. Local."""
+    found: HostMemory = model.__dict__["_shardwise_host_memory"]
+    return found
+
+
+def load(
+    path_or_config: Any,
+    *,
+    model_class: Any = None,
+    dtype: torch.dtype | str = "auto",
+    strict: bool = True,
+    adapt: Callable[[Any], Any] | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """A transformers model, cut over the ranks block by block, with a folder's weights; in evaluation mode.
+
+    Collective over all ranks. The blocks are the modules of the classes in the model's `_no_split_modules`.
+
+    Args:
+        path_or_config: a folder as `save_pretrained` writes it, or a config, whose model is initialised with
+            random values: those that `from_pretrained(None, config=config, state_dict={})` draws in one
+            process from the same seed, whatever the ranks and layout. Each rank draws all of them.
+        model_class: by default the one that the config names in `architectures`.
+        dtype: to convert weights to as they are read; "auto" as `from_pretrained` has it.
+        strict: raise for weights that the folder lacks, or has beside the model's. Otherwise these are
+            initialised and ignored, as `from_pretrained` does.
+        adapt: changes the model before it is cut, and returns what is to be cut: freezes parameters, adds
+            adapters. Weights have no values there; parameters that it adds may.
+        **options: of `fully_shard`: mesh, layout, mp_policy, and so on.
+
+    Raises:
+        CheckpointError: on every rank: files that are missing, damaged or outside the folder; weights that
+            are missing, unexpected or of another shape, by name.
+        ShardingError: no class to make, a quantized model, and what `fully_shard` raises.
+        RankMismatchError: ranks whose seeds differ, where values are drawn.
+    """
+    what = f"loading {path_or_config if isinstance(path_or_config, (str, os.PathLike)) else 'a config'}"
+    with TensorFiles(_weights(what, path_or_config)) as files:
+        made: list[Any] = []
+
+        def make() -> None:
+            made.append(_skeleton(path_or_config, model_class, dtype, strict, files))
+
+        together(what, make)
+        skeleton = made.pop()
+        _claim_values(skeleton)
+        model = skeleton if adapt is None else adapt(skeleton)
+        values = _take_values(model)
+        _shard(model, skeleton._no_split_modules or (), options)
+        model.__dict__["_shardwise_host_memory"] = _memory_for(model, values)
+        _initialise(skeleton, model, values)
+        together(what, lambda: _read(model, values))
+    return model.eval()
+
+
+def library() -> Any:
+    """transformers, which only this package needs."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ShardingError("shardwise.hf needs transformers: pip install 'transformers>=5'") from error
+
+
+# ------------------------------------------------------------ the model without values
+
+
+def _weights(what: str, found: Any) -> list[Path]:
+    """The file or index with a folder's weights. Collective."""
+    if not isinstance(found, (str, os.PathLike)):
+        return []
+    folder = Path(found)
+
+    def look() -> None:
+        files = [inside(folder, name) for name in ("model.safetensors.index.json", "model.safetensors")]
+        there.extend(file for file in files if file.is_file())
+        if not there:
+            raise CheckpointError(
+                f"{folder}: expected a folder with model.safetensors or model.safetensors.index.json and"
+                " config.json, as save_pretrained writes it; pickled weights are not read, convert them"
+            )
+
+    there: list[Path] = []
+    together(what, look)
+    return there[:1]
+
+
+def _skeleton(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
+    """The model with `Boxes` for the weights of files, and what files lack on the meta device."""
+    transformers = library()
+    from_files = isinstance(found, (str, os.PathLike))
+    config = transformers.AutoConfig.from_pretrained(found, local_files_only=True) if from_files else found
+    if getattr(config, "quantization_config", None) is not None:
+        raise ShardingError(f"{here()}: a quantized model cannot be cut; load weights that are not quantized")
+    name = (config.architectures or ["no class"])[0]
+    cls = model_class or getattr(transformers, name, None)
+    if cls is None:
+        raise ShardingError(f"{here()}: the config names {name}, which transformers lacks; pass model_class=")
+    if not from_files:
+        with torch.device("meta"):
+            return cls._from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
+    stored = {name: files.find(name) for name in files.names()}
+    weights = {name: Boxes.of(one, one.shape, one.dtype) for name, one in stored.items() if one is not None}
+    with _quiet(transformers.utils.logging), _NothingAllocated():  # type: ignore[no-untyped-call]
+        try:
+            model, info = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise CheckpointError(f"{found}: transformers cannot convert the weights: {error}") from error
+    _check(found, info, strict)
+    model.config.name_or_path = str(found)
+    if (Path(found) / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(found, local_files_only=True)
+    return model
+
+
+def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
+    wrong = [
+        f"{name}: expected shape {tuple(expected)}, found {tuple(shape)}"
+        for name, shape, expected in sorted(info["mismatched_keys"])
+    ]
+    if strict:
+        wrong += [f"missing: {name}" for name in sorted(info["missing_keys"])]
+        wrong += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
+    if wrong:
+        more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+        raise CheckpointError(
+            "\n".join([f"{folder}: the weights do not fit the model", *wrong[:20], *more])
+            + "\nUse the folder's own config and class, or strict=False, which initialises what is missing"
+        )
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """What transformers tells of weights is checked and raised instead."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+class _NothingAllocated(_compat.TorchDispatchMode):
+    """What is to get memory in place of a tensor without any stays without."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.empty_like.default and args[0].is_meta:
+            kwargs = kwargs | {"device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
+class _Undrawn:
+    """The source of what has no values yet."""
+
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        raise ShardingError(f"{here()}: weights have no values before the model is cut; adapt only its form")
+
+
+_UNDRAWN = _Undrawn()
+
+
+def _claim_values(model: nn.Module) -> None:
+    """What is on the meta device looks like the rest, for those who put adapters where weights are."""
+    _replace(model, lambda _, one: Boxes.of(_UNDRAWN, one.shape, one.dtype) if one.is_meta else one)
+
+
+def _take_values(model: nn.Module) -> dict[str, Boxes]:
+    """What parameters and buffers are to hold, by name. The former go to the meta device."""
+    values: dict[str, Boxes] = {}
+
+    def take(name: str, tensor: Tensor) -> Tensor:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter or isinstance(tensor, Boxes):
+            found = tensor.detach()
+            if not isinstance(found, Boxes):
+                found = Boxes.of(Plain(found), found.shape, found.dtype)
+            values[name] = found
+        elif not is_parameter:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta" if is_parameter else "cpu")
+
+    _replace(model, take)
+    return values
+
+
+def _replace(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Put others in place of parameters and buffers; ties stay."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+        for name, tensor in [*own, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) not in made:
+                new = change(f"{prefix}.{name}" if prefix else name, tensor)
+                if isinstance(tensor, nn.Parameter) and new is not tensor:
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = tensor, new
+            setattr(module, name, made[id(tensor)][1])
+
+
+# ------------------------------------------------------------ the model in shards
+
+
+def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
+    """`fully_shard` of every block, inner ones first, and of the model, with what is tied to others."""
+    owners = _owners(model)
+    for block in reversed([one for one in model.modules() if type(one).__name__ in classes]):
+        own = _owners(block)
+        if own and block is not model and all(owners[param] == count for param, count in own.items()):
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """How often each parameter is registered, by its id."""
+    return Counter(
+        id(param)
+        for one in model.modules()
+        for _, param in one.named_parameters(recurse=False, remove_duplicate=False)
+    )
+
+
+def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
+    """Give the shards memory."""
+    states = dict.fromkeys(state for one in model.modules() if (state := state_of(one)) is not None)
+    groups = [group for state in states for group in state.groups]
+    found = [_held_whole(values[name]) for name, _ in model.named_parameters()]
+    adapters = sum(
+        value.nbytes for value in values.values() for piece in value.pieces if isinstance(piece.source, Plain)
+    )
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    whole = buffers + sum(param.nbytes for param in model.parameters())
+    for group in groups:
+        group.pack(group.device)
+    shards = sum(group.shard_bytes for group in groups)
+    memory = HostMemory(whole, shards, buffers, max(found, default=0) + adapters)
+    _LOG.info("%s: loading takes %s bytes of host memory, of a model of %s", here(), memory.peak, whole)
+    return memory
+
+
+def _held_whole(value: Boxes) -> int:
+    """Bytes that are whole in memory while a value is made."""
+    if any(piece.source is _UNDRAWN for piece in value.pieces):
+        return value.nbytes
+    computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]
+    return sum(value.nbytes + one.nbytes for one in computed)
+
+
+def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) -> None:
+    """By the model's own rules, whatever has no value. Collective."""
+    drawn = {name for name, value in values.items() if any(p.source is _UNDRAWN for p in value.pieces)}
+    tensors = _tensors(model)
+    for name in values.keys() - drawn:
+        tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
+    if any(isinstance(tensors[name], nn.Parameter) for name in drawn):
+        agree(
+            f"{torch.get_rng_state().tolist()}",
+            group=group_or_default(None),
+            what="the seed to initialise a model from",
+            advice="Call torch.manual_seed with the same number on every rank.",
+        )
+    for one in skeleton.modules():
+        one.__dict__.pop("_is_hf_initialized", None)
+    with _untied(skeleton), _Drawing() as drawing:
+        skeleton.initialize_weights()
+    drawing.store()
+
+
+@contextmanager
+def _untied(skeleton: Any) -> Iterator[None]:
+    """Parameters tied to others are not initialised a second time."""
+    placed = []
+    for name in skeleton.all_tied_weights_keys:
+        prefix, _, last = name.rpartition(".")
+        owner = skeleton.get_submodule(prefix)
+        placed.append((owner, last, getattr(owner, last)))
+        stand_in: Any = nn.Parameter(torch.empty(0))
+        stand_in._is_hf_initialized = True
+        setattr(owner, last, stand_in)
+    yield
+    for owner, last, tied in placed:
+        setattr(owner, last, tied)
+
+
+class _Drawing(_compat.TorchDispatchMode):
+    """Operations on a sharded parameter work on the whole tensor, of which each rank keeps its part."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._param: DTensor | None = None  # whose whole values these are
+        self._whole = torch.empty(0)
+        self._stored: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*each_tensor(args, self._whole_of), **each_tensor(kwargs or {}, self._whole_of))
+        return self._param if self._param is not None and result is self._whole else result
+
+    def _whole_of(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if tensor is not self._param:
+            self.store()
+            self._param = tensor
+            known = id(tensor) in self._stored
+            self._whole = tensor.full_tensor() if known else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return self._whole
+
+    def store(self) -> None:
+        """Keep this rank's part of what was worked on."""
+        if self._param is not None:
+            for box, local in held_by_this_rank(self._param):
+                local.copy_(self._whole[tuple(map(slice, box.offsets, box.ends))])
+            self._stored.add(id(self._param))
+        self._param, self._whole = None, torch.empty(0)
+
+
+@torch.no_grad()
+def _read(model: nn.Module, values: dict[str, Boxes]) -> None:
+    """Fill the shards. Local."""
+    tensors = _tensors(model)
+    for name in list(values):
+        value, tensor = values.pop(name), tensors[name]
+        if any(piece.source is _UNDRAWN for piece in value.pieces):
+            continue
+        held = (
+            held_by_this_rank(tensor) if isinstance(tensor, DTensor) else [(Box.whole(tensor.shape), tensor)]
+        )
+        for box, local in held:
+            if not box.is_empty:
+                value.read(box, into=local)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,0 +1,116 @@
+"""Models loaded from files straight into shards."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf.families import assert_equal, make, write
+from ranks import on_ranks
+from shardwise import CheckpointError, RankMismatchError, hf
+from shardwise.files.tensors import StoredTensor
+from shardwise.sharded_tensor.dtensor import held_by_this_rank
+
+LAYOUTS = ("interleaved", "contiguous")
+
+
+@pytest.fixture
+def folder(family: str, tmp_path: Path) -> Path:
+    return write(family, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "bert"])
+@on_ranks(2, 3)
+def test_a_folder_is_loaded_as_transformers_loads_it(family: str, folder: Path) -> None:
+    expected = type(make(family)).from_pretrained(folder)
+    ids = torch.arange(8)[None]
+    tokens = {"input_ids": ids, "decoder_input_ids": ids} if family == "t5" else {"input_ids": ids}
+    for layout in LAYOUTS:
+        model = hf.load(folder, layout=layout)
+        assert_equal(model, expected)
+        with torch.no_grad():
+            assert torch.equal(model(**tokens).logits, expected(**tokens).logits)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["mixtral"])
+def test_a_rank_reads_of_the_files_what_it_holds_and_keeps_their_dtype_or_the_one_asked_for(
+    family: str, folder: Path
+) -> None:
+    read = 0
+
+    def counted(self: StoredTensor, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        nonlocal read
+        found = reading(self, begins, ends)
+        read += found.numel()
+        return found
+
+    reading = StoredTensor.read
+    for layout in LAYOUTS:
+        read = 0
+        with mock.patch.object(StoredTensor, "read", counted):
+            model = hf.load(folder, layout=layout, dtype=torch.bfloat16)
+        params: list[Any] = list(model.parameters())
+        assert read == sum(part.numel() for p in params for _, part in held_by_this_rank(p))
+        assert_equal(model, type(make(family)).from_pretrained(folder, dtype=torch.bfloat16))
+        memory = hf.host_memory(model)
+        assert memory.tensor == 0
+        assert memory.peak < 0.7 * memory.whole  # of three experts one rank holds two
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_config_gives_the_values_that_one_process_draws_from_the_seed(family: str) -> None:
+    model = make(family)
+    for layout in LAYOUTS:
+        torch.manual_seed(3)
+        expected = type(model).from_pretrained(None, config=model.config, state_dict={})
+        torch.manual_seed(3)
+        assert_equal(hf.load(model.config, model_class=type(model), layout=layout), expected)
+    torch.manual_seed(torch.distributed.get_rank())
+    with pytest.raises(RankMismatchError, match="the seed to initialise a model from"):
+        hf.load(model.config, model_class=type(model))
+
+
+@pytest.fixture
+def wrong_folders(tmp_path: Path) -> Path:
+    """Beside each other: weights of which one is missing, that do not fit, and that lie elsewhere."""
+    write("llama", tmp_path / "less")
+    file = "model.safetensors"
+    weights = load_file(tmp_path / "less" / file)
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "less" / file, metadata={"format": "pt"})
+    for name in ("wrong", "outside", "nothing"):
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / "less" / "config.json", tmp_path / name)
+    weights |= {"more": torch.ones(2), "model.norm.weight": torch.ones(3)}
+    save_file(weights, tmp_path / "wrong" / file, metadata={"format": "pt"})
+    index = {"weight_map": {"lm_head.weight": f"../less/{file}"}}
+    (tmp_path / "outside" / f"{file}.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+@on_ranks(2)
+def test_weights_that_do_not_fit_are_named_on_every_rank(wrong_folders: Path) -> None:
+    folder = wrong_folders
+    with pytest.raises(CheckpointError) as caught:
+        hf.load(folder / "wrong")
+    assert all(name in str(caught.value) for name in ("missing: lm_head", "unexpected: more", "found (3,)"))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: expected shape \(16,\), found \(3,\)"):
+        hf.load(folder / "wrong", strict=False)  # as transformers does
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        hf.load(folder / "outside")
+    with pytest.raises(CheckpointError, match=r"expected a folder with model\.safetensors"):
+        hf.load(folder / "nothing")
+    torch.manual_seed(0)
+    model = hf.load(folder / "less", strict=False)
+    torch.manual_seed(0)
+    assert_equal(model, transformers.LlamaForCausalLM.from_pretrained(folder / "less"))
