@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -194,6 +194,47 @@ def tp_export(
         _print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
     Console().print(printed, markup=False, highlight=False, soft_wrap=True)
+
+
+@tp.command("generate", epilog="Exit status: 0 generated; 2 a model, prompt or plan that cannot be used.")
+def tp_generate(
+    folder: Annotated[
+        Path, typer.Argument(help="Of transformers: a config, with weights or for random ones.")
+    ],
+    ids: Annotated[str, typer.Option(help="The prompt as token ids, with spaces between.")] = "",
+    text: Annotated[str | None, typer.Option(help="The prompt, for the tokenizer in the folder.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many to generate at most.")] = 16,
+    ranks: Annotated[int, typer.Option(min=1, help="Local processes, unless torchrun started this.")] = 2,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="JSON file of styles by module, or auto. Default: the model's own plan."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds without progress that count as a hang.")] = 600.0,
+) -> None:
+    """Generate greedily by a language model cut over ranks, with the cache cut by heads."""
+    import torch.distributed as dist
+
+    from shardwise.errors import ShardwiseError
+    from shardwise.tensor_parallel.package import read_strategies
+    from shardwise.tensor_parallel.serving import generate_command
+    from shardwise.verify.processes import RankError, run_ranks
+
+    started = dist.is_torchelastic_launched()
+    try:
+        plan = strategies if strategies in (None, "auto") else read_strategies(strategies)
+        asked: tuple[Any, ...] = (str(folder), ids, text, tokens, seed, plan)
+        if started:
+            dist.init_process_group("gloo")
+            printed = generate_command(lambda: None, *asked)
+            printed = printed if dist.get_rank() == 0 else ""
+            dist.destroy_process_group()
+        else:
+            printed, *_ = run_ranks(generate_command, *asked, world_size=ranks, timeout=timeout)
+    except ShardwiseError as error:
+        _print_failure(error, error.traceback if isinstance(error, RankError) else "")
+        raise typer.Exit(NOT_RUN) from None
+    Console().print(printed, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_failure(error: Exception, trace: str) -> None:

@@ -7,7 +7,9 @@ from shardwise.tensor_parallel.materialize import materialize, missing_weights
 from shardwise.tensor_parallel.package import bind, load, save
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
+from shardwise.tensor_parallel.pretrained import strategies_of
 from shardwise.tensor_parallel.rules import rule
+from shardwise.tensor_parallel.serving import cut_steps, export_steps, generate, greedy
 from shardwise.tensor_parallel.styles import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
@@ -26,12 +28,17 @@ __all__ = [
     "choose",
     "compile_package",
     "counts",
+    "cut_steps",
     "explain",
+    "export_steps",
+    "generate",
+    "greedy",
     "load",
     "load_compiled",
     "materialize",
     "missing_weights",
     "rule",
     "save",
+    "strategies_of",
     "tensor_parallel_transformation",
 ]

@@ -154,7 +154,8 @@ def explore(whole: Whole, ranks: int) -> Space:
                     inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
                     made.step(inputs, None, partial(output, value=value, owner=owner))
         elif node.op in ("placeholder", "get_attr"):
-            first = State(None if node in whole.parameters else REPLICATE)
+            parameter = whole.parameters.get(node)
+            first = State(REPLICATE) if parameter is None else State(None, style=parameter.style)
             made.states.setdefault(node, {first: _Local(node.meta.get("val"))})
         else:
             made.step(node.all_input_nodes, node, partial(build, node=node))

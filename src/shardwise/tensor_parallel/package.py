@@ -300,9 +300,11 @@ def export_command(
         ShardingError: a file that cannot be read, or strategies that do not fit.
     """
     program = _read_program(Path(model))
-    plan = _read_strategies(program, strategies, ranks)
+    if not isinstance(strategies, Mapping):
+        auto = str(strategies) == "auto"
+        strategies = choose(program, ranks).strategies if auto else read_strategies(strategies)
     parts = [
-        tensor_parallel_transformation(program, rank, ranks, device_type, plan, strict=strict)
+        tensor_parallel_transformation(program, rank, ranks, device_type, strategies, strict=strict)
         for rank in range(ranks)
     ]
     save(parts, out, overwrite=overwrite)
@@ -319,17 +321,12 @@ def _read_program(path: Path) -> ExportedProgram:
         raise ShardingError(f"{path} cannot be read as an exported program: {error}") from error
 
 
-def _read_strategies(
-    program: ExportedProgram, given: str | Path | Mapping[str, Any], ranks: int
-) -> Mapping[str, Any]:
-    if isinstance(given, Mapping):
-        return given
-    if str(given) == "auto":
-        return choose(program, ranks).strategies
+def read_strategies(path: str | Path) -> Mapping[str, Any]:
+    """Strategies from a JSON file of {module or pattern: word}."""
     try:
-        read = json.loads(Path(given).read_text())
+        read = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ShardingError(f"the strategies in {given} cannot be read: {error}") from error
+        raise ShardingError(f"the strategies in {path} cannot be read: {error}") from error
     if not isinstance(read, dict):
-        raise ShardingError(f"{given} holds {type(read).__name__}; expected a JSON object of module: style")
+        raise ShardingError(f"{path} holds {type(read).__name__}; expected a JSON object of module: style")
     return read

@@ -58,7 +58,8 @@ class Parameter:
 
     Attributes:
         name: fully qualified.
-        style: "column", "row" or None, as the user asked.
+        style: "column", "row" or None, as the user asked; "follow" of a buffer that is written in parts, such
+            as a cache of keys: cut as what is written to it.
         placement: where it was cut; None before its first use.
     """
 
@@ -267,14 +268,17 @@ class Partition:
 
     def _place(self, parameter: Parameter, placement: Placement) -> None:
         """Cut a parameter as its first user wants it."""
-        node = parameter.node
         if isinstance(placement, Partial) or (parameter.style is None and placement != REPLICATE):
             placement = REPLICATE
+        self.hold(parameter, placement)
+
+    def hold(self, parameter: Parameter, placement: Placement) -> None:
+        """Have a parameter at `placement`."""
         parameter.placement = placement
-        value = self.values[node]
+        value = self.values[parameter.node]
         value.placement = placement
         if isinstance(placement, Split):
-            whole = node.meta["val"]
+            whole = parameter.node.meta["val"]
             shape = local_shape(placement, whole.shape, self.rank)
             with self.fake_mode:
                 value.node.meta["val"] = torch.empty(

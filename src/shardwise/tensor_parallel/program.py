@@ -29,6 +29,7 @@ from shardwise.tensor_parallel.state import RECORD, fake_mode_of, tied
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 # Outputs that belong to a parameter or buffer, and are as it is cut.
 _MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+_OVERWRITES = ("index_copy", "index_put", "slice_scatter", "select_scatter", "scatter")
 _WRITES = (*_MUTATIONS, OutputKind.GRADIENT_TO_PARAMETER)
 
 
@@ -89,6 +90,10 @@ def read(program: ExportedProgram) -> Whole:
         alias.replace_all_uses_with(node)
     specs = program.graph_signature.output_specs
     written = frozenset(spec.target for spec in specs if spec.kind in _MUTATIONS and spec.target is not None)
+    for node, parameter in parameters.items():
+        into = all(op_of(user) in _OVERWRITES and user.args[0] is node for user in node.users)
+        if into and parameter.name in written:
+            parameter.style = "follow"
     return Whole(program, graph, parameters, aliases, dropped, written)
 
 
@@ -160,6 +165,9 @@ def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
             made.name = target  # the signature's, though it may be that of a Python function ("input")
         made.meta = copy.copy(node.meta)
         p.values[node] = Value(made, REPLICATE)
+        parameter = p.parameters.get(node)
+        if parameter is not None and parameter.placement is not None:
+            p.hold(parameter, parameter.placement)
     elif node.target is operator.getitem:
         getitem(p, node)
     elif (known := find(node)) is not None:

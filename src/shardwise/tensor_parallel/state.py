@@ -99,15 +99,24 @@ def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
     return placement.ranges[rank] or ((0, 0),)
 
 
-def _shards(program: ExportedProgram, partition: Partition) -> tuple[dict[str, Any], dict[str, Any]]:
+def _shards(
+    program: ExportedProgram, partition: Partition, sharing: ExportedProgram | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's state dict and constants, under the names of the whole program's."""
+    names = set() if sharing is None else record_of(sharing)["parameters"].keys()
+    known = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
     first = tied(program)
     made: dict[str, Any] = {}
     for name, whole in [*program.state_dict.items(), *program.constants.items()]:
         if name in first:
             continue
-        made[name] = held(whole, placements.get(name), partition.rank) if isinstance(whole, Tensor) else whole
+        if name in names:
+            made[name] = known[name]
+        elif isinstance(whole, Tensor):
+            made[name] = held(whole, placements.get(name), partition.rank)
+        else:
+            made[name] = whole
     made.update({name: made[other] for name, other in first.items()})
     return {name: made[name] for name in program.state_dict}, {name: made[name] for name in program.constants}
 
@@ -122,15 +131,16 @@ def program_of(
     plan: Plan,
     device_type: str,
     gathers: list[dict[str, Any]],
+    sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
     """The exported program of `partition`, which was made of `program` by `plan`, for a kind of device.
 
-    `gathers` are those that nothing asked for, as JSON, for the record.
+    `gathers` are those that nothing asked for, as JSON, for the record. What `sharing` has is taken from it.
     """
     graph = partition.graph
     graph.eliminate_dead_code(_is_impure)
     _name_sources(graph)
-    state, constants = _shards(program, partition)
+    state, constants = _shards(program, partition, sharing)
     module = fx.GraphModule(program.graph_module, graph)
     for name, child in list(module.named_children()):  # graphs that this one calls
         setattr(module, name, copy.deepcopy(child))

@@ -35,6 +35,7 @@ def tensor_parallel_transformation(
     group_name: str | None = None,
     strict: bool = False,
     training: bool = False,
+    sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
     """The program that `rank` of `world_size` runs so that all together compute `exported_program`.
 
@@ -57,10 +58,12 @@ def tensor_parallel_transformation(
             does; where a weight with a style was not cut; and where some rank has nothing of a weight.
         training: have backward through the result's module give the whole program's gradients. Without it
             backward raises ShardingError, where any parameter requires a gradient.
+        sharing: what this made of another program of the same model, for the same rank: what both have is cut
+            as it is there, and is the same tensors. So a prefill and a decode program have one cache.
 
     Returns:
         A program with the same inputs and outputs, whole on every rank, whose state dict has this rank's
-        parts of the parameters. Buffers that it writes are whole.
+        parts of the parameters, and of buffers that it writes in parts (a cache of keys, say).
 
     Raises:
         ShardingError: a rank, world size, name or style that does not fit; what is no exported program, or is
@@ -77,6 +80,8 @@ def tensor_parallel_transformation(
     plan = plan_of(parallel_strategies, tensors, modules=modules)
     partition = whole.partition(rank, world_size, group=group_name or _default_group(world_size))
     _give_styles(partition, plan, whole)
+    if sharing is not None:
+        _place_as(partition, sharing)
     _build_all(partition, plan, whole, strict=strict)
     asked: dict[fx.Node, str | None] = {}
     for name, node in whole.named.items():
@@ -88,7 +93,9 @@ def tensor_parallel_transformation(
         gradients.differentiable(partition, signature)
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in whole.program.state_dict.values()):
         gradients.untrainable(partition, signature)
-    made = state.program_of(whole.program, partition, plan=plan, device_type=device_type, gathers=unasked)
+    made = state.program_of(
+        whole.program, partition, plan=plan, device_type=device_type, gathers=unasked, sharing=sharing
+    )
     device.move_program(made, device_type)
     return made
 
@@ -152,6 +159,25 @@ def _give_styles(p: Partition, plan: Plan, whole: Whole) -> None:
                 f"{by} and {name} are one tensor, to be cut along dim {other} by one style and along dim"
                 f" {dim} by the other; give one of them, or such that cut it alike"
             )
+
+
+def _place_as(p: Partition, sharing: ExportedProgram) -> None:
+    """Have parameters and buffers where another program has them."""
+    record = state.record_of(sharing)
+    if (record["rank"], record["world_size"]) != (p.rank, p.ranks):
+        raise ShardingError(
+            f"the program to share with is that of rank {record['rank']} of {record['world_size']}, expected"
+            f" rank {p.rank} of {p.ranks}"
+        )
+    for parameter in p.parameters.values():
+        known = record["parameters"].get(parameter.name)
+        if known is not None and known["shape"] != list(parameter.node.meta["val"].shape):
+            raise ShardingError(
+                f"{parameter.name} has the shape {known['shape']} in the program to share with, and"
+                f" {list(parameter.node.meta['val'].shape)} here; share with a program of the same model"
+            )
+        if known is not None:
+            parameter.placement = state.placement_from_json(known["placement"])
 
 
 def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:

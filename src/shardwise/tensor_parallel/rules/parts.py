@@ -112,16 +112,47 @@ def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) ->
 def index(p: Partition, node: fx.Node) -> None:
     """x[i, j, ...]: dims with indices are replaced by the indices' own."""
     x, indices = args_of(node)[:2]
-    used = {d: i for d, i in enumerate(indices) if i is not None}
-    if any(i.meta["val"].dtype == torch.bool for i in used.values()):
-        return p.repeat(node)
-    if p.may_stay_partial(x):
+    of_x = _indexed(p, x, indices)
+    if of_x is not None and p.may_stay_partial(x):
         return p.locally(node, {x: PARTIAL}, PARTIAL)
-    first, ndim = min(used, default=0), len(p.shape(x))
-    if not used or list(used) != list(range(first, first + len(used))):
-        return p.repeat(node)
-    more = max(len(p.shape(i)) for i in used.values()) - len(used)
-    return p.follow(node, {x: [None if d in used else d + (more if d > first else 0) for d in range(ndim)]})
+    dims = range(len(p.shape(x)) if of_x else 0)
+    return p.follow(node, {x: [of_x.index(d) if d in of_x else None for d in dims]} if of_x else {})
+
+
+@by_dims("index_put")
+def index_put(p: Partition, node: fx.Node) -> Dims:
+    """x[i, j, ...] = values, as key/value caches are written: along dims without indices."""
+    x, indices, values = args_of(node)[:3]
+    of_x = _indexed(p, x, indices)
+    if of_x is None:
+        return {}
+    own = of_x[len(of_x) - len(p.shape(values)) :]
+    sizes = [1 if d is None else p.shape(x)[d] for d in own]
+    spread = [d is not None and p.is_spread(values, i, sizes[i]) for i, d in enumerate(own)]
+    return {
+        x: [d if d in of_x else None for d in range(len(p.shape(x)))],
+        values: [None if each else d for d, each in zip(own, spread, strict=True)],
+    }
+
+
+def _indexed(p: Partition, x: fx.Node, indices: Any) -> list[int | None] | None:
+    """For each dim of x[indices], which dim of x it is, None for those of indices; None if masks choose."""
+    used = {d: i for d, i in enumerate(indices) if i is not None}
+    if not used or any(i.meta["val"].dtype == torch.bool for i in used.values()):
+        return None
+    first, ndim = min(used), len(p.shape(x))
+    together = list(used) == list(range(first, first + len(used)))
+    own: list[int | None] = [d for d in range(ndim) if d not in used]
+    new: list[int | None] = [None] * max(len(p.shape(i)) for i in used.values())
+    return [*own[:first], *new, *own[first:]] if together else [*new, *own]
+
+
+@by_dims("index_copy", "index_add", "index_fill")
+def index_copy(p: Partition, node: fx.Node) -> Dims:
+    """Elements of one dim replaced, the indices' order being the source's."""
+    x, dim, _, source = args_of(node)[:4]
+    own = [None if d == dim % len(p.shape(x)) else d for d in range(len(p.shape(x)))]
+    return dict.fromkeys([x, source] if is_tensor(source) and p.shape(source) else [x], own)
 
 
 @by_dims("index_select")

@@ -1,0 +1,241 @@
+"""A language model of `transformers` over ranks: two programs, prefill and decode, on one key/value cache.
+
+    prefill    a prompt in, the logits of the next token out; fills the cache
+    decode     a token in, the logits of the next one out; adds to the cache
+
+Each rank has in its cache the heads of keys and values that its program makes. A model with an encoder runs
+that in the prefill, which keeps what its decoder attends to, and decodes from its start token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from shardwise.comm.agree import together
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.explain import counts
+from shardwise.tensor_parallel.package import default_group
+from shardwise.tensor_parallel.pretrained import read_prompted, strategies_of
+from shardwise.tensor_parallel.state import record_of
+from shardwise.tensor_parallel.transform import tensor_parallel_transformation
+
+Programs = tuple[ExportedProgram, ExportedProgram]  # prefill and decode
+_OWN, _CROSS = "cache", "cross"
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    tokens: int,
+    *,
+    strategies: Mapping[str, Any] | Literal["auto"] | None = None,
+    ends: Sequence[int] = (),
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Greedy tokens [batch, at most `tokens`] after `prompt`, by a model cut over ranks. Collective.
+
+    Args:
+        model: a model of `transformers` that generates, in eval mode, the same on every rank.
+        prompt: token ids [batch, length], the same on every rank, all rows of one length.
+        tokens: how many to generate.
+        strategies: by names within the model; by default its own (`strategies_of`).
+        ends: tokens after which a row is over; it goes on with the first of them until all are.
+        group: the ranks; by default the default group.
+    """
+    group = group or default_group()
+    whole = export_steps(model, prompt, tokens)
+    cut = cut_steps(
+        whole,
+        dist.get_rank(group),
+        group.size(),
+        strategies_of(model) if strategies is None else strategies,
+        group_name=group.group_name,
+    )
+    return greedy(cut, prompt, tokens, ends=ends)
+
+
+def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
+    """The whole model's prefill of prompts of `prompt`'s size, and its decode of up to `tokens`. Local."""
+    step = _Step(model, prompt, tokens)
+    with torch.no_grad():
+        prefill = torch.export.export(step, (prompt,), strict=False)
+        step.prefill = False
+        return prefill, torch.export.export(step, (prompt[:, :1],), strict=False)
+
+
+def cut_steps(
+    whole: Programs,
+    rank: int,
+    world_size: int,
+    strategies: Mapping[str, Any] | Literal["auto"],
+    *,
+    device_type: str = "cpu",
+    group_name: str | None = None,
+) -> Programs:
+    """One rank's prefill and decode, which share weights and cache. Local.
+
+    Arguments are those of `tensor_parallel_transformation`; `strategies` by names within the model.
+    """
+
+    def cut(program: ExportedProgram, plan: Any, sharing: ExportedProgram | None) -> ExportedProgram:
+        return tensor_parallel_transformation(
+            program, rank, world_size, device_type, plan, group_name=group_name, sharing=sharing
+        )
+
+    if not isinstance(strategies, str):
+        strategies = {f"model.{name}": style for name, style in strategies.items()}
+    prefill = cut(whole[0], strategies, None)
+    known = record_of(prefill)["strategies"] if isinstance(strategies, str) else strategies
+    return prefill, cut(whole[1], known, prefill)
+
+
+@torch.no_grad()
+def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[int] = ()) -> Tensor:
+    """What `generate` gives, by the programs of this rank. Collective."""
+    prefill, decode = (program.module() for program in programs)
+    last = torch.tensor(ends)
+    found: list[Tensor] = [prefill(prompt).argmax(-1, keepdim=True)]
+    while len(found) < tokens and not (over := torch.isin(found[-1], last)).all():
+        token = decode(found[-1]).argmax(-1, keepdim=True)
+        found.append(token.masked_fill(over, ends[0]) if ends else token)
+    return torch.cat(found, 1)
+
+
+def cache_bytes(program: ExportedProgram) -> int:
+    """Bytes of keys and values that a program keeps."""
+    named = program.constants.items()
+    return sum(x.nbytes for name, x in named if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
+
+
+# ------------------------------------------------------------ what is exported
+
+
+class _Step(nn.Module):
+    """One call of a model, on caches that are buffers of this module.
+
+    Attributes:
+        prefill: is this the first call, of a whole prompt?
+        position: of the token that comes next.
+    """
+
+    config: Any
+    position: Tensor
+
+    def __init__(self, model: nn.Module, prompt: Tensor, tokens: int) -> None:
+        super().__init__()
+        self.model, self.prefill, self.prompt_shape = model, True, prompt.shape
+        self.config = model.config
+        length = prompt.shape[1]
+        sizes = [tokens, length] if self.config.is_encoder_decoder else [length + tokens]
+        self.register_buffer("position", torch.zeros((), dtype=torch.long), persistent=False)
+        self.layers = [_layers(model, len(prompt), size) for size in sizes]
+        for name, layer, key in self._buffers_of_layers():
+            self.register_buffer(name, getattr(layer, key), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The logits of the token after `ids`, [batch, vocabulary]."""
+        begin = torch.zeros_like(self.position) if self.prefill else self.position.clone()
+        for name, layer, key in self._buffers_of_layers():
+            setattr(layer, key, getattr(self, name))
+        given: dict[str, Any] = {"input_ids": ids}
+        if self.config.is_encoder_decoder and self.prefill:
+            given["decoder_input_ids"] = ids = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
+        elif self.config.is_encoder_decoder:  # what the encoder made is in the cache: only its sizes are used
+            known = torch.zeros(*self.prompt_shape, self.config.hidden_size)
+            given = {"encoder_outputs": (known,), "decoder_input_ids": ids}
+        made = self.model(**given, past_key_values=self._cache(begin), use_cache=True)
+        self.position.copy_(begin + ids.shape[1])
+        return made.logits[:, -1]  # type: ignore[no-any-return]
+
+    def _cache(self, begin: Tensor) -> Any:
+        """The cache as the model knows it, with `begin` tokens in it."""
+        from transformers.cache_utils import Cache, EncoderDecoderCache
+
+        every = [layer for layers in self.layers for layer in layers]
+        for layer in every:
+            layer.cumulative_length = 0 if self.prefill else 1  # asked for as a number, by that of both
+        caches = [Cache(layers=layers) for layers in self.layers]
+        made = EncoderDecoderCache(*caches) if len(caches) > 1 else caches[0]
+        for layer in every:
+            layer.cumulative_length = begin.clone()
+        return made
+
+    def _buffers_of_layers(self) -> list[tuple[str, Any, str]]:
+        return [
+            (f"{kind}_{key}_{index}", layer, key)
+            for kind, layers in zip((_OWN, _CROSS), self.layers, strict=False)
+            for index, layer in enumerate(layers)
+            for key in ("keys", "values")
+        ]
+
+
+def _layers(model: Any, batch: int, capacity: int) -> list[Any]:
+    """A cache of `capacity` tokens for each layer of the model's decoder."""
+    from transformers.cache_utils import StaticCache, StaticLayer
+    from transformers.configuration_utils import get_head_shapes
+
+    config = model.config.get_text_config(decoder=True)
+    asked = StaticCache(config=config, max_cache_len=capacity).layers
+    wrong = next((layer for layer in asked if not isinstance(layer, StaticLayer)), None)
+    if wrong is not None:
+        raise ShardingError(
+            f"a layer of {type(model).__name__} keeps a {type(wrong).__name__}; only keys and values of"
+            " attention can be kept by heads"
+        )
+    heads, width = (x if isinstance(x, list) else [x] * len(asked) for x in get_head_shapes(config))
+    made = [StaticLayer(max_cache_len=capacity) for _ in asked]  # of all tokens: windows are the mask's
+    for layer, count, size in zip(made, heads, width, strict=True):
+        sizes = [getattr(config, name, size) for name in ("qk_head_dim", "v_head_dim")]
+        empty = [torch.empty(batch, count, 0, each, dtype=model.dtype, device=model.device) for each in sizes]
+        layer.lazy_initialization(*empty)
+    return made
+
+
+# ------------------------------------------------------------ the command
+
+
+def generate_command(
+    alive: Callable[[], None],
+    folder: str | Path,
+    ids: str,
+    text: str | None,
+    tokens: int,
+    seed: int,
+    strategies: Mapping[str, Any] | Literal["auto"] | None,
+) -> str:
+    """Generate by the model in a folder, over the default group. Collective; returns what to print.
+
+    Args:
+        alive: called whenever it gets somewhere.
+        folder: with a config, and weights unless random ones, drawn from `seed`, are meant.
+        ids, text: the prompt: numbers with spaces between, or what the folder's tokenizer takes.
+        strategies: as of `generate`.
+
+    Raises:
+        ShardingError: on every rank: what cannot be read, or a prompt that is none.
+    """
+    group = default_group()
+    read: list[Any] = []
+    reading = partial(read_prompted, folder, ids, text, seed)
+    together(f"reading {folder}", lambda: read.extend(reading()), group=group, kind=ShardingError)
+    model, prompt, tokenizer = read
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    alive()
+    plan = strategies_of(model) if strategies is None else strategies
+    cut = cut_steps(export_steps(model, prompt, tokens), dist.get_rank(group), group.size(), plan)
+    alive()
+    found = greedy(cut, prompt, tokens, ends=ends)[0]
+    told = [" ".join(map(str, found.tolist()))]
+    told += [] if tokenizer is None else [tokenizer.decode(found, skip_special_tokens=True)]
+    sent = ", ".join(f"{count} {kind}" for kind, count in counts(cut[1]).items()) or "nothing"
+    return "\n".join([*told, f"A token: {sent}; {cache_bytes(cut[1]):,} bytes of cache on rank 0", ""])

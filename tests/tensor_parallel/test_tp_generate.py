@@ -1,0 +1,132 @@
+"""Language models generate over ranks as they do whole, each rank with its heads of one cache."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+from typing import Any
+
+import lockstep
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+from shardwise.errors import ShardingError
+from shardwise.tensor_parallel import counts, cut_steps, export_steps, strategies_of
+from shardwise.tensor_parallel.serving import Programs
+
+transformers.logging.set_verbosity_error()
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+
+TOKENS = 5
+TEXT: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 40,
+}
+TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**TEXT, num_hidden_layers=2),
+    "mistral": lambda: transformers.MistralConfig(**TEXT, num_hidden_layers=1, sliding_window=4),
+    "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_hidden_layers=1, num_local_experts=4),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=50, n_embd=48, n_layer=1, n_head=6, n_positions=32),
+    "t5": lambda: transformers.T5Config(
+        vocab_size=50, d_model=48, d_kv=8, d_ff=40, num_layers=1, num_heads=6, decoder_start_token_id=0
+    ),
+}
+
+
+def made(kind: str) -> tuple[nn.Module, Tensor]:
+    """A model with random weights, and a prompt."""
+    torch.manual_seed(0)
+    config = CONFIGS[kind]()
+    name = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    return getattr(transformers, name).from_config(config).eval(), torch.randint(3, 50, (2, 6))
+
+
+def whole(model: Any, prompt: Tensor) -> Tensor:
+    """What the model generates by itself."""
+    found: Tensor = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+    return found[:, -TOKENS:]
+
+
+@torch.no_grad()
+def together(ranks: list[Programs], prompt: Tensor) -> Tensor:
+    """What the ranks generate, in this process, where their two programs do not write to one tensor."""
+    found, cache = [], None
+    for step in range(TOKENS):
+        programs = [each[step > 0] for each in ranks]
+        for program, constants in zip(programs, cache or [], strict=False):
+            program.constants.update(
+                {name: constants[name] for name in program.constants if name in constants}
+            )
+        results = lockstep.run(programs, found[-1] if found else prompt)
+        assert all(torch.equal(results[0][0], each[0]) for each in results)
+        cache = [program.constants for program in programs]
+        found.append(results[0][0].argmax(-1, keepdim=True))
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduces"), [("llama", 2 * 2), ("mistral", 2), ("mixtral", 2), ("gpt2", 2), ("t5", 3)]
+)
+def test_tokens_are_the_whole_models_and_a_token_takes_the_fewest_collectives(
+    kind: str, reduces: int
+) -> None:
+    model, prompt = made(kind)
+    expected, exported = whole(model, prompt), export_steps(model, prompt, TOKENS)
+    for ranks in (2, 3):
+        programs = [cut_steps(exported, rank, ranks, strategies_of(model)) for rank in range(ranks)]
+        for prefill, decode in programs:
+            # two in each layer, one where the vocabulary is looked up, and the logits
+            assert counts(decode) == {"all_reduce": reduces + 1, "all_gather": 1}
+            shared = prefill.state_dict | prefill.constants
+            stores = decode.state_dict | decode.constants
+            assert all(x is shared[name] for name, x in stores.items() if name in shared)
+            heads = sum(each[1].constants["cache_keys_0"].shape[1] for each in programs)
+            assert heads == (6 if kind in ("gpt2", "t5") else 2 if ranks == 2 else 4)  # some on two ranks
+        assert torch.equal(together(programs, prompt), expected)
+
+
+def test_the_command_generates_by_the_weights_of_a_folder(tmp_path: Path) -> None:
+    model, prompt = made("llama")
+    model.save_pretrained(tmp_path)
+    ids = " ".join(map(str, prompt[0].tolist()))
+    command = ["tp", "generate", str(tmp_path), "--ids", ids, "--tokens", str(TOKENS)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    tokens, told = result.output.strip().splitlines()
+    assert tokens == " ".join(map(str, whole(model, prompt)[0].tolist()))
+    bytes_here = 2 * 2 * 11 * 8 * 4  # layers, keys and values, tokens, a head's width, float32
+    assert told == f"A token: 5 all_reduce, 1 all_gather; {bytes_here:,} bytes of cache on rank 0"
+
+
+def test_a_word_or_a_model_without_a_meaning_here_is_named() -> None:
+    model, _ = made("llama")
+    model._tp_plan["model.layers.*.mlp"] = "ep_dispatch_experts"
+    with pytest.raises(ShardingError, match=r"'ep_dispatch_experts' for 'model.layers.\*.mlp'"):
+        strategies_of(model)
+    with pytest.raises(ShardingError, match="Linear brings no tensor-parallel plan"):
+        strategies_of(nn.Linear(2, 2))
+
+
+def test_every_word_of_transformers_is_known_or_refused() -> None:
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    model, _ = made("llama")
+    refused = set()
+    for word in ALL_PARALLEL_STYLES:
+        model._tp_plan = {"lm_head": word}
+        try:
+            assert strategies_of(model).get("lm_head") in ("colwise", "rowwise", "sequence_parallel", None)
+        except ShardingError:
+            refused.add(word)
+    assert refused == {"ep_dispatch_experts", "grouped_gemm"}
