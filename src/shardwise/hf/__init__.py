@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from shardwise.hf.load import HostMemory, host_memory, load
+from shardwise.hf.save import save
 
-__all__ = ["HostMemory", "host_memory", "load"]
+__all__ = ["HostMemory", "host_memory", "load", "save"]

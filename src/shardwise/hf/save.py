@@ -1,0 +1,186 @@
+"""A sharded model of transformers as a folder that `from_pretrained` reads; each rank writes its own shards.
+
+The reverse of the conversions that loading made is run on `Boxes`, so every tensor of the checkpoint says
+which boxes of which parameters it is. Those that a rank holds it writes; only what a conversion computes,
+rather than moves, is gathered, a tensor at a time.
+
+Everything is written in a folder beside, and one rename publishes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint import save_slices
+from shardwise.comm.agree import together
+from shardwise.errors import CheckpointError, ShardingError, here
+from shardwise.files.manifest import sync
+from shardwise.hf.boxes import Boxes
+from shardwise.hf.load import library
+from shardwise.layout import Box
+from shardwise.layout.placement import EvenShard
+from shardwise.sharded_tensor.dtensor import from_dtensor, of_boxes
+from shardwise.sharded_tensor.metadata import RemoteDevice
+from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows.boxes import from_rows
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+@torch.no_grad()
+def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> Path:
+    """Write weights, config and generation config of a sharded model; returns the path.
+
+    Collective over all ranks. Weights have the names and the form of the checkpoint that the model came
+    from, or that its family publishes; `from_pretrained` gives the same model, equal bit for bit.
+
+    Args:
+        model: of transformers; adapters are merged first (`hf.merge`).
+        path: seen by all ranks; nothing, or an empty folder. What is there afterwards is whole.
+        max_shard_size: of a file, in bytes or as "5GB"; several files have an index.
+
+    Raises:
+        CheckpointError: on every rank: a path that is taken, a full disk; nothing is left of it then.
+    """
+    path, what = Path(path), f"saving {path}"
+
+    def begin() -> str:
+        if not isinstance(model, library().PreTrainedModel):
+            raise ShardingError(
+                f"{here()}: expected a model of transformers, found {type(model).__name__}; merge adapters"
+                " first, with hf.merge"
+            )
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path} is there already; save to a new folder, or empty it")
+        staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
+        if dist.get_rank() == 0:
+            staging.mkdir(parents=True)
+        return str(staging)
+
+    staging = Path(together(what, begin)[0])
+    try:
+        weights = _in_checkpoint_form(model)
+        index = _write(weights, staging, max_shard_size)
+        together(what, lambda: _publish(model, index, staging, path) if dist.get_rank() == 0 else None)
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return path
+
+
+class _Parameter:
+    """A parameter or buffer as the source of what is saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """Collective: a conversion that computes needs it whole."""
+        whole = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
+        return whole[tuple(map(slice, begins, ends))]
+
+    @cached_property
+    def sharded(self) -> ShardedTensor:
+        world: Any = dist.group.WORLD
+        if isinstance(self.tensor, ShardedRows):
+            return from_rows(self.tensor, process_group=world)
+        return from_dtensor(self.tensor, process_group=world)  # type: ignore[arg-type]
+
+
+def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
+    """Weights by the names that files have; of those that are tied one."""
+    tied, ignored = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
+    names: dict[int, str] = {}
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in ignored}
+    for name in sorted(state, key=lambda name: name in tied):
+        names.setdefault(id(state[name]), name)
+    kept = {name: state[name] for name in state if name in names.values()}
+    boxes = {name: Boxes.of(_Parameter(one), one.shape, one.dtype) for name, one in kept.items()}
+    loading = importlib.import_module("transformers.core_model_loading")
+    found: dict[str, Boxes] = loading.revert_weight_conversion(model, boxes)
+    return found
+
+
+def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str) -> dict[str, Any] | None:
+    """The files, all ranks side by side; their index if there are several."""
+    split = importlib.import_module("huggingface_hub").split_torch_state_dict_into_shards(
+        {name: one.like for name, one in weights.items()},
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for file, names in split.filename_to_tensors.items():
+        save_slices({n: _to_write(weights[n]) for n in names}, folder / file, metadata={"format": "pt"})
+    return {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+
+
+def _to_write(value: Boxes) -> ShardedTensor | Tensor:
+    """A tensor of a file as boxes that ranks hold."""
+    sources = [piece.source for piece in value.pieces]
+    tensors = [source.tensor for source in sources if isinstance(source, _Parameter)]
+    if len(tensors) < len(sources) or not all(isinstance(tensor, DTensor) for tensor in tensors):
+        return _cut_evenly(value)
+    placed: list[tuple[Box, int]] = []
+    held: list[Tensor] = []
+    for piece in value.pieces:
+        sharded = cast(_Parameter, piece.source).sharded
+        local = iter(sharded.tensors)
+        for place in sharded.metadata().shards_metadata:
+            rank = cast(RemoteDevice, place.placement).rank()
+            shard = next(local) if rank == dist.get_rank() else None
+            common = piece.source_box.intersect(place.box)
+            if common is None:
+                continue
+            placed.append((piece.here(common), cast(int, rank)))
+            if shard is not None:
+                begins = [o - first for o, first in zip(common.offsets, place.box.offsets, strict=True)]
+                ends = [begin + size for begin, size in zip(begins, common.sizes, strict=True)]
+                held.append(piece.turned(shard[tuple(map(slice, begins, ends))]).to(value.dtype))
+    group: Any = dist.group.WORLD
+    return of_boxes(placed, held, shape=value.shape, like=torch.empty(0, dtype=value.dtype), group=group)
+
+
+def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
+    """What is computed, or lies whole on every rank. Collective."""
+    whole, group = value.read(), cast(dist.ProcessGroup, dist.group.WORLD)
+    if not whole.ndim:
+        return whole
+    cuts = [
+        EvenShard().box(tuple(whole.shape), rank=rank, ranks=group.size()) for rank in range(group.size())
+    ]
+    own = cuts[group.rank()]
+    mine = whole[own.offsets[0] : own.ends[0]].clone()
+    return of_boxes(
+        zip(cuts, range(len(cuts)), strict=True), [mine], shape=whole.shape, like=mine, group=group
+    )
+
+
+def _publish(model: Any, index: dict[str, Any] | None, staging: Path, path: Path) -> None:
+    """The rest of the folder, and its name. By one rank."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.save_pretrained(staging)
+    if model.can_generate():
+        model.generation_config.save_pretrained(staging)
+    if index is not None:
+        (staging / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n"
+        )
+    for file in (*staging.iterdir(), staging):
+        sync(file)
+    os.rename(staging, path)
+    sync(path.parent)
