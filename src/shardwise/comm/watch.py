@@ -15,6 +15,7 @@ was found. A transport's own failure, such as a dead peer, is explained in the s
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -35,6 +36,7 @@ from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
+_LAST_LOOK = 5.0  # seconds that the end of a process may wait for
 _NOBODYS_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
 _OF_TRANSPORTS = ("gloo", "onnection", "imed out", "imeout", "roken pipe", "ocket")  # words of their errors
@@ -192,11 +194,16 @@ class _Watch(threading.Thread):
         super().__init__(name="shardwise-watch", daemon=True)
         self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
         self.lock = threading.Lock()
+        self.ended = threading.Event()
 
     def run(self) -> None:
-        while True:
-            time.sleep(_TICK)
+        while not self.ended.wait(_TICK):
             self._look()
+
+    def end(self) -> None:
+        """Before the interpreter does: a thread that waits for it inside the store would abort the process."""
+        self.ended.set()
+        self.join(_LAST_LOOK)
 
     def _look(self) -> None:
         with self.lock:
@@ -231,5 +238,6 @@ def _look_after(order: Order) -> None:
     if not _watch or not _watch[0].is_alive():  # a fork leaves threads behind
         _watch[:] = [_Watch()]
         _watch[0].start()
+        atexit.register(_watch[0].end)
     with _watch[0].lock:
         _watch[0].stood[order] = (order.passes, order.at)

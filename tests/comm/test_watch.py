@@ -1,0 +1,40 @@
+"""The end of a process whose watching thread is at work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from shardwise.comm import watch
+
+
+class Order:
+    passes = at = 0
+
+
+class Slow:
+    def __del__(self):  # while the interpreter ends
+        import time
+        time.sleep(0.5)
+
+
+def look(self):
+    with suppress(dist.DistStoreError):
+        store.wait(["nothing"], timedelta(milliseconds=20))
+
+
+store = dist.TCPStore("localhost", 0, 1, True)
+watch._TICK, watch._Watch._look = 0, look
+order, Order.slow = Order(), Slow()
+watch._look_after(order)
+"""
+
+
+def test_a_process_that_ends_while_its_thread_looks_does_not_abort() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
