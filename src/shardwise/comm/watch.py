@@ -201,7 +201,7 @@ class _Watch(threading.Thread):
             self._look()
 
     def end(self) -> None:
-        """Before the interpreter does: a thread that waits for it inside the store would abort the process."""
+        """Before the interpreter does: a thread that is inside the store then would abort the process."""
         self.ended.set()
         self.join(_LAST_LOOK)
 
