@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from shardwise.hf.adapters import merge
 from shardwise.hf.load import HostMemory, host_memory, load
 from shardwise.hf.save import save
 
-__all__ = ["HostMemory", "host_memory", "load", "save"]
+__all__ = ["HostMemory", "host_memory", "load", "merge", "save"]
