@@ -65,10 +65,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to resume
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(TRAIN_FLAGS) $(ARGS)
+	$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(TRAIN_FLAGS) $(ARGS)
 
 recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/recommender.py $(ARGS)
+	$(BIN)/python examples/recommender.py --ranks $(RANKS) $(ARGS)
 
 $(VENV)/.installed-clients: $(VENV)/.installed
 	$(PIP) -c examples/clients/constraints.txt -e '.[clients]'

@@ -1,7 +1,7 @@
 """Train a click model whose embedding tables lie on different ranks, each cut as suits it.
 
     torchrun --standalone --nproc-per-node 4 examples/recommender.py
-    python examples/recommender.py --ranks 4          # the same: starts torchrun itself
+    python examples/recommender.py --ranks 4          # the same: starts its ranks itself
 
 A recommender is mostly tables: a row for every user, item and word. Here each lies where it should
 (`place_tables`): by rows, by columns, or whole on the rank with the least load. The small dense layers are on
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +38,8 @@ from torch.nn import functional as F
 
 import shardwise.sharded_tensor as st
 from shardwise.checkpoint import load, save
+from shardwise.errors import ShardwiseError
+from shardwise.launch import on_ranks
 from shardwise.optim.sharded import ShardedOptimizer
 
 WIDTH = 16  # of every embedding
@@ -279,7 +280,7 @@ def agree(what: str, apart: float, tolerance: float) -> None:
     """Print a difference, equal on every rank, and end the run where it is too large."""
     say(f"  {what} apart by at most {apart:.1e} (tolerance {tolerance:.0e})")
     if not apart <= tolerance:
-        sys.exit(f"{what}: expected a difference of at most {tolerance}, found {apart}")
+        raise ShardwiseError(f"{what}: expected a difference of at most {tolerance}, found {apart}")
 
 
 def where_tables_lie(model: ClickModel) -> Table:
@@ -335,10 +336,7 @@ def run(args: argparse.Namespace, fields: Sequence[Field] = FIELDS) -> ClickMode
 
 def main() -> None:
     args = parse_arguments()
-    if "LOCAL_RANK" not in os.environ:  # become torchrun, with the same arguments
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        os.execv(sys.executable, [*launcher, f"--nproc-per-node={args.ranks}", *sys.argv])
+    on_ranks(args.ranks)
     dist.init_process_group("gloo")
     run(args)
     dist.destroy_process_group()

@@ -14,8 +14,6 @@ stdout holds what the seed and the number of ranks determine, and the speed.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -26,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import ExportedProgram, export
 
+from shardwise.errors import ShardwiseError
+from shardwise.launch import on_ranks
 from shardwise.tensor_parallel import ColwiseParallel, RowwiseParallel, tensor_parallel_transformation
 from shardwise.tensor_parallel.explain import counts, explain
 from shardwise.tensor_parallel.package import load, save
@@ -211,22 +211,14 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def start_ranks(args: argparse.Namespace) -> None:
-    """Replace this process by torchrun with the same arguments."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.execv(sys.executable, [*launcher, f"--nproc-per-node={args.ranks or 2}", *sys.argv])
-
-
 def main() -> None:
     args = parse_arguments()
-    if "LOCAL_RANK" not in os.environ:
-        start_ranks(args)
+    on_ranks(args.ranks or 2)
     dist.init_process_group("gloo")
     difference = run(args)
     dist.destroy_process_group()
     if not difference < 1e-4:
-        sys.exit("the ranks compute something else than the unsharded model")
+        raise ShardwiseError("the ranks compute something else than the unsharded model")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Train a small GPT on real text, every parameter cut over the ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
-    python examples/train_gpt.py --ranks 4            # the same: starts torchrun itself
+    python examples/train_gpt.py --ranks 4            # the same: starts its ranks itself
 
 The script reads top to bottom as the whole of sharded training: the text, the model, where it is
 cut (`shard`), the step, the checkpoint that any number of ranks can resume, and the page that
@@ -46,6 +46,8 @@ from torch.nn import functional as F
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.checkpoint import latest_step, load, save
 from shardwise.comm.count import CommCounter
+from shardwise.errors import ShardingError, ShardwiseError
+from shardwise.launch import on_ranks
 from shardwise.optim import FlatOptimizer, clip_grad_norm_, flat
 from training_report import TrainingReport
 
@@ -111,7 +113,8 @@ def read_text(folder: Path | None, seq: int) -> tuple[Tensor, Tensor]:
         cut = len(train) * 9 // 10
         train, held_out = train[:cut], train[cut:]
     if min(len(train), len(held_out)) <= seq:
-        sys.exit(f"{root}: {len(train)} + {len(held_out)} bytes of text do not fill one window of {seq}")
+        found = f"{len(train)} + {len(held_out)} bytes of text"
+        raise ShardwiseError(f"{root}: {found} do not fill one window of {seq}")
     return tuple(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out))
 
 
@@ -229,7 +232,7 @@ def make_mesh(device: torch.device, *, two_axes: bool) -> DeviceMesh:
     if not two_axes:
         return init_device_mesh(device.type, (ranks,))
     if ranks % 2:
-        sys.exit(f"a 2-D mesh replicates over 2: {ranks} ranks cannot be halved")
+        raise ShardingError(f"a 2-D mesh replicates over 2: {ranks} ranks cannot be halved")
     return init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -424,13 +427,6 @@ def start() -> torch.device:
     return device
 
 
-def start_ranks(args: argparse.Namespace) -> None:
-    """Replace this process by torchrun with the same arguments."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.execv(sys.executable, [*launcher, f"--nproc-per-node={args.ranks or 1}", *sys.argv])
-
-
 def of_layout(args: argparse.Namespace) -> str:
     return f"{args.layout} layout" + (f" ({args.strategy})" if args.strategy else "")
 
@@ -491,8 +487,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    if "LOCAL_RANK" not in os.environ:
-        start_ranks(args)
+    on_ranks(args.ranks or 1)
     device = start()
     run(args, device)
     dist.destroy_process_group()

@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[1] / "src" / "shardwise"
 # A package imports only from those before it.
 ORDER = [
     "_compat",
+    "torch_version",
     "errors",
+    "launch",
     "files",
     "mesh",
     "layout",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from shardwise import doctor, verify
+import shardwise
+from shardwise import doctor, launch, verify
 from shardwise.cli import app
 from shardwise.doctor import CheckResult, Status
 from shardwise.verify import START, CaseError, Difference, VerifyResult
@@ -177,3 +180,31 @@ def test_tp_export_writes_a_program_for_every_rank_and_says_what_is_where(tmp_pa
     again = run(*asked, "--strategies", str(plan))
     assert again.exit_code == 2
     assert "is there already" in again.output
+
+
+def test_the_version_is_the_packages_own() -> None:
+    told = run("--version").output
+    assert told.startswith(f"shardwise {shardwise.__version__}, torch {torch.__version__}, Python 3.")
+    assert shardwise.__version__ == metadata.version("shardwise")
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in run("--help").output
+
+
+def test_a_script_that_is_not_there_is_said_before_ranks_are_started(monkeypatch) -> None:
+    started = mock.Mock(return_value=7)
+    monkeypatch.setattr(launch, "launch", started)
+    monkeypatch.delenv("RANK", raising=False)
+    for arguments in (["nothing.py"], ["-m", "nothing.at.all"]):
+        ended = run("run", "--ranks", "3", *arguments)
+        assert ended.exit_code == 2
+        assert ended.stderr.startswith(
+            f"Error: No such {'module' if '-m' in arguments else 'script'}: nothing"
+        )
+        assert ended.stderr.count("\n") == 1
+    started.assert_not_called()
+    case = str(CASES / "no_case.py")
+    assert run("run", "--ranks", "3", "--layout", "contiguous", case, "--steps", "1").exit_code == 7
+    command = ["-m", "shardwise.run", "--layout", "contiguous", case, "--steps", "1"]
+    started.assert_called_once_with(command, ranks=3)

@@ -15,6 +15,7 @@ from examples.recommender import ClickModel, Clicks, Field
 
 import shardwise.sharded_tensor as st
 from ranks import on_ranks
+from shardwise.errors import ShardwiseError
 
 FIELDS = (
     Field("user", 50, cut="rows"),
@@ -101,7 +102,7 @@ def test_tables_lie_where_the_plan_says_whole_ones_on_the_least_loaded_rank() ->
 def test_a_difference_beyond_the_tolerance_ends_the_run() -> None:
     recommender.agree("losses", 0.5, 0.5)
     for apart in (0.6, float("nan")):
-        with pytest.raises(SystemExit, match="losses: expected a difference"):
+        with pytest.raises(ShardwiseError, match="losses: expected a difference"):
             recommender.agree("losses", apart, 0.5)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from examples import tp_inference
 
 from ranks import on_ranks
+from shardwise import launch
 from shardwise.tensor_parallel.styles import plan_of
 
 SMALL = ["--layers", "1", "--hidden", "32", "--seq", "8", "--runs", "1"]
@@ -47,14 +47,14 @@ def test_the_example_runs_what_it_read_from_a_package_and_prints_how_far_off_it_
 
 
 def test_the_example_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = mock.Mock(side_effect=SystemExit)  # as the process ends that another one replaces
-    monkeypatch.setattr(os, "execv", started)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    started = mock.Mock(return_value=5)
+    monkeypatch.setattr(launch, "launch", started)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "bert", "--ranks", "3"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="5"):
         tp_inference.main()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    started.assert_called_once_with(sys.executable, [*launcher, *sys.argv])
+    started.assert_called_once_with(sys.argv, ranks=3)
 
 
 @pytest.mark.parametrize("family", list(tp_inference.PLANS))

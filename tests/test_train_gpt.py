@@ -1,4 +1,4 @@
-"""The training example, run as a user runs it: torchrun, two ranks, a model of a few thousand weights."""
+"""The training example, run as a user runs it: two ranks, a model of a few thousand weights."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from examples import train_gpt
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from ranks import on_ranks
+from shardwise.errors import ShardwiseError
 
 SCRIPT = Path(train_gpt.__file__)
 OURS = "from shardwise import MixedPrecisionPolicy, fully_shard\n"
@@ -53,10 +54,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(*, text: Path, cwd: Path) -> str:
-    """stdout of the script under torchrun on two ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    """stdout of the script on two ranks that it starts."""
     ended = subprocess.run(
-        [*launcher, SCRIPT, *TINY, "--data", text],
+        [sys.executable, SCRIPT, "--ranks", "2", *TINY, "--data", text],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -256,7 +256,7 @@ def test_the_standard_library_is_read_without_tests_or_installed_packages(
 
 def test_a_folder_with_too_little_text_ends_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(SystemExit, match="do not fill one window of 128"):
+    with pytest.raises(ShardwiseError, match="do not fill one window of 128"):
         train_gpt.read_text(tmp_path, 128)
 
 

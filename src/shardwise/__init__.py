@@ -1,5 +1,9 @@
 """Sharded training for PyTorch models too large for one device."""
 
+from shardwise import torch_version  # isort: skip  # noqa: F401  # first: it says what is wrong with torch
+
+from importlib import metadata
+
 from shardwise.adapters import install, uninstall
 from shardwise.errors import CheckpointError, LifecycleError, RankMismatchError, ShardingError, ShardwiseError
 from shardwise.fsdp import (
@@ -27,6 +31,11 @@ from shardwise.mesh import (
 )
 from shardwise.optim import clip_grad_norm_
 from shardwise.sharded_tensor.rows import ShardedParameter
+
+try:
+    __version__ = metadata.version("shardwise")
+except metadata.PackageNotFoundError:  # source that nobody installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -7,6 +7,8 @@ not run.
 from __future__ import annotations
 
 import json
+import os
+import platform
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +16,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shardwise.errors import ShardwiseError
+
 OK, FOUND, NOT_RUN = 0, 1, 2
 
 app = typer.Typer(
     help="Sharded training for PyTorch models too large for one device.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -52,8 +55,35 @@ class Precision(StrEnum):
     bfloat16 = "bfloat16"
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        import torch
+
+        from shardwise import __version__
+
+        print(f"shardwise {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+def _show_tracebacks(asked: bool) -> None:
+    if asked:
+        from shardwise.launch import TRACEBACK
+
+        os.environ[TRACEBACK] = "1"  # in the ranks too
+
+
+Traceback = Annotated[
+    bool,
+    typer.Option("--traceback", callback=_show_tracebacks, help="Show the traceback of every error."),
+]
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions.")
+    ] = False,
+) -> None:
     """Sharded training for PyTorch models too large for one device."""
 
 
@@ -86,6 +116,7 @@ def verify(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write every difference to this file.")
     ] = None,
+    show_tracebacks: Traceback = False,
 ) -> None:
     """Compare training on one process with the same training sharded over local ranks, step by step."""
     import torch
@@ -127,7 +158,8 @@ def verify(
 @app.command(
     "run",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-    epilog="On several ranks: torchrun --nproc-per-node 4 -m shardwise.run [OPTIONS] train.py ARGS",
+    epilog="On several machines: torchrun ... -m shardwise.run [OPTIONS] train.py ARGS. "
+    "Exit status: the script's, of the first rank to fail; 2 no such script.",
 )
 def run_command(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script, or with -m a module.")],
@@ -139,12 +171,27 @@ def run_command(
     strategy: Annotated[
         str | None, typer.Option(help="Strategy of such calls, for the contiguous layout: zero2, say.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Start this many local ranks. Default: run in this process.")
+    ] = None,
+    show_tracebacks: Traceback = False,
 ) -> None:
-    """Run a script that uses torch's FSDP2, unchanged, on shardwise."""
-    from shardwise.adapters.script import run_script
+    """Run a script on local ranks; where it asks torch for FSDP2, it gets shardwise, unchanged."""
+    from shardwise import launch
+    from shardwise.adapters.script import check_script, run_script
 
+    try:
+        check_script(target, is_module=is_module)
+    except ShardwiseError as error:
+        launch.say(f"Error: {error}")
+        raise typer.Exit(NOT_RUN) from None
     defaults = {"layout": layout.value} | ({"strategy": strategy} if strategy else {})
-    run_script(target, arguments or [], is_module=is_module, **defaults)
+    if ranks is None or "RANK" in os.environ:
+        run_script(target, arguments or [], is_module=is_module, **defaults)
+        return
+    options = [text for name, value in defaults.items() for text in (f"--{name}", value)]
+    command = ["-m", "shardwise.run", *options, *(["-m"] if is_module else []), target, *(arguments or [])]
+    raise typer.Exit(launch.launch(command, ranks=ranks))
 
 
 @app.command(epilog="Exit status: 0 everything needed works; 1 something needed is broken.")
@@ -173,7 +220,6 @@ def tp_export(
     aot: Annotated[bool, typer.Option(help="Also compile each to machine code, by AOTInductor.")] = False,
 ) -> None:
     """Cut an exported program over ranks: one program a rank, in one folder."""
-    from shardwise.errors import ShardwiseError
     from shardwise.tensor_parallel.aot import compile_package
     from shardwise.tensor_parallel.package import export_command
 

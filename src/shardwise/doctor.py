@@ -18,9 +18,9 @@ import torch.distributed as dist
 from rich.table import Table
 
 from shardwise._compat.dtensors import OWN_DTENSORS_SINCE
+from shardwise.torch_version import SUPPORTED, WANTED, minor_version
 from shardwise.verify.processes import RankError, run_ranks
 
-SUPPORTED = ((2, 11), (2, 15))  # first and last minor version of torch
 DESCRIPTORS_NEEDED = 256
 DESCRIPTORS_WANTED = 4096
 LOOPBACK_RANKS = 2
@@ -59,13 +59,12 @@ def examine() -> list[CheckResult]:
 
 def check_torch(version: str = torch.__version__) -> CheckResult:
     """Is the installed torch one that shardwise is made for?"""
-    first, last = ("{}.{}".format(*limit) for limit in SUPPORTED)
     found = f"{version} on Python {platform.python_version()}"
-    numbers = _minor_version(version)
+    numbers = minor_version(version)
     if numbers is None or numbers < SUPPORTED[0]:
-        return CheckResult("torch", Status.BROKEN, found, f"Install torch {first} to {last}.")
+        return CheckResult("torch", Status.BROKEN, found, f"Install torch {WANTED}.")
     if numbers > SUPPORTED[1]:
-        return CheckResult("torch", Status.WARNING, found, f"Tested with torch {first} to {last} only.")
+        return CheckResult("torch", Status.WARNING, found, f"Tested with torch {WANTED} only.")
     if torch.torch_version.TorchVersion(version) < OWN_DTENSORS_SINCE:
         fix = f'layout="contiguous" needs torch {OWN_DTENSORS_SINCE} or later.'
         return CheckResult("torch", Status.WARNING, found, fix)
@@ -174,13 +173,6 @@ def _guarded(check: Callable[[], CheckResult]) -> CheckResult:
         return CheckResult(
             name, Status.BROKEN, f"{type(error).__name__}: {error}", "The check itself failed."
         )
-
-
-def _minor_version(version: str) -> tuple[int, int] | None:
-    parts = version.split("+")[0].split(".")
-    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
-        return None
-    return int(parts[0]), int(parts[1])
 
 
 def _cores() -> int:

@@ -1,7 +1,7 @@
 """Run a function on N local processes joined by gloo, and say which one failed and why.
 
 Every process reports over its own pipe: ("alive",) now and then, then ("done", value) or
-("failed", time, message, traceback). The parent kills all of them when one fails, dies, or when
+("failed", time, message, traceback or None). The parent kills all of them when one fails, dies, or when
 none has reported for `timeout` seconds, and names the earliest cause: once one rank is gone, the
 others fail too, with errors about lost connections. Rendezvous is by a file in a temporary folder,
 so that any number of runs at once never clash.
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise import launch
 from shardwise.errors import ShardwiseError
 
 GRACE_S = 1.0  # how long to listen for an earlier cause after the first failure is heard of
@@ -70,7 +71,7 @@ class _Child:
     pipe: Connection
     done: bool = False
     value: Any = None
-    failure: tuple[float, str, str] | None = None  # time, message, traceback
+    failure: tuple[float, str, str | None] | None = None  # time, message, traceback: none where that says all
 
 
 def run_ranks(
@@ -146,7 +147,9 @@ def _main(job: _Job, pipe: Connection) -> None:
         dist.destroy_process_group()
     except BaseException as error:
         if not pipe.closed:
-            pipe.send(("failed", time.monotonic(), _one_line(error), traceback.format_exc()))
+            short = launch.is_mistake(error) and not launch.shows_all()
+            message = launch.one_line(error) if short else _one_line(error)
+            pipe.send(("failed", time.monotonic(), message, None if short else traceback.format_exc()))
         os._exit(1)
 
 
@@ -222,7 +225,8 @@ def _raise_failure(children: list[_Child]) -> None:
     first = min(failed, key=lambda child: (child.failure or (0.0, "", ""))[0])
     assert first.failure is not None
     _, message, trace = first.failure
-    raise RankError(message, rank=first.job.rank, traceback=trace or _tail(first.job.log))
+    shown = "" if trace is None else trace or _tail(first.job.log)
+    raise RankError(message, rank=first.job.rank, traceback=shown)
 
 
 def _tail(log: Path) -> str:

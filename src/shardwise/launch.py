@@ -1,0 +1,146 @@
+"""Starting ranks on this machine, and what is shown where one fails: the cause, once, and no more.
+
+`launch` is torchrun for one machine without its own traceback and log around the error. `report_errors`
+decides what a rank prints for an error that nothing catches:
+
+    mistakes (`ShardwiseError`, a mesh or rendezvous that cannot be)   one line: where, what, remedy
+    anything else                                                      its traceback
+
+Of ranks of one machine that would print the same, one does; after the first error, others get one line each,
+as most say only that a peer is gone. SHARDWISE_TRACEBACK=1 shows everything, from every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from shardwise.errors import ShardwiseError
+
+TRACEBACK = "SHARDWISE_TRACEBACK"
+_MARK = "shardwise-said-"
+_SETTING_UP = ("rendezvous.py", "device_mesh.py")  # of torch.distributed: what they raise is a mistake
+_REMEDIES = {
+    "environment variable": "start it with `shardwise run --ranks N SCRIPT` or torchrun, which set it",
+    "EADDRINUSE": "choose another --master-port, or leave the choice to --standalone",
+}
+
+
+def on_ranks(ranks: int) -> None:
+    """Return in each of `ranks` processes that run this script.
+
+    Returns at once where a launcher has started them; else starts them, with the same arguments, and exits
+    with their status. Errors that nothing catches are shown by `report_errors` from here on.
+    """
+    report_errors()
+    if "RANK" not in os.environ:
+        sys.exit(launch(sys.argv, ranks=ranks))
+
+
+def launch(command: Sequence[str], *, ranks: int) -> int:
+    """Run `python *command` in `ranks` local processes under torchrun's agent; the exit status of the first
+    to fail, 0 where none did."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not shows_all():
+        logging.disable(logging.ERROR)  # in this process, which does nothing else
+    try:
+        run.run(run.parse_args(["--standalone", f"--nproc-per-node={ranks}", *command]))
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode > 0:  # it has said why
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        print(f"rank {rank} was ended by {name}", file=sys.stderr)
+        return 128 - failure.exitcode
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
+    return 0
+
+
+def report_errors() -> None:
+    """Show errors that nothing catches as this module says, from now on in this process."""
+    sys.excepthook = _show
+
+
+def shows_all() -> bool:
+    """Has the user asked for every traceback?"""
+    return os.environ.get(TRACEBACK, "0") not in ("", "0")
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Does the error's own text say what to mend, so that no traceback need be shown?"""
+    if isinstance(error, ShardwiseError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return "EADDRINUSE" in str(error) or (bool(frames) and Path(frames[-1].filename).name in _SETTING_UP)
+
+
+def one_line(error: BaseException) -> str:
+    """`train.py:12: ShardingError: what is wrong`; the place is the user's own line that led there."""
+    text = str(error).strip() if isinstance(error, ShardwiseError) else str(error).strip().partition("\n")[0]
+    text = "; ".join([text, *(remedy for sign, remedy in _REMEDIES.items() if sign in text)])
+    kind = type(error).__name__
+    return ": ".join(part for part in (place(error), kind, text) if part)
+
+
+def place(error: BaseException) -> str:
+    """`train.py:12`: the innermost line outside of installed packages; empty where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users(path := Path(frame.filename)):
+            inside = path.resolve().is_relative_to(Path.cwd())
+            return f"{os.path.relpath(path) if inside else path}:{frame.lineno}"
+    return ""
+
+
+def _is_users(path: Path) -> bool:
+    """Is it neither of an installed package nor of Python itself?"""
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    not_theirs = (Path(__file__).parent, Path(os.__file__).parent)
+    return path.is_file() and not installed and not any(path.is_relative_to(folder) for folder in not_theirs)
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if shows_all():
+        sys.__excepthook__(kind, error, trace)
+    elif not issubclass(kind, KeyboardInterrupt):
+        at: TracebackType | None = trace  # from where the user's own code begins
+        while at is not None and not _is_users(Path(at.tb_frame.f_code.co_filename)):
+            at = at.tb_next
+        whole = "".join(traceback.format_exception(kind, error, at or trace)).rstrip()
+        said = one_line(error)
+        with contextlib.redirect_stderr(sys.__stderr__):  # torch's own hook would add to it
+            say(said, whole="" if is_mistake(error) else whole)
+
+
+def say(line: str, *, whole: str = "") -> None:
+    """Print `line` on stderr, unless a rank of this machine has; or `whole` if nothing was said before."""
+    text, marks = whole or line, _marks()
+    if marks is not None:
+        if whole and any(marks.glob(f"{_MARK}*")):
+            text = line
+        digest = hashlib.sha256(line.encode()).hexdigest()[:16]
+        try:
+            (marks / f"{_MARK}{digest}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        text = f"rank {os.environ['RANK']}: {text}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else text
+    print(text, file=sys.stderr, flush=True)
+
+
+def _marks() -> Path | None:
+    """A folder that torchrun made for the ranks of this attempt on this machine; None where it did not."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    folder = Path(error_file).parent.parent if error_file else None
+    return folder if folder is not None and folder.is_dir() and "RANK" in os.environ else None

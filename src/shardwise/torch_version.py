@@ -1,0 +1,49 @@
+"""Is there a torch that shardwise runs on? The first import of the package asks, and says so in one line.
+
+Its own commands end with that line; `import shardwise` raises it as an ImportError. A torch newer than those
+supported is refused only where a name that shardwise needs has gone from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+SUPPORTED = ((2, 11), (2, 15))  # first and last minor version of torch
+WANTED = "{}.{} to {}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
+_FIX = "pip install 'torch>={}.{},<{}.{}'".format(*SUPPORTED[0], SUPPORTED[1][0], SUPPORTED[1][1] + 1)
+
+
+def minor_version(version: str) -> tuple[int, int] | None:
+    """(2, 13) of "2.13.0+cpu"; None where it does not begin with two numbers."""
+    parts = version.split("+")[0].split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def problem() -> str:
+    """Why shardwise cannot run on what `import torch` finds; empty where it can."""
+    try:
+        import torch
+    except ModuleNotFoundError as missing:
+        if missing.name != "torch":
+            raise
+        return f"shardwise needs torch {WANTED}, and {sys.executable} has none: {_FIX}"
+    version = str(getattr(torch, "__version__", "of no version"))
+    found = minor_version(version)
+    if found is None or found < SUPPORTED[0]:
+        return f"shardwise needs torch {WANTED}, found {version} ({torch.__file__}): {_FIX}"
+    try:
+        import shardwise._compat  # noqa: F401
+    except (ImportError, AttributeError) as missing:
+        if found <= SUPPORTED[1]:
+            raise
+        return f"shardwise needs torch {WANTED}, and {version} is too new ({missing}): {_FIX}"
+    return ""
+
+
+if _problem := problem():
+    if sys.argv[0] == "-m" or Path(sys.argv[0]).stem == "shardwise":  # `python -m shardwise`, `shardwise`
+        sys.exit(_problem)
+    raise ImportError(_problem)

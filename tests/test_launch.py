@@ -1,0 +1,137 @@
+"""What a newcomer sees where ranks cannot start or torch will not do: one line, once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from shardwise import launch
+from shardwise.errors import ShardingError
+
+
+def raised(error: BaseException) -> BaseException:
+    """`error` with a traceback that ends in this file."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Let a rank of two fail as under torchrun; what it prints."""
+    (tmp_path / "attempt_0").mkdir()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv(launch.TRACEBACK, raising=False)
+
+    def fail(rank: int, error: BaseException) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / str(rank) / "error.json"))
+        error = raised(error)
+        launch._show(type(error), error, error.__traceback__)
+        return capfd.readouterr().err
+
+    return fail
+
+
+def test_a_mistake_is_one_line_with_its_place_from_the_first_rank_that_says_it(show: Any) -> None:
+    told = show(1, ShardingError("no layout of that name"))
+    assert told.startswith("rank 1: tests/test_launch.py:")
+    assert told.endswith(": ShardingError: no layout of that name\n")
+    assert told.count("\n") == 1
+    assert show(0, ShardingError("no layout of that name")) == ""
+    assert "another" in show(0, ShardingError("another"))
+
+
+def test_other_errors_keep_their_traceback_once_and_what_follows_from_them_is_short(show: Any) -> None:
+    assert "Traceback (most recent call last)" in show(0, ZeroDivisionError("of the user"))
+    assert show(1, ZeroDivisionError("of the user")) == ""
+    assert show(1, RuntimeError("Connection closed by peer\nand more")).endswith(
+        "RuntimeError: Connection closed by peer\n"
+    )
+    assert show(1, KeyboardInterrupt()) == ""
+
+
+def test_every_traceback_is_shown_where_that_is_asked_for(show: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv(launch.TRACEBACK, "1")
+    for rank in range(2):
+        assert "Traceback (most recent call last)" in show(rank, ShardingError("wrong"))
+
+
+def test_a_script_without_a_launcher_is_told_how_to_start_it(show: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK") as caught:
+        dist.init_process_group("gloo")
+    told = launch.one_line(caught.value)
+    assert launch.is_mistake(caught.value)
+    assert "shardwise run --ranks N SCRIPT" in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "told"), [(3, 3, ""), (-9, 137, "rank 1 was ended by SIGKILL\n")]
+)
+def test_the_status_is_that_of_the_first_rank_to_fail(
+    exitcode: int, status: int, told: str, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> None:
+        later = ProcessFailure(local_rank=0, pid=1, exitcode=-15, error_file="")
+        first = ProcessFailure(local_rank=1, pid=2, exitcode=exitcode, error_file="")
+        object.__setattr__(first, "timestamp", 0)
+        raise ChildFailedError("train.py", {0: later, 1: first})
+
+    monkeypatch.setattr("torch.distributed.run.run", fail)
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    assert launch.launch(["train.py"], ranks=2) == status
+    assert capfd.readouterr().err == told
+
+
+def test_ranks_that_make_the_same_mistake_print_one_line_and_their_launcher_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from shardwise.errors import ShardwiseError\nraise ShardwiseError('too many')\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "shardwise", "run", "--ranks", "2", script.name],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != launch.TRACEBACK},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr in [f"rank {rank}: train.py:2: ShardwiseError: too many\n" for rank in range(2)]
+
+
+STUBS = {
+    "": "has none: pip install 'torch>=2.11,<2.16'",
+    "2.9.1": "needs torch 2.11 to 2.15, found 2.9.1",
+    "2.99.0": "needs torch 2.11 to 2.15, and 2.99.0 is too new",
+}
+
+
+@pytest.mark.parametrize("version", STUBS)
+def test_a_torch_that_will_not_do_is_one_line(version: str, tmp_path: Path) -> None:
+    stub = f"__version__ = {version!r}" if version else "raise ModuleNotFoundError('none', name='torch')"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(stub)
+    path = os.pathsep.join([str(tmp_path), str(Path(launch.__file__).parents[1])])
+    for command in (["-m", "shardwise", "doctor"], ["-c", "import shardwise"]):
+        ended = subprocess.run(
+            [sys.executable, *command],
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ended.returncode == 1
+        *above, told = ended.stderr.splitlines()
+        assert STUBS[version] in told
+        assert (above == []) == (command[0] == "-m")
