@@ -17,22 +17,19 @@ memory goes to stderr and to the page.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import random
 import shutil
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -43,13 +40,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
+from run_log import RunLog, memory_bytes, memory_held, profiled, progress_bar, surroundings, what_ranks_said
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.checkpoint import latest_step, load, save
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.launch import on_ranks
 from shardwise.optim import FlatOptimizer, clip_grad_norm_, flat
-from training_report import TrainingReport
 
 if TYPE_CHECKING:
     from shardwise.verify import Case
@@ -78,6 +75,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters while they compute"
     )
     add("--out", type=Path, default=Path("runs/train_gpt"), help="checkpoints and the page go here")
+    add("--compare", type=Path, nargs="*", default=[], help="other runs' --out: the page shows them too")
+    add("--tensorboard", action="store_true", help="scalars for TensorBoard too, in --out/tensorboard")
+    add("--profile", type=int, default=0, metavar="N", help="trace N steps, after two others, in --out/trace")
     add("--data", type=Path, help="folder of text (default: Python's standard library)")
     add("--seed", type=int, default=0)
     add("--batch", type=int, default=12, help="windows per step over all ranks, rounded up to share evenly")
@@ -95,6 +95,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.layout != "contiguous" and (args.strategy or args.flat):
         parser.error("--strategy and --flat need --layout contiguous")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard needs the package: pip install tensorboard")
     return args
 
 
@@ -246,10 +248,12 @@ def make_optimizer(model: nn.Module, *, over_flat_memory: bool) -> torch.optim.O
 # ------------------------------------------------------------------------------------ training
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, *, peak: float, step: int, warmup: int = 40) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, *, peak: float, step: int, warmup: int = 40) -> float:
     """Linear warm-up, then 1 / sqrt(step): no function of the total, so a longer run is a resumed one."""
+    rate = peak * min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
     for group in optimizer.param_groups:
-        group["lr"] = peak * min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+        group["lr"] = rate
+    return rate
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -258,12 +262,12 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item() / dist.get_world_size()
 
 
-def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Gradients of the global batch's mean loss, clipped to norm 1; returns that loss."""
+def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Gradients of the global batch's mean loss, clipped to norm 1; returns that loss and the norm before."""
     loss = next_byte_loss(model, batch)
     loss.backward()
-    clip_grad_norm_(model.parameters(), 1.0)
-    return mean_over_ranks(loss)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    return mean_over_ranks(loss), norm.item()
 
 
 @torch.no_grad()
@@ -294,7 +298,7 @@ def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
     return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "?" for byte in written)
 
 
-# ------------------------------------------------------------------------- checkpoint and page
+# ------------------------------------------------------------------------- checkpoint and log
 
 
 def training_state(
@@ -321,55 +325,7 @@ def resume(
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part: of a DTensor, of rows (contiguous layout), or all of a plain tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "local", tensor)
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind this rank's part of the tensors."""
-    storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}
-    return sum(storages.values())
-
-
-def memory_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    moments = (value for state in optimizer.state.values() for value in state.values())
-    return {
-        "parameters": held_bytes(p for p in model.parameters()),
-        "gradients": held_bytes(p.grad for p in model.parameters() if p.grad is not None),
-        "optimizer": held_bytes(m for m in moments if isinstance(m, Tensor)),
-    }
-
-
-def measure_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
-) -> tuple[list[dict[str, int]], list[dict[str, Any]]]:
-    """Memory of every rank, and the collectives of one forward and backward (nothing is updated)."""
-    with CommCounter() as counter:
-        backward(model, batch)
-    held = memory_held(model, optimizer)
-    optimizer.zero_grad()
-    memory: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(memory, held)
-    kinds = dict.fromkeys(call.kind for call in counter.calls)
-    collectives = [{"kind": k, "calls": counter.count(k), "bytes": counter.bytes(k)} for k in kinds]
-    return memory, collectives
-
-
 # ------------------------------------------------------------------------------------- running
-
-
-@contextmanager
-def progress_bar(args: argparse.Namespace, start: int) -> Iterator[Callable[[str], None]]:
-    """Yields advance(text), which moves rank 0's bar on stderr by one step."""
-    if dist.get_rank() != 0:
-        yield lambda text: None
-        return
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
-        task = bar.add_task("", total=args.steps, completed=start)
-        yield lambda text: bar.update(task, advance=1, description=text)
 
 
 def say(text: str) -> None:
@@ -385,24 +341,39 @@ def train(
     args: argparse.Namespace,
     device: torch.device,
     progress: dict[str, Any],
+    log: RunLog | None,
 ) -> None:
-    """From progress["step"] to args.steps, saving on the way; progress keeps up with it."""
+    """From progress["step"] to args.steps, saving on the way; progress and rank 0's log keep up with it."""
     draw = {"batch": args.batch, "seq": args.seq, "seed": args.seed}
-    with progress_bar(args, progress["step"]) as advance:
+    counted = min(progress["step"] + 1, args.steps - 1)  # the second step: the first allocates
+    with (
+        progress_bar(progress["step"], args.steps) as advance,
+        profiled(args.out / "trace", args.profile) as profile_step,
+    ):
         for step in range(progress["step"], args.steps):
             began = time.perf_counter()
             batch = training_batch(text, position=progress["position"], **draw)
-            set_learning_rate(optimizer, peak=args.lr, step=step)
-            loss = backward(model, my_rows(batch, device))
-            optimizer.step()
-            held = sum(memory_held(model, optimizer).values())
+            rate = set_learning_rate(optimizer, peak=args.lr, step=step)
+            with CommCounter() if step == counted else nullcontext() as counter:
+                loss, norm = backward(model, my_rows(batch, device))
+                optimizer.step()
+            held = memory_held(model, optimizer)
             optimizer.zero_grad()
+            profile_step()
 
             progress["step"] = step + 1
             progress["position"] += args.batch
-            progress["losses"].append(loss)
-            speed = batch[0].numel() / (time.perf_counter() - began)
-            advance(f"loss {loss:.3f}  {speed:,.0f} tokens/s  {held / 2**20:.1f} MiB/rank")
+            seconds = time.perf_counter() - began
+            speed = batch[0].numel() / seconds
+            now, peak = memory_bytes(device)
+            numbers = {"loss": loss, "gradient_norm": norm, "learning_rate": rate, "seconds": seconds}
+            numbers |= {"tokens_per_s": speed, "memory_bytes": now, "peak_bytes": peak}
+            said = what_ranks_said(counter, held) if counter is not None else None
+            if log is not None:
+                if said is not None:
+                    log.note(**said)
+                log.step(step + 1, **numbers)
+            advance(f"loss {loss:.3f}  {speed:,.0f} tokens/s  {sum(held.values()) / 2**20:.1f} MiB/rank")
             if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
                 say(f"step {step + 1:5d}  loss {loss:.6f}")
             if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
@@ -412,6 +383,23 @@ def train(
                     step=step + 1,
                     keep=2,
                 )
+
+
+def open_log(args: argparse.Namespace, device: torch.device, *, done: int) -> RunLog | None:
+    """The run's log on rank 0, which writes the page while the run goes on; none on others."""
+    if dist.get_rank() != 0:
+        return None
+    log = RunLog(
+        args.out,
+        done=done,
+        title="A small GPT, sharded",
+        steps=args.steps,
+        others=args.compare,
+        tensorboard=args.tensorboard,
+    )
+    settings = {name: str(value) for name, value in vars(args).items() if value not in (None, [])}
+    log.begin(ranks=dist.get_world_size(), settings=settings, **surroundings(device))
+    return log
 
 
 def start() -> torch.device:
@@ -448,7 +436,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     say(f"{parameters:,} parameters over {ranks} ranks ({device.type}), {of_layout(args)}, {args.dtype}")
     say(f"{len(text):,} bytes of text, {len(held_out):,} held out; unigram baseline {baseline:.6f} nats/byte")
 
-    progress: dict[str, Any] = {"step": 0, "position": 0, "losses": []}
+    progress: dict[str, Any] = {"step": 0, "position": 0}
     checkpoints = args.out / "checkpoints"
     if args.resume and latest_step(checkpoints) is not None:
         resume(checkpoints, model, optimizer, progress)
@@ -459,30 +447,20 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         for old in checkpoints.glob("step-*"):
             shutil.rmtree(old)
 
-    train(model, optimizer, text, args=args, device=device, progress=progress)
+    log = open_log(args, device, done=progress["step"])
+    if log is not None:
+        whole = {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
+        log.note(parameters=parameters, baseline=baseline, unit="nats/byte", unsharded_memory=whole)
+
+    train(model, optimizer, text, args=args, device=device, progress=progress, log=log)
 
     final = held_out_loss(model, held_out, args, device)
     say(f"held-out loss {final:.6f} nats/byte, {baseline - final:.6f} below the unigram baseline")
-    batch = training_batch(text, position=0, batch=args.batch, seq=args.seq, seed=args.seed)
-    memory, collectives = measure_step(model, optimizer, my_rows(batch, device))
     written = sample(model, args, device)
     say(f"sample:\n{written}")
-    if dist.get_rank() == 0:
-        whole = {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
-        page = TrainingReport(
-            title="A small GPT, sharded",
-            ranks=ranks,
-            parameters=parameters,
-            losses=progress["losses"],
-            baseline=baseline,
-            held_out_loss=final,
-            memory=memory,
-            unsharded_memory=whole,  # in float32, AdamW with two moments
-            collectives=collectives,
-            settings={name: str(value) for name, value in vars(args).items() if value is not None},
-            sample=written,
-        )
-        say(f"page: {page.write(args.out / 'report.html')}")
+    if log is not None:
+        log.note(held_out_loss=final, sample=written)
+        say(f"page: {log.close()}")
 
 
 def main() -> None:

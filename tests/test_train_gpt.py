@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from ranks import on_ranks
 from shardwise.errors import ShardwiseError
+from training_report import read_run
 
 SCRIPT = Path(train_gpt.__file__)
 OURS = "from shardwise import MixedPrecisionPolicy, fully_shard\n"
@@ -56,7 +57,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(*, text: Path, cwd: Path) -> str:
     """stdout of the script on two ranks that it starts."""
     ended = subprocess.run(
-        [sys.executable, SCRIPT, "--ranks", "2", *TINY, "--data", text],
+        [sys.executable, SCRIPT, "--ranks", "2", "--profile", "1", *TINY, "--data", text],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -141,6 +142,22 @@ def test_the_page_holds_what_was_printed(run: tuple[str, Path]) -> None:
     assert "all-gather" in page
     assert "reduce-scatter" in page
     assert "rank 1" in page
+    losses = [row["loss"] for row in read_run(folder).steps]
+    assert losses == pytest.approx(losses_of(out), abs=1e-6)
+
+
+def test_a_trace_has_the_names_of_modules(run: tuple[str, Path]) -> None:
+    trace = (run[1] / "trace" / "rank-1.json").read_text()
+    assert "blocks.1" in trace
+
+
+def test_tensorboard_is_asked_for_by_name_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train_gpt.parse_arguments(["--tensorboard"])
+    assert capsys.readouterr().err.endswith("needs the package: pip install tensorboard\n")
 
 
 @pytest.mark.parametrize("flags", [["--hsdp", "--dtype", "bfloat16"]], ids=" ".join)
