@@ -242,6 +242,26 @@ def tp_export(
     Console().print(printed, markup=False, highlight=False, soft_wrap=True)
 
 
+@tp.command("merge", epilog="Exit status: 0 written; 2 a rank's file is missing or damaged, or ranks differ.")
+def tp_merge(
+    folder: Annotated[
+        Path, typer.Argument(help="Of every rank's program, as `shardwise tp export` writes it.")
+    ],
+    out: Annotated[Path, typer.Option(help="Safetensors file to write.")],
+    strip: Annotated[str, typer.Option(help="A beginning of names to leave out: `model.`, say.")] = "",
+) -> None:
+    """Put ranks' weights together to one model's again."""
+    from shardwise.errors import ShardwiseError
+    from shardwise.tensor_parallel.merge import merge_command
+
+    try:
+        printed = merge_command(folder, out, strip=strip)
+    except ShardwiseError as error:
+        _print_failure(error, "")
+        raise typer.Exit(NOT_RUN) from None
+    Console().print(printed, end="", markup=False, highlight=False, soft_wrap=True)
+
+
 @tp.command("generate", epilog="Exit status: 0 generated; 2 a model, prompt or plan that cannot be used.")
 def tp_generate(
     folder: Annotated[
@@ -262,8 +282,8 @@ def tp_generate(
     import torch.distributed as dist
 
     from shardwise.errors import ShardwiseError
+    from shardwise.hf.generate import generate_command
     from shardwise.tensor_parallel.package import read_strategies
-    from shardwise.tensor_parallel.serving import generate_command
     from shardwise.verify.processes import RankError, run_ranks
 
     started = dist.is_torchelastic_launched()

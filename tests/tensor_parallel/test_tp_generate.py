@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lockstep
 import pytest
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 
 from shardwise.cli import app
 from shardwise.errors import ShardingError
+from shardwise.files.tensors import StoredTensor
+from shardwise.hf.generate import cut_folder
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, strategies_of
 from shardwise.tensor_parallel.serving import Programs
 
@@ -107,6 +110,26 @@ def test_the_command_generates_by_the_weights_of_a_folder(tmp_path: Path) -> Non
     assert tokens == " ".join(map(str, whole(model, prompt)[0].tolist()))
     bytes_here = 2 * 2 * 11 * 8 * 4  # layers, keys and values, tokens, a head's width, float32
     assert told == f"A token: 5 all_reduce, 1 all_gather; {bytes_here:,} bytes of cache on rank 0"
+
+
+def test_a_rank_reads_from_a_folder_just_what_it_holds(tmp_path: Path) -> None:
+    model, prompt = made("mixtral")
+    model.save_pretrained(tmp_path)  # each expert by itself, as this model does not have them
+    expected = cut_steps(export_steps(model, prompt, TOKENS), 1, 2, strategies_of(model))
+    read, elements = StoredTensor.read, 0
+
+    def counted(self: StoredTensor, begins: Any, ends: Any) -> Tensor:
+        nonlocal elements
+        found = read(self, begins, ends)
+        elements += found.numel()
+        return found
+
+    with mock.patch.object(StoredTensor, "read", counted):
+        found = cut_folder(tmp_path, prompt, TOKENS, 1, 2)
+    weights = found[1].state_dict
+    assert elements == sum(tensor.numel() for tensor in weights.values())
+    for name, tensor in (expected[1].state_dict | expected[1].constants).items():
+        assert torch.equal((weights | found[1].constants)[name], tensor), name
 
 
 def test_a_word_or_a_model_without_a_meaning_here_is_named() -> None:

@@ -464,6 +464,29 @@ class Language(nn.Module):
 _BLOCKS = {f"blocks.*.{name}": style for name, style in (_BLOCK | {"qkv": COL}).items()}
 
 
+@case(
+    "decoder layer of torch",
+    plan={f"{name}_attn": COL for name in ("self", "multihead")}
+    | {f"{name}_attn.out_proj": ROW for name in ("self", "multihead")}
+    | {"linear1": COL, "linear2": ROW},
+    reduces=3,
+    dynamic=tuple((Dim("batch", min=2), Dim(name, min=2), Dim.STATIC) for name in ("length", "known")),
+    others=lambda: ((values(3, 4, 48), values(3, 6, 48)), {}),
+)
+def decoder_layer() -> Any:
+    layer = nn.TransformerDecoderLayer(48, 6, 40, batch_first=True).double().eval()
+    return layer, (values(2, 5, 48), values(2, 7, 48))
+
+
+@case("attention of torch and its weights", plan={"0": COL, "0.out_proj": ROW}, reduces=2)
+def attention_weights() -> Any:
+    class Weights(nn.ModuleList):
+        def forward(self, x: Tensor) -> Any:
+            return self[0](x, x, x)
+
+    return Weights([nn.MultiheadAttention(48, 6, batch_first=True)]).double().eval(), (values(2, 5, 48),)
+
+
 def _language(
     name: str, plan: dict[str, Any], *, tied: bool, reduces: int, gathers: int, **known: Any
 ) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 
 # comm.count: the one subclass that cannot run below an active mode that steps aside for it.
-from torch._subclasses.fake_tensor import FakeTensor
+# hf.generate: a model that has shapes and no memory.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
 # checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.

@@ -106,13 +106,13 @@ def load(
         made: list[Any] = []
 
         def make() -> None:
-            made.append(_skeleton(path_or_config, model_class, dtype, strict, files))
+            made.append(skeleton_of(path_or_config, model_class, dtype, strict, files))
 
         together(what, make)
         skeleton = made.pop()
         _claim_values(skeleton)
         model = skeleton if adapt is None else adapt(skeleton)
-        values = _take_values(model)
+        values = take_values(model)
         _shard(model, skeleton._no_split_modules or (), options)
         model.__dict__["_shardwise_host_memory"] = _memory_for(model, values)
         _initialise(skeleton, model, values)
@@ -151,7 +151,7 @@ def _weights(what: str, found: Any) -> list[Path]:
     return there[:1]
 
 
-def _skeleton(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
+def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
     """The model with `Boxes` for the weights of files, and what files lack on the meta device."""
     transformers = library()
     from_files = isinstance(found, (str, os.PathLike))
@@ -240,10 +240,10 @@ _UNDRAWN = _Undrawn()
 
 def _claim_values(model: nn.Module) -> None:
     """What is on the meta device looks like the rest, for those who put adapters where weights are."""
-    _replace(model, lambda _, one: Boxes.of(_UNDRAWN, one.shape, one.dtype) if one.is_meta else one)
+    replace_tensors(model, lambda _, one: Boxes.of(_UNDRAWN, one.shape, one.dtype) if one.is_meta else one)
 
 
-def _take_values(model: nn.Module) -> dict[str, Boxes]:
+def take_values(model: nn.Module) -> dict[str, Boxes]:
     """What parameters and buffers are to hold, by name. The former go to the meta device."""
     values: dict[str, Boxes] = {}
 
@@ -258,11 +258,11 @@ def _take_values(model: nn.Module) -> dict[str, Boxes]:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta" if is_parameter else "cpu")
 
-    _replace(model, take)
+    replace_tensors(model, take)
     return values
 
 
-def _replace(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
     """Put others in place of parameters and buffers; ties stay."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, module in model.named_modules():

@@ -4,6 +4,7 @@ from shardwise.tensor_parallel.aot import compile_package, load_compiled
 from shardwise.tensor_parallel.auto import ChosenPlan, Prices, choose
 from shardwise.tensor_parallel.explain import counts, explain
 from shardwise.tensor_parallel.materialize import materialize, missing_weights
+from shardwise.tensor_parallel.merge import merge
 from shardwise.tensor_parallel.package import bind, load, save
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
@@ -36,6 +37,7 @@ __all__ = [
     "load",
     "load_compiled",
     "materialize",
+    "merge",
     "missing_weights",
     "rule",
     "save",

@@ -7,12 +7,14 @@ addmm(b, x, permute(w)), matmul, ... linear(x, w, b), where w is a parameter
 view(bmm(view(x), view(y)))         matmul(x, y), where views only merged the dims of batches
 permute(w), detach(log_softmax(x))  beside each use of theirs: they are not to be the first use of w or x
 view(log_softmax(x))                log_softmax(view(x)), for a loss to meet it (`rules.loss`)
+view(transpose(view(x)))            permute(unflatten(x)), where the batch was merged with heads for a while
 views and expands that change nothing   dropped
 copy(x, y)                          y, in the shape and dtype of x: it has no derivative
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -23,7 +25,7 @@ from torch.export import ExportedProgram
 from shardwise import _compat
 from shardwise.tensor_parallel.heads import order_of
 from shardwise.tensor_parallel.nodes import args_of, op_of
-from shardwise.tensor_parallel.placement import groups, same_size
+from shardwise.tensor_parallel.placement import groups, hint, same_size
 
 aten: Any = torch.ops.aten
 
@@ -98,6 +100,8 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
         op, found = aten.matmul.default, _as_matmul(node, name)
     if found is None:
         op, found = getattr(x, "target", None), _as_logarithm(graph, node, name)
+    if found is None:
+        op, found = aten.permute.default, _as_heads(graph, node)
     if found is None:
         return
     with graph.inserting_before(node):
@@ -181,6 +185,27 @@ def _as_matmul(node: fx.Node, name: str) -> tuple[Any, ...] | None:
     return tuple(apart[1:]) if all(map(_is_shape, apart, sizes)) else None
 
 
+def _as_heads(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
+    """The arguments of the permutation that [length, rows * heads, _] as [rows, heads, length, _] is."""
+    chain = [node]
+    for op in (_NOTHING[1:], ("transpose", "permute"), _NOTHING[1:]):
+        if op_of(chain[-1]) not in op:
+            return None
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    _, turned, merged, x = chain
+    dims = [each.meta["val"].ndim for each in (node, merged, x)]
+    if dims != [4, 3, 3] or order_of(turned, 3) != [1, 0, 2]:
+        return None
+    length, batch, _ = x.meta["val"].shape
+    heads, width = map(hint, node.meta["val"].shape[1::2])
+    if not _is_shape(node, (batch, heads, length, width)):
+        return None
+    with graph.inserting_before(node):
+        apart = graph.call_function(aten.unflatten.int, (x, 2, [heads, width]))
+    apart.meta = {**merged.meta, "val": x.meta["val"].new_empty((length, batch, heads, width))}
+    return apart, [1, 2, 0, 3]
+
+
 def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] | None:
     """The arguments of a softmax's logarithm of the values that `node` views the one of."""
     source = node.args[0] if node.args else None
@@ -204,12 +229,13 @@ def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] 
 
 
 def _transposed(node: Any) -> fx.Node | None:
-    """The parameter of which `node` is the transpose."""
+    """The parameter, or part of a fused one, of which `node` is the transpose."""
     if not isinstance(node, fx.Node) or op_of(node) not in ("permute", "t", "transpose", "numpy_T"):
         return None
-    source = node.args[0]
-    is_matrix = isinstance(source, fx.Node) and source.op == "placeholder" and source.meta["val"].ndim == 2
-    return source if is_matrix and len(node.meta["val"].shape) == 2 else None  # type: ignore[return-value]
+    source: Any = node.args[0]
+    fused = source.args[0].args[0] if source.target is operator.getitem else source
+    is_matrix = fused.op == "placeholder" and source.meta["val"].ndim == 2
+    return source if is_matrix and len(node.meta["val"].shape) == 2 else None
 
 
 def _is_vector(node: Any) -> bool:

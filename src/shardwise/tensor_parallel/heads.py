@@ -22,6 +22,7 @@ from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import Interval, Ranges, Split, even, groups, hint, normal
 
 _PARTS = ("split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "tensor_split")
+_TURNED = ("transpose", "permute", "t", "squeeze")
 _ATTENTION = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
 
 
@@ -102,8 +103,10 @@ class _Tracker:
         before, after = self.p.hints(node), self.p.hints(user)
         if name in ("view", "reshape", "_unsafe_view", "unflatten", "flatten", "unsqueeze"):
             yield from self._view(node, user, dim, stretch)
-        elif name in ("transpose", "permute", "t"):
-            yield from self.follow(user, order_of(user, len(before)).index(dim), stretch)
+        elif name in _TURNED:
+            moved = self._moved(node, user, dim)
+            if moved is not None:
+                yield from self.follow(user, moved, stretch)
         elif name == "repeat_interleave" and len(after) == len(before):
             yield from self._shared(stretch, after[dim])
         elif name in ("linear", "mm", "bmm", "matmul", "embedding", "addmm", "baddbmm"):
@@ -143,6 +146,9 @@ class _Tracker:
             yield from self._apart(user, after, stretch)
         elif len(before) == 2 and before[0] == dim and len(after) == 1 and _is_repeated(node):
             yield from self._shared(stretch, self.p.hints(user)[after[0]])
+        elif before[-1] == dim and len(after) > 1 and stretch.count % self.p.hints(user)[after[-1]] == 0:
+            width = self.p.hints(user)[after[-1]]  # heads of all rows become one dim
+            yield replace(stretch, count=stretch.count // width, unit=width * stretch.unit)
 
     def _apart(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
         """The dim became `dims`: (heads, width), or (3, heads, width) where the three are taken apart."""
@@ -170,13 +176,22 @@ class _Tracker:
         """Are elements of `dim` selected one by one, as the three of a fused projection are?"""
         for user in node.users:
             ndim = len(self.p.shape(node))
-            if op_of(user) in ("transpose", "permute"):
-                found = self._taken_apart(user, order_of(user, ndim).index(dim))
+            if op_of(user) in (*_TURNED, "unsqueeze", "contiguous", "clone"):
+                moved = self._moved(node, user, dim)
+                found = moved is not None and self._taken_apart(user, moved)
             else:
                 found = op_of(user) in _PARTS and part_dim(user, ndim) == dim and _singly(user, dim)
             if found:
                 return True
         return False
+
+    def _moved(self, node: fx.Node, user: fx.Node, dim: int) -> int | None:
+        """Which dim of `user` a dim of `node` is, where it orders dims, or has more or fewer of one."""
+        old, new = self.p.shape(node), self.p.shape(user)
+        if op_of(user) in ("transpose", "permute", "t"):
+            return order_of(user, len(old)).index(dim)
+        after = next(after for before, after in groups(old, new) if dim in before)
+        return after[0] if len(after) == 1 else None
 
 
 def _singly(user: fx.Node, dim: int) -> bool:

@@ -6,6 +6,7 @@
                                        opened as they are needed
     several of these, as a list        such as the files of a folder of links
     a .pt, .pth or .bin file           a state dict by `torch.save`, mapped into memory and never executed
+    a function                         of a name: the whole's shape, and a function of a part of it; or None
 
 Which parts a rank holds stands in the program's record (`state.record_of`), so that a program that was loaded
 is filled as one just made.
@@ -29,13 +30,17 @@ from shardwise.tensor_parallel.device import as_is, here_for
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
 
+Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end; all where the end is negative
+Entry = tuple[Iterable[int], Part]  # the whole's shape, and its parts
+Source = Callable[[str], Entry | None]
+Checkpoint = Mapping[str, Tensor] | str | Path | Sequence[str | Path] | Source
 _PICKLED = (".pt", ".pth", ".bin")
 
 
 @torch.no_grad()
 def materialize(
     program: ExportedProgram,
-    checkpoint: Mapping[str, Tensor] | str | Path | Sequence[str | Path],
+    checkpoint: Checkpoint,
     *,
     device: torch.device | str | None = None,
     rename: Callable[[str], str] | None = None,
@@ -126,11 +131,6 @@ def _sharers(record: dict[str, Any], name: str) -> list[str]:
 # ------------------------------------------------------------ reading
 
 
-Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end
-Entry = tuple[Iterable[int], Part]  # the whole's shape, and its parts
-Source = Callable[[str], Entry | None]
-
-
 def _reader(
     source: Source, values: Mapping[str, Tensor], names: list[str], asked: Mapping[str, str]
 ) -> Entry | None:
@@ -153,8 +153,11 @@ def _in_memory(whole: Tensor) -> Entry:
 
 
 @contextmanager
-def _opened(checkpoint: Mapping[str, Tensor] | str | Path | Sequence[str | Path]) -> Iterator[Source]:
+def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
     """Tensors by name; files are open as long as the context lasts."""
+    if callable(checkpoint):
+        yield checkpoint
+        return
     if isinstance(checkpoint, Mapping):
         yield lambda name: _in_memory(checkpoint[name]) if name in checkpoint else None
         return

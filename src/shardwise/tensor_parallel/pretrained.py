@@ -8,11 +8,10 @@ says of gradients, of sums over ranks and of inputs that each rank has whole fol
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.errors import ShardingError
 
@@ -73,43 +72,10 @@ def strategies_of(model: Any) -> dict[str, str]:
     return found
 
 
-def read_prompted(folder: str | Path, ids: str, text: str | None, seed: int) -> tuple[nn.Module, Tensor, Any]:
-    """The model in a folder, a prompt [1, length], and the tokenizer for a `text`. Nothing is fetched.
-
-    Raises:
-        ShardingError: transformers, a config or a tokenizer is not there, or no prompt.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ShardingError(
-            f"models in folders need transformers: pip install transformers ({error})"
-        ) from None
-    tokenizer: Any = None
-    try:
-        found = list(map(int, ids.split()))
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if text is not None:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            found = tokenizer(text)["input_ids"]
-        torch.manual_seed(seed)
-        model = made_from(config, folder if any(Path(folder).glob("*.safetensors")) else None)
-    except (OSError, ValueError) as error:
-        raise ShardingError(f"no model in {folder}, no tokenizer there, or no token ids: {error}") from error
-    size = config.get_text_config().vocab_size
-    if not found or not 0 <= min(found) <= max(found) < size:
-        raise ShardingError(f"the prompt has the tokens {found}; expected at least one, from 0 to {size - 1}")
-    return model, torch.tensor([found]), tokenizer
-
-
-def made_from(config: Any, folder: str | Path | None = None) -> nn.Module:
-    """The model that generates by `config`, in eval mode: with the weights in a folder, or random ones."""
+def made_from(config: Any) -> nn.Module:
+    """The model that generates by `config`, with random weights, in eval mode."""
     import transformers
 
-    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
-    kind: Any = kinds[bool(config.is_encoder_decoder)]
-    if folder is None:
-        model: nn.Module = kind.from_config(config)
-    else:
-        model = kind.from_pretrained(folder, config=config, local_files_only=True)
+    kinds: Any = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
+    model: nn.Module = kinds[bool(config.is_encoder_decoder)].from_config(config)
     return model.eval()

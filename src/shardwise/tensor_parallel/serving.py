@@ -10,8 +10,6 @@ that in the prefill, which keeps what its decoder attends to, and decodes from i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from shardwise.comm.agree import together
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel.explain import counts
 from shardwise.tensor_parallel.package import default_group
-from shardwise.tensor_parallel.pretrained import read_prompted, strategies_of
+from shardwise.tensor_parallel.pretrained import strategies_of
 from shardwise.tensor_parallel.state import record_of
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
@@ -80,10 +76,15 @@ def cut_steps(
     *,
     device_type: str = "cpu",
     group_name: str | None = None,
+    fill: Callable[[ExportedProgram], Any] = lambda _: None,
 ) -> Programs:
     """One rank's prefill and decode, which share weights and cache. Local.
 
-    Arguments are those of `tensor_parallel_transformation`; `strategies` by names within the model.
+    Arguments are those of `tensor_parallel_transformation`, but for:
+
+    Args:
+        strategies: by names within the model.
+        fill: gives the prefill's weights values, where the model has none: by `materialize`, say.
     """
 
     def cut(program: ExportedProgram, plan: Any, sharing: ExportedProgram | None) -> ExportedProgram:
@@ -94,6 +95,7 @@ def cut_steps(
     if not isinstance(strategies, str):
         strategies = {f"model.{name}": style for name, style in strategies.items()}
     prefill = cut(whole[0], strategies, None)
+    fill(prefill)
     known = record_of(prefill)["strategies"] if isinstance(strategies, str) else strategies
     return prefill, cut(whole[1], known, prefill)
 
@@ -198,44 +200,3 @@ def _layers(model: Any, batch: int, capacity: int) -> list[Any]:
         empty = [torch.empty(batch, count, 0, each, dtype=model.dtype, device=model.device) for each in sizes]
         layer.lazy_initialization(*empty)
     return made
-
-
-# ------------------------------------------------------------ the command
-
-
-def generate_command(
-    alive: Callable[[], None],
-    folder: str | Path,
-    ids: str,
-    text: str | None,
-    tokens: int,
-    seed: int,
-    strategies: Mapping[str, Any] | Literal["auto"] | None,
-) -> str:
-    """Generate by the model in a folder, over the default group. Collective; returns what to print.
-
-    Args:
-        alive: called whenever it gets somewhere.
-        folder: with a config, and weights unless random ones, drawn from `seed`, are meant.
-        ids, text: the prompt: numbers with spaces between, or what the folder's tokenizer takes.
-        strategies: as of `generate`.
-
-    Raises:
-        ShardingError: on every rank: what cannot be read, or a prompt that is none.
-    """
-    group = default_group()
-    read: list[Any] = []
-    reading = partial(read_prompted, folder, ids, text, seed)
-    together(f"reading {folder}", lambda: read.extend(reading()), group=group, kind=ShardingError)
-    model, prompt, tokenizer = read
-    ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    alive()
-    plan = strategies_of(model) if strategies is None else strategies
-    cut = cut_steps(export_steps(model, prompt, tokens), dist.get_rank(group), group.size(), plan)
-    alive()
-    found = greedy(cut, prompt, tokens, ends=ends)[0]
-    told = [" ".join(map(str, found.tolist()))]
-    told += [] if tokenizer is None else [tokenizer.decode(found, skip_special_tokens=True)]
-    sent = ", ".join(f"{count} {kind}" for kind, count in counts(cut[1]).items()) or "nothing"
-    return "\n".join([*told, f"A token: {sent}; {cache_bytes(cut[1]):,} bytes of cache on rank 0", ""])

@@ -51,7 +51,8 @@ def product(p: Partition, node: fx.Node) -> None:
 def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int) -> None:
     """x @ weight + bias, where the weight is a parameter with a style, or any value."""
     parameter, in_dim = p.parameters.get(weight), 1 - out_dim
-    style, known = (parameter.style, parameter.placement) if parameter is not None else (None, None)
+    style = None if parameter is None else parameter.style
+    known = p.placement(weight) if parameter is None else parameter.placement
     if isinstance(known, Split):
         style = "column" if known.dim == out_dim else "row"
     last = len(p.shape(x)) - 1
@@ -71,7 +72,7 @@ def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out
         return p.keep(node, call(p.take(x), p.take(weight, cut), local_bias), cut.on(last))
     if style == "row" or (isinstance(at, Split) and at.dim == last and p.placement(weight) != REPLICATE):
         cut = known if isinstance(known, Split) and known.disjoint else p.evenly(weight, in_dim)
-        if isinstance(at, Split) and at.dim == last and at.disjoint and known is None:
+        if isinstance(at, Split) and at.dim == last and at.disjoint and not isinstance(known, Split):
             cut = at.on(in_dim)
         made = call(p.take(x, cut.on(last)), p.take(weight, cut), None)
         if bias is None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.tensor_parallel.heads import part_dim
-from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
+from shardwise.tensor_parallel.heads import column_ranges, part_dim
+from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, hint
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, hint, normal
 from shardwise.tensor_parallel.rules.loss import by_intervals, by_rows, choose, is_chosen, placed
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
@@ -21,7 +21,10 @@ def part(p: Partition, node: fx.Node) -> None:
     """Parts along a dim; along the cut one, each rank's part of them."""
     x, op = args_of(node)[0], op_of(node)
     ndim = len(p.shape(x))
-    dim, at = part_dim(node, ndim), p.stays(x)
+    dim = part_dim(node, ndim)
+    if (wanted := _weights_cut(p, node, dim)) is not None:
+        p.take(x, wanted)
+    at = p.stays(x)
     if at == PARTIAL:
         return p.locally(node, {x: PARTIAL}, PARTIAL)
     if not isinstance(at, Split) or at.dim != dim:
@@ -35,6 +38,25 @@ def part(p: Partition, node: fx.Node) -> None:
     found, first = _sliced(p, at, begin, p.shape(node)[dim])
     made = p.emit(aten.slice.Tensor, p.take(x, at), dim, first, first + found.size(p.rank))
     return p.keep(node, made, found)
+
+
+def _weights_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
+    """Where a fused weight [out, in] is to be cut whose parts are weights of several linear layers."""
+    parameter = p.parameters.get(args_of(node)[0])
+    if parameter is None or parameter.style != "column" or parameter.placement is not None or dim != 0:
+        return None
+    begin, joined = 0, [list[tuple[int, int]]() for _ in range(p.ranks)]
+    for index, piece in enumerate(several(node.meta["val"])):
+        users = (use for item in node.users if item.args[1] == index for use in item.users)
+        layer = next((use for use in users if op_of(use) == "linear" and use.args[0] not in node.users), None)
+        if layer is None or piece.ndim != 2:
+            return None
+        size = hint(piece.shape[0])
+        ranges = column_ranges(p, layer, size, dim=len(p.shape(layer)) - 1)
+        for held, found in zip(joined, ranges, strict=True):
+            held += [(begin + b, begin + e) for b, e in found]
+        begin += size
+    return Split(0, tuple(map(normal, joined)))
 
 
 def _slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int | None:

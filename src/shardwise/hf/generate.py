@@ -1,0 +1,163 @@
+"""Generating by the model of a folder, cut over ranks: each reads from the files just what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from shardwise import _compat
+from shardwise.comm.agree import together
+from shardwise.errors import ShardingError
+from shardwise.files.tensors import TensorFiles
+from shardwise.hf.boxes import Boxes
+from shardwise.hf.load import library, replace_tensors, skeleton_of, take_values
+from shardwise.layout import Box
+from shardwise.tensor_parallel import counts, cut_steps, export_steps, greedy, materialize, strategies_of
+from shardwise.tensor_parallel.package import default_group
+from shardwise.tensor_parallel.pretrained import made_from
+from shardwise.tensor_parallel.serving import Programs, cache_bytes
+from shardwise.tensor_parallel.state import record_of
+
+Strategies = Mapping[str, Any] | Literal["auto"] | None
+
+
+def cut_folder(
+    folder: str | Path, prompt: Tensor, tokens: int, rank: int, world_size: int, strategies: Strategies = None
+) -> Programs:
+    """What `cut_steps` makes of the model in a folder, which is nowhere whole. Local.
+
+    Raises:
+        CheckpointError: weights that are missing, damaged or of another shape, by name.
+    """
+    mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+
+    def without_values(_: str, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+    with TensorFiles([Path(folder)]) as files:
+        model = skeleton_of(folder, None, "auto", True, files)
+        values, buffers = take_values(model), _initialised_buffers(model)
+        with mode:
+            replace_tensors(model, without_values)
+            whole = export_steps(model.eval(), torch.empty_like(prompt), tokens)
+        plan = strategies_of(model) if strategies is None else strategies
+        return cut_steps(whole, rank, world_size, plan, fill=partial(_fill, values=values, buffers=buffers))
+
+
+def _initialised_buffers(model: Any) -> dict[str, Tensor]:
+    """Buffers that no file has, by name: by the model's own rules."""
+    made: dict[str, Tensor] = {}
+
+    def give_memory(name: str, tensor: Tensor) -> Tensor:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
+        if isinstance(tensor, nn.Parameter) or not tensor.is_meta:
+            return tensor
+        made[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return made[name]
+
+    replace_tensors(model, give_memory)
+    for one in model.modules():
+        one.__dict__.pop("_is_hf_initialized", None)
+    model.initialize_weights()
+    return {f"model.{name}": tensor for name, tensor in made.items()}
+
+
+def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
+    """Weights from the files; caches begin as zeros."""
+    shapes = {name: entry["shape"] for name, entry in record_of(program)["parameters"].items()}
+
+    def find(name: str) -> Any:
+        value = values.get(name.removeprefix("model."))
+        if value is None and name.startswith("model."):
+            return None
+        return shapes[name], partial(_part, value, shapes[name])
+
+    materialize(program, find, values=buffers)
+
+
+def _part(value: Boxes | None, shape: Sequence[int], dim: int, begin: int, end: int) -> Tensor:
+    offsets, sizes = [0] * len(shape), list(shape)
+    if end >= 0:
+        offsets[dim], sizes[dim] = begin, end - begin
+    return torch.zeros(sizes) if value is None else value.read(Box(tuple(offsets), tuple(sizes)))
+
+
+def generate_command(
+    alive: Callable[[], None],
+    folder: str | Path,
+    ids: str,
+    text: str | None,
+    tokens: int,
+    seed: int,
+    strategies: Strategies,
+) -> str:
+    """Generate by the model in a folder, over the default group. Collective; returns what to print.
+
+    Args:
+        alive: called whenever it gets somewhere.
+        folder: with a config, and weights unless random ones, drawn from `seed`, are meant.
+        ids, text: the prompt: numbers with spaces between, or what the folder's tokenizer takes.
+        strategies: by names within the model; by default its own.
+
+    Raises:
+        ShardingError: on every rank: what cannot be read, or a prompt that is none.
+    """
+    group = default_group()
+    rank, ranks = dist.get_rank(group), group.size()
+    made: list[Any] = []
+
+    def prepare() -> None:
+        config, prompt, tokenizer = _read_prompt(folder, ids, text)
+        if any(Path(folder).glob("*.safetensors")):
+            programs = cut_folder(folder, prompt, tokens, rank, ranks, strategies)
+        else:
+            torch.manual_seed(seed)
+            model = made_from(config)
+            plan = strategies_of(model) if strategies is None else strategies
+            programs = cut_steps(export_steps(model, prompt, tokens), rank, ranks, plan)
+        made.extend((programs, prompt, tokenizer))
+
+    together(f"reading {folder}", prepare, group=group, kind=ShardingError)
+    alive()
+    programs, prompt, tokenizer = made
+    found = greedy(programs, prompt, tokens, ends=_ends(folder))[0]
+    told = [" ".join(map(str, found.tolist()))]
+    told += [] if tokenizer is None else [tokenizer.decode(found, skip_special_tokens=True)]
+    sent = ", ".join(f"{count} {kind}" for kind, count in counts(programs[1]).items()) or "nothing"
+    return "\n".join(
+        [*told, f"A token: {sent}; {cache_bytes(programs[1]):,} bytes of cache on rank {rank}", ""]
+    )
+
+
+def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, Tensor, Any]:
+    """The config in a folder, a prompt [1, length], and the tokenizer for a text. Nothing is fetched."""
+    transformers, tokenizer = library(), None
+    try:
+        found = list(map(int, ids.split()))
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if text is not None:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            found = tokenizer(text)["input_ids"]
+    except (OSError, ValueError) as error:
+        raise ShardingError(f"no config in {folder}, no tokenizer there, or no token ids: {error}") from error
+    size = config.get_text_config().vocab_size
+    if not found or not 0 <= min(found) <= max(found) < size:
+        raise ShardingError(f"the prompt has the tokens {found}; expected at least one, from 0 to {size - 1}")
+    return config, torch.tensor([found]), tokenizer
+
+
+def _ends(folder: str | Path) -> list[int]:
+    """The tokens that end a text, as the folder says."""
+    transformers = library()
+    try:
+        found = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:
+        found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    return found if isinstance(found, list) else [] if found is None else [found]
