@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from functools import cache
 
 import pytest
 
-from ranks import RankPool, start_server
+from ranks import RankPool, keep_what_pytest_rewrites, start_server
 
 REFUSED = 'layout="contiguous" needs torch'  # how fully_shard says so
 OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat.py", "tests/sharded_tensor/rows/")
+
+
+keep_what_pytest_rewrites()
 
 
 def pytest_sessionstart() -> None:
     """In a run of all tests the server that ranks are forked from starts while tests are collected."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         start_server()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported stays: to look for garbage in it, now or after each test, finds none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from _pytest.assertion.rewrite import rewrite_asserts
+from _pytest.assertion import rewrite
 
 PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "shardwise.verify"]
 COMPILERS = ["torch._functorch.aot_autograd", "torch._inductor.compile_fx"]  # 1 s, once or on each rank
@@ -194,12 +194,29 @@ class RankPool:
         self.workers.clear()
 
 
+_by_pytest: dict[str, types.CodeType] = {}
+
+
+def keep_what_pytest_rewrites() -> None:
+    """Keep the code of test modules with asserts rewritten: ranks run it, and making it again takes 30 ms."""
+    rewrite_test = rewrite._rewrite_test
+
+    def keeping(path: Path, config: pytest.Config) -> Any:
+        state, code = rewrite_test(path, config)
+        _by_pytest[str(path)] = code
+        return state, code
+
+    rewrite._rewrite_test = keeping
+
+
 @functools.cache
 def _rewritten(file: str) -> bytes:
     """The code of a test module, its asserts rewritten by pytest; made here, once for all ranks."""
+    if file in _by_pytest:
+        return marshal.dumps(_by_pytest[file])
     source = Path(file).read_bytes()
     tree = ast.parse(source, filename=file)
-    rewrite_asserts(tree, source, file)
+    rewrite.rewrite_asserts(tree, source, file)
     return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
 
 
@@ -289,7 +306,6 @@ def _work(pipe: connection.Connection, output: str, stack: str) -> None:
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     torch.set_num_threads(1)
-    gc.collect()
     gc.freeze()  # the collection after each call then visits only what calls made
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()

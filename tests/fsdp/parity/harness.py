@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
@@ -170,10 +170,13 @@ def each(
     return {name: of(p.grad if gradient else p) for name, p in model.named_parameters()}
 
 
+@cache
+def ranks_of(mesh: DeviceMesh) -> str:
+    return str(mesh.mesh.tolist())  # a millisecond
+
+
 def describe(tensor: Tensor) -> str:
-    placed = (
-        f"{tensor.placements} of {tensor.device_mesh.mesh.tolist()}" if isinstance(tensor, DTensor) else ""
-    )
+    placed = f"{tensor.placements} of {ranks_of(tensor.device_mesh)}" if isinstance(tensor, DTensor) else ""
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {placed}"
 
 
