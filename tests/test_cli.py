@@ -145,7 +145,7 @@ def test_help_says_what_the_exit_status_means():
 
 @pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARNING, 0), (Status.BROKEN, 1)])
 def test_doctor_fails_only_where_something_needed_is_broken(monkeypatch, status, code):
-    monkeypatch.setattr(doctor, "examine", lambda: [CheckResult("gloo", status, "seen", "mend it")])
+    monkeypatch.setattr(doctor, "examine", lambda folder: [CheckResult("gloo", status, "seen", "mend it")])
     result = run("doctor")
     assert result.exit_code == code
     assert status in result.output

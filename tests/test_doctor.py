@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise import doctor
 from shardwise.doctor import (
@@ -12,11 +17,19 @@ from shardwise.doctor import (
     check_backends,
     check_descriptors,
     check_devices,
+    check_disk,
+    check_host_name,
     check_loopback,
+    check_shared_memory,
     check_torch,
     examine,
+    examine_ranks,
     judge_backends,
     judge_descriptors,
+    judge_disk,
+    judge_host_name,
+    judge_ranks,
+    judge_shared_memory,
 )
 from shardwise.verify.processes import RankError
 
@@ -98,3 +111,95 @@ def test_a_check_that_fails_itself_does_not_stop_the_others(monkeypatch):
     assert results["devices"].status is Status.BROKEN
     assert results["devices"].found == "OSError: no driver"
     assert results["gloo loopback"].status is Status.OK
+
+
+def test_room_for_checkpoints_is_judged_where_they_will_go(tmp_path):
+    assert judge_disk("/data", 100 << 30, True).status is Status.OK
+    assert judge_disk("/data", 1 << 30, True).status is Status.WARNING
+    assert judge_disk("/data", 100 << 30, False).status is Status.BROKEN
+    assert str(tmp_path / "not" / "yet") in check_disk(tmp_path / "not" / "yet").found
+
+
+def test_a_containers_small_shared_memory_is_a_warning(monkeypatch, tmp_path):
+    assert judge_shared_memory(8 << 30).status is Status.OK
+    assert judge_shared_memory(64 << 20).status is Status.WARNING
+    assert "--shm-size" in judge_shared_memory(64 << 20).fix
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
+    assert check_shared_memory().status is Status.OK
+
+
+def test_a_host_name_must_lead_to_an_address_that_others_reach(monkeypatch):
+    assert judge_host_name("a", ["127.0.1.1"], several=False).status is Status.OK
+    assert judge_host_name("a", ["127.0.1.1", "::1"], several=True).status is Status.WARNING
+    assert judge_host_name("a", ["127.0.1.1", "10.0.0.1"], several=True).status is Status.OK
+
+    def unknown(*_):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(doctor.socket, "getaddrinfo", unknown)
+    assert check_host_name().status is Status.WARNING
+    assert "does not resolve" in check_host_name().found
+
+
+def told(host, **changes):
+    versions = {
+        "torch": "2.13.0",
+        "shardwise": "0.1.0",
+        "Python": "3.11.7",
+        "CUDA": "13.0",
+        "devices": "8 H100",
+    }
+    finding = {"name": "disk", "status": "ok", "found": "1 TiB", "fix": ""}
+    return {"host": host, "clock": 50.0, "findings": [finding], **versions, **changes}
+
+
+def test_hosts_that_are_alike_are_fine():
+    results = judge_ranks([told("a"), told("a"), told("b", clock=50.5), told("b")])
+    assert {result.status for result in results} == {Status.OK}
+    found = {result.name: result.found for result in results}
+    assert found["ranks"] == "2 on a, 2 on b"
+    assert found["clocks"] == "0.50 s apart"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "found"),
+    [
+        ({"torch": "2.12.0"}, "torch of all ranks", Status.BROKEN, "2.13.0 on a; 2.12.0 on b"),
+        ({"Python": "3.12.1"}, "Python of all ranks", Status.WARNING, "3.11.7 on a; 3.12.1 on b"),
+        ({"clock": 55.0}, "clocks", Status.WARNING, "5.00 s apart"),
+        (
+            {"findings": [{"name": "disk", "status": "broken", "found": "full", "fix": "room"}]},
+            "disk, b",
+            Status.BROKEN,
+            "full",
+        ),
+    ],
+)
+def test_what_differs_between_hosts_is_named(changes, name, status, found):
+    results = judge_ranks([told("a"), told("b", **changes)])
+    (amiss,) = [result for result in results if result.status is not Status.OK]
+    assert (amiss.name, amiss.status, amiss.found) == (name, status, found)
+    assert amiss.fix
+
+
+def test_hosts_of_unlike_numbers_of_ranks_are_a_warning():
+    results = {result.name: result for result in judge_ranks([told("a"), told("a"), told("b")])}
+    assert (results["ranks"].status, results["ranks"].found) == (Status.WARNING, "2 on a, 1 on b")
+
+
+def meet(port):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 1, "MASTER_PORT": port}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}):
+        os.environ["MASTER_ADDR"] = "localhost"
+        return examine_ranks()
+
+
+def test_ranks_tell_rank_0_what_they_are(ranks):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    first, second = ranks(meet, port, world_size=2)
+    assert second == []
+    assert {result.name: result.found for result in first}["ranks"] == f"2 on {socket.gethostname()}"

@@ -194,13 +194,21 @@ def run_command(
     raise typer.Exit(launch.launch(command, ranks=ranks))
 
 
-@app.command(epilog="Exit status: 0 everything needed works; 1 something needed is broken.")
-def doctor() -> None:
-    """Check that this machine can run sharded training, and say what to mend."""
-    from shardwise.doctor import Status, examine, table
+@app.command(
+    epilog="On several machines: torchrun --nnodes 2 ... -m shardwise doctor. "
+    "Exit status: 0 everything needed works; 1 something needed is broken."
+)
+def doctor(
+    checkpoints: Annotated[Path, typer.Option(help="Where checkpoints are to go.")] = Path(),
+) -> None:
+    """Check that this machine, or those of torchrun's ranks, can run sharded training; say what to mend."""
+    from shardwise import doctor as checks
+    from shardwise.doctor import Status, table
 
-    results = examine()
-    Console().print(table(results))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    results = (checks.examine_ranks if ranks > 1 else checks.examine)(checkpoints)
+    if results:
+        Console().print(table(results))
     raise typer.Exit(FOUND if any(result.status is Status.BROKEN for result in results) else OK)
 
 

@@ -1,4 +1,7 @@
-"""Can this machine run sharded training? One function per check, each returning what it found.
+"""Can this machine run sharded training, or these machines? One function per check, returning what it found.
+
+Under torchrun, one rank of each host looks at its host, and rank 0 compares what all ranks tell it through
+the store that they met at.
 
 OK       works
 WARNING  works, and will be slower or fail later
@@ -7,16 +10,26 @@ BROKEN   nothing will work until it is mended
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shutil
+import socket
+import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from shardwise import _compat
 from shardwise._compat.dtensors import OWN_DTENSORS_SINCE
 from shardwise.torch_version import SUPPORTED, WANTED, minor_version
 from shardwise.verify.processes import RankError, run_ranks
@@ -25,6 +38,11 @@ DESCRIPTORS_NEEDED = 256
 DESCRIPTORS_WANTED = 4096
 LOOPBACK_RANKS = 2
 LOOPBACK_TIMEOUT_S = 60.0
+MEETING_TIMEOUT_S = 120.0
+DISK_WANTED_BYTES = 10 << 30
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_WANTED_BYTES = 1 << 30
+CLOCKS_APART_S = 1.0
 
 
 class Status(StrEnum):
@@ -45,16 +63,94 @@ class CheckResult:
     fix: str = ""  # what to do about it; empty when it is OK
 
 
-def examine() -> list[CheckResult]:
-    """Run every check; one that raises is broken, and the others still run."""
-    checks: tuple[Callable[[], CheckResult], ...] = (
-        check_torch,
-        check_backends,
-        check_devices,
-        check_descriptors,
-        check_loopback,
+def examine(folder: Path = Path()) -> list[CheckResult]:
+    """Run every check of this machine; one that raises is broken, and the others still run.
+
+    `folder` is where checkpoints are to go.
+    """
+    checks: dict[str, Callable[[], CheckResult]] = {
+        "torch": check_torch,
+        "backends": check_backends,
+        "devices": check_devices,
+        "open files": check_descriptors,
+        "disk": lambda: check_disk(folder),
+        "shared memory": check_shared_memory,
+        "host name": check_host_name,
+        "gloo loopback": check_loopback,
+    }
+    return [_guarded(name, check) for name, check in checks.items()]
+
+
+def examine_ranks(folder: Path = Path()) -> list[CheckResult]:
+    """`examine` on each host, and the hosts compared. Every rank calls it; rank 0 gets the results."""
+    local = examine(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_TIMEOUT_S))
+    except Exception as error:
+        fix = "Let all ranks reach MASTER_ADDR:MASTER_PORT; set GLOO_SOCKET_IFNAME to an interface that does."
+        return [*local, CheckResult("ranks meet", Status.BROKEN, str(error).partition("\n")[0], fix)]
+    rank, ranks, store = dist.get_rank(), dist.get_world_size(), _compat.default_store()
+    dist.barrier()
+    mine = {"findings": [asdict(result) for result in local], "clock": time.time(), **_versions()}
+    store.set(f"shardwise/doctor/{rank}", json.dumps(mine))
+    told = [json.loads(store.get(f"shardwise/doctor/{r}")) for r in range(ranks)] if rank == 0 else []
+    dist.barrier()
+    dist.destroy_process_group()
+    return judge_ranks(told) if told else []
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "torch": torch.__version__,
+        "shardwise": metadata.version("shardwise"),
+        "Python": platform.python_version(),
+        "CUDA": str(torch.version.cuda),
+        "devices": check_devices().found,
+    }
+
+
+def judge_ranks(told: list[dict[str, Any]]) -> list[CheckResult]:
+    """The first host's findings, what is amiss on others, and what differs between ranks."""
+    results = []
+    for number, rank in enumerate(told):
+        for finding in rank["findings"]:
+            result = CheckResult(**finding | {"status": Status(finding["status"])})
+            if number == 0:
+                results.append(result)
+            elif result.status is not Status.OK:
+                results.append(replace(result, name=f"{result.name}, {rank['host']}"))
+    hosts = Counter(rank["host"] for rank in told)
+    found = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    if len(set(hosts.values())) == 1:
+        results.append(CheckResult("ranks", Status.OK, found))
+    else:
+        fix = "Start as many ranks on each host: meshes lay ranks of one host side by side."
+        results.append(CheckResult("ranks", Status.WARNING, found, fix))
+    for what, status in (("torch", Status.BROKEN), ("shardwise", Status.BROKEN), ("Python", Status.WARNING)):
+        results.append(_compared(told, what, status, f"Install the same {what} on every host."))
+    results.append(_compared(told, "CUDA", Status.WARNING, "Install the same build of torch on every host."))
+    results.append(
+        _compared(told, "devices", Status.WARNING, "The slowest and smallest device sets the pace.")
     )
-    return [_guarded(check) for check in checks]
+    apart = max(rank["clock"] for rank in told) - min(rank["clock"] for rank in told)
+    late = apart > CLOCKS_APART_S
+    fix = "Run an NTP client: logs and time-outs of different hosts will not fit together." if late else ""
+    results.append(CheckResult("clocks", Status.WARNING if late else Status.OK, f"{apart:.2f} s apart", fix))
+    return results
+
+
+def _compared(told: list[dict[str, Any]], what: str, status: Status, fix: str) -> CheckResult:
+    """Do all ranks say the same of `what`? Else which hosts say what."""
+    said: dict[str, list[str]] = {}
+    for rank in told:
+        hosts = said.setdefault(rank[what], [])
+        if rank["host"] not in hosts:
+            hosts.append(rank["host"])
+    if len(said) == 1:
+        return CheckResult(f"{what} of all ranks", Status.OK, *said)
+    found = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in said.items())
+    return CheckResult(f"{what} of all ranks", status, found, fix)
 
 
 def check_torch(version: str = torch.__version__) -> CheckResult:
@@ -133,6 +229,63 @@ def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
     )
 
 
+def check_disk(folder: Path = Path()) -> CheckResult:
+    """Is there room for checkpoints in `folder`, and may they be written?"""
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    return judge_disk(str(folder.resolve()), shutil.disk_usage(there).free, os.access(there, os.W_OK))
+
+
+def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
+    """Will checkpoints fit there? One of AdamW in float32 has 12 bytes a parameter."""
+    found = f"{free_bytes / 2**30:.1f} GiB free in {folder}"
+    if not writable:
+        return CheckResult(
+            "disk", Status.BROKEN, f"{folder} cannot be written", "Choose another --checkpoints."
+        )
+    if free_bytes < DISK_WANTED_BYTES:
+        fix = "Make room, or choose another --checkpoints: AdamW in float32 saves 12 bytes a parameter."
+        return CheckResult("disk", Status.WARNING, found, fix)
+    return CheckResult("disk", Status.OK, found)
+
+
+def check_shared_memory() -> CheckResult:
+    """How large is /dev/shm? NCCL and loaders of data pass their buffers through it."""
+    if not SHARED_MEMORY.is_dir():
+        return CheckResult("shared memory", Status.OK, "no /dev/shm on this platform")
+    return judge_shared_memory(shutil.disk_usage(SHARED_MEMORY).total)
+
+
+def judge_shared_memory(total_bytes: int) -> CheckResult:
+    """Is this much enough? Containers have 64 MiB unless told otherwise."""
+    found = f"{total_bytes / 2**20:,.0f} MiB in {SHARED_MEMORY}"
+    if total_bytes < SHARED_WANTED_BYTES:
+        fix = (
+            "Start the container with --ipc=host or --shm-size=8g (Kubernetes: an emptyDir of medium Memory)."
+        )
+        return CheckResult("shared memory", Status.WARNING, found, fix)
+    return CheckResult("shared memory", Status.OK, found)
+
+
+def check_host_name() -> CheckResult:
+    """Does this machine's own name lead to an address? gloo listens there unless it is told an interface."""
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        fix = f"Add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface that is up."
+        return CheckResult("host name", Status.WARNING, f"{name} does not resolve ({error})", fix)
+    return judge_host_name(name, addresses, several=int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1)
+
+
+def judge_host_name(name: str, addresses: list[str], *, several: bool) -> CheckResult:
+    """Can other hosts, if there are `several`, reach what the name leads to?"""
+    found = f"{name} is {', '.join(addresses)}"
+    if several and all(address.startswith("127.") or address == "::1" for address in addresses):
+        fix = "Other hosts cannot reach it: set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or mend /etc/hosts."
+        return CheckResult("host name", Status.WARNING, found, fix)
+    return CheckResult("host name", Status.OK, found)
+
+
 def check_loopback() -> CheckResult:
     """Do two local processes find each other over gloo and agree on a sum?"""
     expected = float(sum(range(1, LOOPBACK_RANKS + 1)))
@@ -165,8 +318,7 @@ def _all_reduce_rank(alive: Callable[[], None]) -> float:
     return float(value)
 
 
-def _guarded(check: Callable[[], CheckResult]) -> CheckResult:
-    name = check.__name__.removeprefix("check_")
+def _guarded(name: str, check: Callable[[], CheckResult]) -> CheckResult:
     try:
         return check()
     except Exception as error:
