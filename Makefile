@@ -40,7 +40,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients test fuzz lint bench verify clean
+.PHONY: help train recommender clients test fuzz lint bench verify docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -91,6 +91,14 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 
 verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step, in both layouts
 	$(BIN)/shardwise verify examples/train_gpt.py --ranks $(RANKS) --layout both
+
+$(VENV)/.installed-docs: $(VENV)/.installed docs/constraints.txt
+	$(PIP) -c docs/constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.installed-docs ## the documentation site, build/site/index.html; every warning and broken link is an error
+	$(BIN)/python docs/site/recipes.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.installed ## every benchmark against torch, about 20 minutes
 	$(BIN)/python benchmarks/run_all.py

@@ -103,7 +103,8 @@ class Split:
 
 Placement = Replicate | Partial | Split
 
-REPLICATE, PARTIAL = Replicate(), Partial()
+REPLICATE = Replicate()
+PARTIAL = Partial()
 
 
 def local_shape(placement: Placement | None, shape: Sequence[Any], rank: int) -> list[Any]:
