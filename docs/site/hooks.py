@@ -1,8 +1,8 @@
 """What `mkdocs build` adds to the pages in docs: those made from the code, and links that work on the site.
 
 The pages in docs are written for a code host too, so they link to the repository's files. On the site a link
-to `../src/a.py` leads to that file's page, and so does the path of a source file in a code span. Two blocks of
-code with a bold title each stand beside each other.
+to `../src/a.py` leads to that file's page, and so does the path of a source file in a code span. Two
+blocks of code with a bold title each stand beside each other.
 """
 
 from __future__ import annotations
