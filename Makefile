@@ -4,6 +4,7 @@
 # make verify      RANKS=4
 # make recommender RANKS=4
 # make clients     ARGS="fabric trainer"
+# make finetune    RANKS=4 LAYOUT=interleaved
 # make test        WORKERS=2 TORCH=2.15.0
 # make fuzz        CASES=500 SEED=0 PART=fsdp|sharded_tensor|compiled|all MODE=numbers|disagree
 
@@ -40,7 +41,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients test fuzz lint bench verify docs clean
+.PHONY: help train recommender clients finetune test fuzz lint bench verify docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -77,6 +78,10 @@ $(VENV)/.installed-clients: $(VENV)/.installed
 
 clients: $(VENV)/.installed-clients ## accelerate, Trainer, Fabric, PEFT, torchao, torchtitan: losses on FSDP2 and on shardwise, side by side
 	$(BIN)/python examples/clients/compare.py $(ARGS)
+
+finetune: $(VENV)/.installed-clients ## fine-tune a small Llama with LoRA on RANKS ranks; transformers reads it back
+	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/finetune.py \
+		--layout $(LAYOUT) $(ARGS)
 
 test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -133,3 +134,28 @@ class Storages(TorchDispatchMode):
     def _check(self) -> None:
         found = sum(storage.nbytes() for ref, _ in self._alive.values() if (storage := ref()) is not None)
         assert found == self.live, f"{found} bytes alive, {self.live} counted: memory changed unseen"
+
+
+class Allocated(Storages):
+    """Without storages of memory that is not the process's own, or that another one has.
+
+    That is mapped safetensors files, the meta device, and what lies within another storage: parameters of
+    the interleaved layout lie in their group's buffer.
+    """
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        begin = storage.data_ptr()
+        others = [found for ref, _ in self._alive.values() if (found := ref()) is not None]
+        within = any(one.data_ptr() < begin < one.data_ptr() + one.nbytes() for one in others)
+        same = any(one.data_ptr() == begin and one is not storage and one.nbytes() for one in others)
+        if storage.device.type != "meta" and not within and not same and not _is_mapped(begin):
+            super()._see(storage)
+
+
+def _is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(".safetensors"):
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            if begin <= address < end:
+                return True
+    return False

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from benchmarks.storages import Allocated
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -114,3 +115,17 @@ def test_weights_that_do_not_fit_are_named_on_every_rank(wrong_folders: Path) ->
     model = hf.load(folder / "less", strict=False)
     torch.manual_seed(0)
     assert_equal(model, transformers.LlamaForCausalLM.from_pretrained(folder / "less"))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_loading_takes_the_memory_that_it_says(family: str, folder: Path) -> None:
+    for layout in LAYOUTS:
+        for source in (folder, transformers.AutoConfig.from_pretrained(folder)):
+            with Allocated() as allocated, allocated.peak("load"):
+                model = hf.load(source, layout=layout)
+            memory = hf.host_memory(model)
+            assert memory.shards + memory.buffers <= allocated.peaks["load"]
+            assert allocated.peaks["load"] <= memory.peak + 2048  # of what ranks tell each other
+            assert memory.peak < memory.whole
+            del model

@@ -124,9 +124,10 @@ class RowsParam(ShardedParam):
     def settle_form(self) -> None:
         super().settle_form()
         local = self.sharded._local_tensor
-        kept = self.kept_dtype or self.sum_dtype or self.gather_dtype
-        empty = torch.empty_like(local, dtype=kept)
-        self.no_rows = None if local.numel() else ShardedRows.wrap(empty, self.piece)
+        self.no_rows = None
+        if not local.numel():
+            kept = self.kept_dtype or self.sum_dtype or self.gather_dtype
+            self.no_rows = ShardedRows.wrap(torch.empty_like(local, dtype=kept), self.piece)
 
     def rename(self, name: str) -> None:
         super().rename(name)

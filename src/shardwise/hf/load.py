@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
-from shardwise.comm.agree import agree, together
+from shardwise.comm.agree import agree, fingerprint, together
 from shardwise.errors import CheckpointError, ShardingError, here
 from shardwise.files.paths import inside
 from shardwise.files.tensors import TensorFiles
@@ -49,7 +49,7 @@ class HostMemory:
 
     Attributes:
         whole: all parameters and buffers of the model.
-        shards: this rank's shards of the parameters, padding included.
+        shards: what this rank keeps of the parameters, padding included.
         buffers: which every rank has whole.
         tensor: the most that is held whole for a while: a tensor that is initialised or computed.
     """
@@ -310,7 +310,7 @@ def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
     whole = buffers + sum(param.nbytes for param in model.parameters())
     for group in groups:
         group.pack(group.device)
-    shards = sum(group.shard_bytes for group in groups)
+    shards = sum(shard.untyped_storage().nbytes() for group in groups for shard in group.shards)
     memory = HostMemory(whole, shards, buffers, max(found, default=0) + adapters)
     _LOG.info("%s: loading takes %s bytes of host memory, of a model of %s", here(), memory.peak, whole)
     return memory
@@ -332,7 +332,7 @@ def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) ->
         tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
     if any(isinstance(tensors[name], nn.Parameter) for name in drawn):
         agree(
-            f"{torch.get_rng_state().tolist()}",
+            f"seed {torch.initial_seed()}, state {fingerprint(str(torch.get_rng_state().tolist())):x}",
             group=group_or_default(None),
             what="the seed to initialise a model from",
             advice="Call torch.manual_seed with the same number on every rank.",
