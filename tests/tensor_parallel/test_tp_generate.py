@@ -40,6 +40,24 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**TEXT, num_hidden_layers=2),
     "mistral": lambda: transformers.MistralConfig(**TEXT, num_hidden_layers=1, sliding_window=4),
     "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_hidden_layers=1, num_local_experts=4),
+    "llama4_text": lambda: transformers.Llama4TextConfig(
+        **TEXT, num_hidden_layers=1, intermediate_size_mlp=40, num_local_experts=4, head_dim=8
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**TEXT, "num_key_value_heads": 6},
+        num_hidden_layers=1,
+        first_k_dense_replace=0,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=50, n_embd=48, n_layer=1, n_head=6, n_positions=32),
     "t5": lambda: transformers.T5Config(
         vocab_size=50, d_model=48, d_kv=8, d_ff=40, num_layers=1, num_heads=6, decoder_start_token_id=0
@@ -79,14 +97,23 @@ def together(ranks: list[Programs], prompt: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reduces"), [("llama", 2 * 2), ("mistral", 2), ("mixtral", 2), ("gpt2", 2), ("t5", 3)]
+    ("kind", "reduces", "sizes"),
+    [
+        ("llama", 2 * 2, (2, 3)),
+        ("mixtral", 2, (2, 3)),
+        ("gpt2", 2, (2, 3)),
+        ("t5", 3, (2, 3)),
+        ("mistral", 2, (2,)),  # a window shorter than what it generates
+        ("llama4_text", 2, (3,)),  # experts of [in, out], rotations as complex numbers
+        ("deepseek_v3", 1, (2,)),  # a cache of latents, whole on every rank; attention is not in its plan
+    ],
 )
 def test_tokens_are_the_whole_models_and_a_token_takes_the_fewest_collectives(
-    kind: str, reduces: int
+    kind: str, reduces: int, sizes: tuple[int, ...]
 ) -> None:
     model, prompt = made(kind)
     expected, exported = whole(model, prompt), export_steps(model, prompt, TOKENS)
-    for ranks in (2, 3):
+    for ranks in sizes:
         programs = [cut_steps(exported, rank, ranks, strategies_of(model)) for rank in range(ranks)]
         for prefill, decode in programs:
             # two in each layer, one where the vocabulary is looked up, and the logits
@@ -94,8 +121,9 @@ def test_tokens_are_the_whole_models_and_a_token_takes_the_fewest_collectives(
             shared = prefill.state_dict | prefill.constants
             stores = decode.state_dict | decode.constants
             assert all(x is shared[name] for name, x in stores.items() if name in shared)
-            heads = sum(each[1].constants["cache_keys_0"].shape[1] for each in programs)
-            assert heads == (6 if kind in ("gpt2", "t5") else 2 if ranks == 2 else 4)  # some on two ranks
+        heads = sum(decode.constants["cache_keys_0"].shape[1] for _, decode in programs)
+        # of 2 heads over 3 ranks, each is on two
+        assert heads == (6 if kind in ("gpt2", "t5") else 2 if ranks == 2 else 4)
         assert torch.equal(together(programs, prompt), expected)
 
 

@@ -196,7 +196,8 @@ def _layers(model: Any, batch: int, capacity: int) -> list[Any]:
     heads, width = (x if isinstance(x, list) else [x] * len(asked) for x in get_head_shapes(config))
     made = [StaticLayer(max_cache_len=capacity) for _ in asked]  # of all tokens: windows are the mask's
     for layer, count, size in zip(made, heads, width, strict=True):
-        sizes = [getattr(config, name, size) for name in ("qk_head_dim", "v_head_dim")]
+        latent = getattr(config, "kv_lora_rank", None)  # of which every head makes its keys and values
+        count, *sizes = (1, latent, config.qk_rope_head_dim) if latent else (count, size, size)
         empty = [torch.empty(batch, count, 0, each, dtype=model.dtype, device=model.device) for each in sizes]
         layer.lazy_initialization(*empty)
     return made

@@ -35,6 +35,10 @@ def addmm(p: Partition, node: fx.Node) -> None:
 def product(p: Partition, node: fx.Node) -> None:
     """By a parameter, or of activations: cut along a batch dim (heads), rows, columns or the summed dim."""
     a, b = args_of(node)
+    at = expert_cut(p, b) if b in p.parameters else None
+    if at is not None:
+        inner = None if at.dim == 2 else at.on(2)
+        return p.locally(node, {b: at} | ({a: inner} if inner else {}), at if inner is None else PARTIAL)
     styled = b in p.parameters and p.parameters[b].style is not None and len(p.shape(b)) == 2
     if styled or (b in p.parameters and op_of(node) == "mm"):
         return _product(p, node, a, b, None, out_dim=1)
@@ -93,18 +97,19 @@ def grouped(p: Partition, node: fx.Node) -> None:
     return p.locally(node, {x: at.on(1), weight: at}, PARTIAL)
 
 
-def expert_cut(p: Partition, weight: fx.Node) -> Split | None:
+def expert_cut(p: Partition, weight: Any) -> Split | None:
     """Where the experts' weights [experts, in, out] will be, if they are a parameter still to be cut, or its
     transpose."""
     source: Any = weight if weight in p.parameters else weight.args[0] if weight.args else None
     parameter = p.parameters.get(source)
-    user = next((u for u in weight.users if "grouped_mm" in str(u.target) and u.args[1] is weight), None)
+    experts = (u for u in weight.users if "grouped_mm" in str(u.target) or op_of(u) == "bmm")
+    user = next((u for u in experts if u.args[1] is weight and len(p.shape(weight)) == 3), None)
     if parameter is None or parameter.style is None or parameter.placement is not None or user is None:
         return None
     if parameter.style == "column":
-        return Split(2, column_ranges(p, user, p.hints(weight)[2], dim=1))
+        return Split(2, column_ranges(p, user, p.hints(weight)[2], dim=len(p.shape(user)) - 1))
     at = p.placement(user.args[0])
-    terms = isinstance(at, Split) and at.dim == 1 and at.disjoint
+    terms = isinstance(at, Split) and at.dim == len(p.shape(user)) - 1 and at.disjoint
     return at.on(1) if isinstance(at, Split) and terms else p.evenly(weight, 1)
 
 

@@ -68,6 +68,14 @@ def unsqueeze(p: Partition, node: fx.Node) -> Dims:
     return {x: [d + (d >= dim % (ndim + 1)) for d in range(ndim)]}
 
 
+@by_dims("view_as_complex", "view_as_real", terms=True)
+def as_complex(p: Partition, node: fx.Node) -> Dims:
+    """The last dim, of two elements, becomes one number, or comes of it."""
+    x = args_of(node)[0]
+    both = min(len(p.shape(x)), len(p.shape(node)))
+    return {x: [d if d < both else None for d in range(len(p.shape(x)))]}
+
+
 @aten_rule("squeeze")
 def squeeze(p: Partition, node: fx.Node) -> None:
     x, *rest = args_of(node)
