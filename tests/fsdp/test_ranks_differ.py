@@ -276,7 +276,11 @@ def ends_elsewhere(case: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize(
     ("case", "says"),
-    [("full_tensor", "gather a whole tensor"), ("norm", "reduce norms"), ("save", "tell how saving went")],
+    [
+        ("full_tensor", "gather a whole tensor"),
+        ("norm", "reduce the 2.0-norm of 6 tensors"),
+        ("save", "tell how saving went"),
+    ],
 )
 def test_collectives_outside_of_steps_do_not_meet_those_inside(ranks: RankPool, case: str, says: str) -> None:
     for message, seconds in ranks(ends_elsewhere, case, world_size=2):
@@ -284,6 +288,30 @@ def test_collectives_outside_of_steps_do_not_meet_those_inside(ranks: RankPool, 
         assert message.startswith("RankMismatchError"), message
         assert says in message, message
         assert "run the forward of FSDPNet" in message, message
+
+
+def clips_otherwise(case: str, agreed_before: bool) -> tuple[str, float]:
+    net = sharded(layout="contiguous" if case == "bound" else "interleaved")
+    step(net)
+    params, mine = list(net.parameters()), dist.get_rank() == 1
+    if agreed_before:
+        clip_grad_norm_(params, 1.0)
+    options: dict[str, Any] = {"max_norm": 2.0 if mine and case == "bound" else 1.0}
+    options["norm_type"] = float("inf") if mine and case == "norm" else 2.0
+    return outcome(lambda: clip_grad_norm_(params[1:] if mine and case == "fewer" else params, **options))
+
+
+@pytest.mark.parametrize("agreed_before", [False, True])
+@pytest.mark.parametrize(
+    ("case", "says"), [("norm", "inf-norm"), ("bound", "bound of 2"), ("fewer", "norm of 5 tensors")]
+)
+def test_clipping_compares_what_it_is_asked_for(
+    ranks: RankPool, case: str, says: str, agreed_before: bool
+) -> None:
+    for message, seconds in ranks(clips_otherwise, case, agreed_before, world_size=2):
+        assert seconds < SECONDS, (seconds, message)
+        assert message.startswith("RankMismatchError"), message
+        assert says in message, message
 
 
 def raise_and_go(case: str) -> None:

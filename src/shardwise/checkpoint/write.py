@@ -64,7 +64,10 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
         _check_arguments(path, step, keep)
         found = flatten(state, rank=rank, ranks=size)
         flat.leaves, flat.lists, flat.per_rank = found.leaves, found.lists, found.per_rank
-        return {"call": {"step": step, "keep": keep}, **_told(flat, compare=size > 1)}
+        return {
+            "call": {"path": os.fspath(path), "step": step, "keep": keep},
+            **_told(flat, compare=size > 1),
+        }
 
     contents = _agreed(what, together(what, tell))
     tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -38,6 +39,7 @@ _PASSES_KEPT = 64  # how far back a waiting rank may ask where its peers left th
 _LONGEST_PASS = 100_000  # events; one that is longer, without a forward, begins anew
 _LARGEST_TREE = 1_000_000  # events; it is forgotten beyond that, on all ranks at the same one
 _DIGEST = 64  # characters
+TIME_TO_READ = timedelta(seconds=2)
 _HASTE, _PATIENCE = 20e-6, 2e-3  # seconds between looks for the others' words
 STORE_GONE = "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -188,6 +190,7 @@ class Order:
             raise RankMismatchError(f"{here()}: could not {first_line(event.text)}: {STORE_GONE}") from error
         if any(word[:_DIGEST] != node.digest.hex() for word in words):
             texts = {rank: word[_DIGEST:] for rank, word in zip(self.ranks, words, strict=True)}
+            self._let_read(place)
             self.left = "found that ranks disagree about what to do next"
             self._end_pass()  # on all ranks, which may begin another one alike
             raise RankMismatchError(
@@ -201,6 +204,13 @@ class Order:
         parent.likely = node
         if node.depth > _LONGEST_PASS:
             self._end_pass()
+
+    def _let_read(self, place: str) -> None:
+        """Before this rank raises, and maybe ends with the store: wait a moment until all have read."""
+        keys = [f"{place}read/{rank}" for rank in range(self.size)]
+        with suppress(RuntimeError):
+            self.store.set(keys[self.rank], "")
+            self.store.wait(keys, TIME_TO_READ)
 
     def _wait_for(self, keys: list[str]) -> None:
         begun, pause = time.monotonic(), _HASTE

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from shardwise import _compat
 from shardwise.comm.auto import over_gloo
 from shardwise.comm.differences import differences, named
-from shardwise.comm.order import STORE_GONE, Node, Order, Record, event_for, first_line
+from shardwise.comm.order import STORE_GONE, TIME_TO_READ, Node, Order, Record, event_for, first_line
 from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
@@ -204,6 +204,8 @@ class _Watch(threading.Thread):
         """Before the interpreter does: a thread that is inside the store then would abort the process."""
         self.ended.set()
         self.join(_LAST_LOOK)
+        if any(order.verdict or order.left for order in list(self.stood)):
+            time.sleep(TIME_TO_READ.total_seconds())  # the store may end with this process
 
     def _look(self) -> None:
         with self.lock:

@@ -14,7 +14,8 @@ not, experts and not) thus get one right norm. The infinity norm takes MAX in pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,13 +53,15 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Raises:
         ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
     """
-    return _norm(_local_by_axes(tensors), norm_type)
+    by_axes, counts = _local_by_axes(tensors)
+    return _norm(by_axes, counts, norm_type, "")
 
 
-def _local_by_axes(tensors: Iterable[Tensor]) -> dict[Axes, list[Tensor]]:
-    """This rank's memory of all tensors, by the axes that cut them."""
+def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
+    """This rank's memory of all tensors, by the axes that cut them; and how many tensors these cut."""
     by_axes: dict[Axes, list[Tensor]] = {}
     rows: dict[Axes, list[Tensor]] = {}
+    counts: Counter[Axes] = Counter()
     axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
     latest, into = None, []
     for tensor in tensors:
@@ -69,7 +72,9 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> dict[Axes, list[Tensor]]:
             continue
         axes: Axes = ()
         if isinstance(tensor, ShardedTensor):
-            by_axes.setdefault((tensor.process_group,), []).extend(tensor.tensors or [tensor.anchor])
+            axes = (tensor.process_group,)
+            counts[axes] += 1
+            by_axes.setdefault(axes, []).extend(tensor.tensors or [tensor.anchor])
             continue
         if isinstance(tensor, DTensor):
             spec = _compat.spec_of(tensor)
@@ -77,13 +82,17 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> dict[Axes, list[Tensor]]:
             if key not in axes_of:
                 axes_of[key] = _sharded_axes(tensor)
             axes, tensor = axes_of[key], _compat.local_tensor(tensor)
+            counts[axes] += 1
         by_axes.setdefault(axes, []).append(tensor)
     for axes, locals_ in rows.items():
+        counts[axes] += len(locals_)
         by_axes.setdefault(axes, []).extend(merged(locals_))
-    return by_axes
+    return by_axes, counts
 
 
-def _norm(by_axes: dict[Axes, list[Tensor]], norm_type: float) -> Tensor:
+def _norm(
+    by_axes: dict[Axes, list[Tensor]], counts: Mapping[Axes, int], norm_type: float, purpose: str
+) -> Tensor:
     """The norm of everything. Collective over all of the axes."""
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
@@ -93,7 +102,11 @@ def _norm(by_axes: dict[Axes, list[Tensor]], norm_type: float) -> Tensor:
     pending = {axes: _local_power_sum(locals_, norm_type) for axes, locals_ in by_axes.items()}
     for group in dict.fromkeys(group for axes in by_axes for group in axes):
         cut = [axes for axes in pending if group in axes]
-        reduced = _all_reduce(torch.stack([pending.pop(axes) for axes in cut]), group, infinite=infinite)
+        count = sum(counts[axes] for axes in by_axes if group in axes)
+        what = f"reduce the {norm_type}-norm of {count} tensors{purpose}"
+        reduced = _all_reduce(
+            torch.stack([pending.pop(axes) for axes in cut]), group, what, infinite=infinite
+        )
         for axes, total in zip(cut, reduced.unbind(), strict=True):
             rest = tuple(other for other in axes if other is not group)
             pending[rest] = total if rest not in pending else _add(pending[rest], total, infinite=infinite)
@@ -121,10 +134,13 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
+        RankMismatchError: ranks differ in the norm, its bound or how many gradients they have (over gloo).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    by_axes = _local_by_axes([grad for p in parameters if (grad := p.grad) is not None])
-    total = _norm(by_axes, norm_type)
+    by_axes, counts = _local_by_axes([grad for p in parameters if (grad := p.grad) is not None])
+    # A bound that is a tensor is not read: that would wait for its device.
+    bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
+    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}")
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"{here()}: the {norm_type}-norm of the gradients is {total.item()}, so they cannot be clipped;"
@@ -159,18 +175,18 @@ def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:
     return torch.maximum(a, b) if infinite else a + b
 
 
-def _all_reduce(totals: Tensor, group: dist.ProcessGroup, *, infinite: bool) -> Tensor:
+def _all_reduce(totals: Tensor, group: dist.ProcessGroup, what: str, *, infinite: bool) -> Tensor:
     """The totals over `group`: sums, or maxima for infinity."""
     if not infinite:
-        return _in_place(totals, dist.ReduceOp.SUM, group)
-    return extreme(totals, lambda each: _in_place(each, dist.ReduceOp.MAX, group), largest=True)
+        return _in_place(totals, dist.ReduceOp.SUM, group, what)
+    return extreme(totals, lambda each: _in_place(each, dist.ReduceOp.MAX, group, what), largest=True)
 
 
-def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
+def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup, what: str) -> Tensor:
     if torch.compiler.is_compiling():
         dist.all_reduce(totals, op=op, group=group)
         return totals
-    with announced(group, "reduce norms"):
+    with announced(group, what):
         dist.all_reduce(totals, op=op, group=group)
     return totals
 

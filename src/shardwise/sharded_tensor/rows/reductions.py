@@ -52,7 +52,7 @@ def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
 def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
     """`value` itself, or in a graph, where a tracer's tensors stand for values, another."""
     if type(value) is Tensor:
-        with announced(group, "reduce something of rows"):
+        with announced(group, f"reduce rows to the {_NAMES[reduce]} of {list(value.shape)} values"):
             dist.all_reduce(value, op=reduce, group=group)
         return value
     return _compat.traced_all_reduce(value, _NAMES[reduce], group.group_name)
