@@ -123,7 +123,7 @@ def test_a_bound_that_the_model_breaks_is_an_error_when_it_is_called() -> None:
 
 @on_ranks(2)
 def test_a_rank_may_compile_again_alone() -> None:
-    net = sharded(Net())
+    net = sharded(Net(1))
     compiled = shardwise.compile(net, backend="aot_eager", dynamic=False)
     compiled(torch.randn(2, WIDTH)).sum().backward()
     counters.clear()

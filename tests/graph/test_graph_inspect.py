@@ -27,6 +27,7 @@ from shardwise.graph import Counts, GraphReport, ModelReport, graph_report, insp
 from shardwise.graph.passes import Passes
 
 RANKS, FLOAT = 4, 4  # processes of the fake group; bytes
+BLOCKS = 2
 Reports = dict[tuple[str, bool], ModelReport]
 aten, c10d, inductor = torch.ops.aten, torch.ops._c10d_functional, torch.ops.inductor
 
@@ -210,7 +211,7 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = BLOCKS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(12, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
@@ -250,7 +251,7 @@ def fake_group() -> Iterator[None]:
 
 
 WORDS = torch.arange(10).view(2, 5)
-GROUPS = 4  # three blocks, and the root with the embedding
+GROUPS = BLOCKS + 1  # the blocks, and the root with the embedding
 EMBEDDING = 12 * 8 * FLOAT
 # The contiguous layout cuts rows of 8 and 16 elements at 288 per block, of which padding fills up to 4 ranks;
 # the interleaved one pads nothing here.
@@ -297,9 +298,9 @@ def test_each_group_is_gathered_reduced_and_gathered_again_only_where_it_was_fre
     assert counts.resizes == forward.counts.resizes == 0
     assert forward.unsharded_inputs == backward.unsharded_inputs == ()
     # Groups are gathered in the order of forward, again and reduced in the reverse order.
-    assert [one.bytes for one in forward.of("all_gather")] == [EMBEDDING, block, block, block]
+    assert [one.bytes for one in forward.of("all_gather")] == [EMBEDDING, *[block] * BLOCKS]
     assert [one.bytes for one in backward.of("all_gather")] == [block] * again
-    assert [one.bytes for one in backward.of("reduce_scatter")] == [block, block, block, EMBEDDING]
+    assert [one.bytes for one in backward.of("reduce_scatter")] == [*[block] * BLOCKS, EMBEDDING]
     assert all(one.ranks == RANKS for one in (*forward.collectives, *backward.collectives))
     names = [one.name for one in forward.of("all_gather")]
     assert [one.name for one in backward.of("all_gather")] == names[:0:-1][:again]
@@ -326,16 +327,16 @@ def test_the_most_unsharded_bytes_are_those_of_one_block_or_of_all(
     forward, backward = both(reports, layout, reshard)
     block, weight = BLOCK[layout], 8 * 16 * FLOAT
     if layout == "contiguous":
-        held = block if reshard else 3 * block
+        held = block if reshard else BLOCKS * block
         assert forward.peak_unsharded_bytes == backward.peak_unsharded_bytes == held
-        assert forward.saved_bytes == (0 if reshard else 3 * block)
+        assert forward.saved_bytes == (0 if reshard else BLOCKS * block)
     else:  # a block's copies stand beside its gathered buffer; what stays are copies of the weights
-        before = 0 if reshard else 2 * (2 * weight)
+        before = 0 if reshard else (BLOCKS - 1) * (2 * weight)
         assert forward.peak_unsharded_bytes == before + 2 * block
-        assert forward.saved_bytes == (0 if reshard else 3 * (2 * weight))
-        assert backward.peak_unsharded_bytes == (block + weight if reshard else 3 * (2 * weight))
-    assert forward.peak_groups == backward.peak_groups == (1 if reshard else 3)
-    assert len(forward.saved) == (0 if reshard else 2 * 3)
+        assert forward.saved_bytes == (0 if reshard else BLOCKS * (2 * weight))
+        assert backward.peak_unsharded_bytes == (block + weight if reshard else BLOCKS * (2 * weight))
+    assert forward.peak_groups == backward.peak_groups == (1 if reshard else BLOCKS)
+    assert len(forward.saved) == (0 if reshard else 2 * BLOCKS)
     assert forward.unsharded_bytes[0] == 0
     assert backward.unsharded_bytes[0] == forward.saved_bytes
     assert backward.unsharded_bytes[-1] == 0

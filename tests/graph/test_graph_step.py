@@ -57,11 +57,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 6) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 3)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(blocks))
+        self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -89,6 +89,11 @@ def sharded(net: Net, *, root: bool = True, **options: Any) -> Any:
     for block in net.blocks:
         fully_shard(block, **options)
     return fully_shard(net, **options) if root else net
+
+
+def linear() -> Any:
+    torch.manual_seed(0)
+    return fully_shard(nn.Linear(6, 3))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -196,21 +201,21 @@ def test_blocks_that_stay_gathered_and_backends_without_autograd_give_the_same_n
     assert kept.describe().startswith(
         f"{ONE_GRAPH}: one graph (3 all_gather, 3 reduce_scatter)\noptimizer: eager"
     )
-    traced = check(lambda: sharded(Net(), layout="contiguous"), sgd, max_norm=0.1, backend="eager")
+    traced = check(lambda: sharded(Net(blocks=1), layout="contiguous"), sgd, max_norm=0.1, backend="eager")
     assert "stay gathered" in traced.graphs[ONE_GRAPH]
 
 
 @on_ranks(2)
 def test_losses_inside_models_flat_optimizers_and_plain_parameters_are_trained_alike() -> None:
     def partly() -> Any:
-        return sharded(WithLoss(), root=False)
+        return sharded(WithLoss(blocks=1), root=False)
 
     step = check(partly, adamw, loss_fn=None, backend="eager")
     assert step.graphs[ONE_GRAPH].startswith("one graph")
 
     def mixed() -> Any:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return sharded(Net(), layout="contiguous", mp_policy=policy)
+        return sharded(Net(blocks=1), layout="contiguous", mp_policy=policy)
 
     check(mixed, lambda model: flat(torch.optim.AdamW, model, lr=0.05), max_norm=0.1, backend="eager")
 
@@ -222,7 +227,7 @@ def test_any_number_of_steps_lives_in_a_process_and_none_longer_than_needed() ->
     gc.disable()  # they go when nothing refers to them
     try:
         for width in range(3, 12):  # torch compiles a function 8 times at most
-            model = sharded(Net()) if width < 5 else fully_shard(nn.Linear(6, width))
+            model = sharded(Net(blocks=1)) if width < 5 else fully_shard(nn.Linear(6, width))
             optimizer, backend = sgd(model), "eager" if width > 3 else "aot_eager"
             loss = breaking if width == 4 else cross_entropy
             step = compile_step(model, loss, optimizer, backend=backend, fullgraph=width != 4)
@@ -263,7 +268,7 @@ def test_what_forward_frees_is_computed_again_in_backward_of_the_one_graph() -> 
 
 @on_ranks(2)
 def test_without_one_graph_forward_is_compiled_in_parts_if_the_user_allows_it() -> None:
-    step = compile_step(model := sharded(Net()), breaking, sgd(model), backend="eager")
+    step = compile_step(model := linear(), breaking, sgd(model), backend="eager")
     with pytest.raises(ShardingError, match=r"cannot be one graph: .*graph_break.* Pass fullgraph=False"):
         step(*batch(0))
     parts = check(
@@ -276,13 +281,13 @@ def test_without_one_graph_forward_is_compiled_in_parts_if_the_user_allows_it() 
         pass
 
     def custom() -> Any:
-        model = fully_shard(Net())
+        model = linear()
         model.set_custom_all_gather(Own())
         return model
 
     parts = check(custom, sgd, max_norm=0.1, backend="eager", fullgraph=False, graphs=None)
-    assert "group 'FSDPNet' has the custom all-gather Own" in parts.graphs["forward and loss"]
-    model = sharded(Net())
+    assert "group 'FSDPLinear' has the custom all-gather Own" in parts.graphs["forward and loss"]
+    model = linear()
     model.set_requires_gradient_sync(False)
     with pytest.raises(ShardingError, match=r"set_requires_gradient_sync\(True\)"):
         compile_step(model, cross_entropy, sgd(model), backend="eager")(*batch(0))
@@ -291,12 +296,12 @@ def test_without_one_graph_forward_is_compiled_in_parts_if_the_user_allows_it() 
 @on_ranks(2)
 def test_checkpoints_go_from_compiled_steps_to_uncompiled_ones_and_back(tmp_path: Path) -> None:
     expected = []
-    reference = sharded(Net(), layout="contiguous")
+    reference = sharded(Net(blocks=1), layout="contiguous")
     optimizer = adamw(reference)
     for number in range(4):
         expected.append(eager_step(reference, optimizer, number=number))
     for first in (True, False):
-        model = sharded(Net(), layout="contiguous")
+        model = sharded(Net(blocks=1), layout="contiguous")
         optimizer = adamw(model)
         step = compile_step(model, cross_entropy, optimizer, backend="eager")
         for number in range(2):
@@ -305,7 +310,7 @@ def test_checkpoints_go_from_compiled_steps_to_uncompiled_ones_and_back(tmp_path
         folder = str(tmp_path / str(first))
         save(folder, training_state(model, optimizer), step=2)
 
-        other = sharded(Net(), layout="interleaved")
+        other = sharded(Net(blocks=1), layout="interleaved")
         optimizer = adamw(other)
         state = training_state(other, optimizer)
         load(folder, state)

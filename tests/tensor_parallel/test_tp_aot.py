@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.export import export
 from typer.testing import CliRunner
 
@@ -18,6 +19,10 @@ from shardwise.tensor_parallel import compile_package, load_compiled, save, tens
 
 # torch's compiler uses what torch calls deprecated
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+# Two small files do not repay the compilation of headers for them.
+CHEAPLY = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 def model_and_input() -> tuple[nn.Module, Tensor]:
@@ -52,7 +57,8 @@ def test_the_command_compiles_what_ranks_then_run(ranks: Any, tmp_path: Path) ->
     torch.export.save(export(model, (x,)), tmp_path / "model.pt2")
     (tmp_path / "plan.json").write_text('{"0": "rowwise"}')
     options = ["--out", str(tmp_path / "parts"), "--strategies", str(tmp_path / "plan.json"), "--aot"]
-    ended = CliRunner().invoke(app, ["tp", "export", str(tmp_path / "model.pt2"), *options])
+    with inductor.patch(CHEAPLY):
+        ended = CliRunner().invoke(app, ["tp", "export", str(tmp_path / "model.pt2"), *options])
     assert ended.exit_code == 0, ended.output
     assert "Compiled 2 programs" in ended.output
     assert not dist.is_initialized()
