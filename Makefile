@@ -1,12 +1,4 @@
-# make help        what there is
-# make train       RANKS=4 STEPS=300 LAYOUT=interleaved DTYPE=float32 DATA=dir HSDP=1 RESUME=0
-#                  LAYOUT=contiguous STRATEGY=zero2 FLAT=1
-# make verify      RANKS=4
-# make recommender RANKS=4
-# make clients     ARGS="fabric trainer"
-# make finetune    RANKS=4 LAYOUT=interleaved
-# make test        WORKERS=2 TORCH=2.15.0
-# make fuzz        CASES=500 SEED=0 PART=fsdp|sharded_tensor|compiled|all MODE=numbers|disagree
+# `make help` lists what there is, with the variables of each and their values.
 
 PYTHON ?= python3
 TORCH  ?=
@@ -44,8 +36,11 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help train recommender clients finetune test fuzz lint bench verify docs clean
 .DEFAULT_GOAL := help
 
+SHOWN = $(foreach name,$(sort $(shell sed -nE 's/^[a-z]+:.*## .* : //p' Makefile)),$(name)=$($(name)))
+
 help: ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@awk -v shown='$(SHOWN)' -f .ci/help.awk Makefile
+	@echo; echo 'make train RANKS=2 LAYOUT=contiguous STRATEGY=zero2 sets variables.'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,10 +60,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
 	touch $@
 
-train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to resume
+train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to resume : RANKS STEPS LAYOUT STRATEGY FLAT HSDP DTYPE DATA RESUME OUT ARGS
 	$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(TRAIN_FLAGS) $(ARGS)
 
-recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model
+recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model : RANKS ARGS
 	$(BIN)/python examples/recommender.py --ranks $(RANKS) $(ARGS)
 
 $(VENV)/.installed-clients: $(VENV)/.installed
@@ -76,17 +71,17 @@ $(VENV)/.installed-clients: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r examples/clients/torchtitan.txt
 	touch $@
 
-clients: $(VENV)/.installed-clients ## accelerate, Trainer, Fabric, PEFT, torchao, torchtitan: losses on FSDP2 and on shardwise, side by side
+clients: $(VENV)/.installed-clients ## accelerate, Trainer, Fabric, PEFT, torchao, torchtitan: losses on FSDP2 and on shardwise, side by side : ARGS
 	$(BIN)/python examples/clients/compare.py $(ARGS)
 
-finetune: $(VENV)/.installed-clients ## fine-tune a small Llama with LoRA on RANKS ranks; transformers reads it back
+finetune: $(VENV)/.installed-clients ## fine-tune a small Llama with LoRA on RANKS ranks; transformers reads it back : RANKS LAYOUT ARGS
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/finetune.py \
 		--layout $(LAYOUT) $(ARGS)
 
-test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release
+test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release : WORKERS TORCH PYTHON
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process
+fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process : CASES SEED PART MODE ARGS
 	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
@@ -94,7 +89,7 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step, in both layouts
+verify: $(VENV)/.installed ## the example on one process against RANKS ranks, step by step, in both layouts : RANKS
 	$(BIN)/shardwise verify examples/train_gpt.py --ranks $(RANKS) --layout both
 
 $(VENV)/.installed-docs: $(VENV)/.installed docs/constraints.txt

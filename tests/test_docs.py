@@ -9,6 +9,7 @@ import io
 import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import shardwise
 from ranks import RankPool
 from shardwise import sharded_tensor, tensor_parallel
+from shardwise.checkpoint import latest_step
 from shardwise.cli import app
 from shardwise.fsdp.lifecycle import TABLE, TrainingState
 
@@ -85,6 +87,18 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+def test_make_help_has_every_target_in_columns_with_the_values_of_its_variables() -> None:
+    told = subprocess.run(
+        ["make", "help", "RANKS=7"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split("\n\n")[0]
+    lines = told.rstrip().split("\n")
+    assert {line.split()[1] for line in lines if line.startswith("make ")} == make_targets()
+    assert all(line[17] == " " != line[18] for line in lines)
+    defaults = re.findall(r"^([A-Z]+) +\?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(defaults) == set(re.findall(r"\b([A-Z]+)=", told.replace("TORCH=2.15.0", "")))
+    assert "RANKS=7" in told
+
+
 def public_methods(cls: type) -> set[str]:
     """Of the class and of its bases in this package."""
     ours = [base for base in cls.__mro__ if base.__module__.startswith("shardwise.")]
@@ -114,20 +128,22 @@ def run_readme(folder: Path, port: int) -> str:
     environment = {name: str(value) for name, value in told.items()}
     with mock.patch.dict(os.environ, environment | {"MASTER_ADDR": "localhost"}):
         printed = run_blocks("README.md", folder)
-    assert not dist.is_initialized()
+    dist.destroy_process_group()
     return printed
 
 
 def test_the_readmes_example_trains_as_it_stands(ranks: RankPool, tmp_path: Path) -> None:
-    assert len(python_blocks(read("README.md"))) == 1
+    (block,) = python_blocks(read("README.md"))
+    assert len([line for line in block.splitlines() if line]) == 15
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    printed, silent = ranks(run_readme, tmp_path, port, world_size=2)
-    assert silent == ""
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
-    assert len(losses) == 20
-    assert losses[-1] < losses[0]
+    for printed in ranks(run_readme, tmp_path, port, world_size=2):
+        losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+        assert len(losses) == 101
+        assert losses[0] > 5
+        assert sum(losses[-10:]) / 10 < 2
+    assert latest_step(tmp_path / "run") == 101
 
 
 def run_blocks(page: str, folder: Path) -> str:
