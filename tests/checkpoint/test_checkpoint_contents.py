@@ -88,6 +88,8 @@ def test_what_differs_between_ranks_is_not_saved_as_if_it_did_not(tmp_path: Path
 def test_ranks_that_ask_for_different_things_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1: step: expected 0 as on a lower rank, found 1"):
         save(tmp_path, {}, step=dist.get_rank())
+    with pytest.raises(CheckpointError, match="path"):
+        save(tmp_path / str(dist.get_rank()), {}, step=1)
     for step in (0, 1):
         save(tmp_path, {"step": step}, step=step)
     with pytest.raises(CheckpointError, match=r"rank 1: step: expected 0 as on a lower rank, found 1"):
