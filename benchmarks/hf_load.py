@@ -31,9 +31,9 @@ MIB = 2**20
 def models() -> dict[str, Any]:
     """Configs by name, of classes that they name."""
     heads = {"vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": 0}
-    llama = transformers.LlamaConfig(**heads, hidden_size=768, intermediate_size=2048, num_hidden_layers=12)
+    llama = transformers.LlamaConfig(**heads, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
     mixtral = transformers.MixtralConfig(
-        **heads, hidden_size=512, intermediate_size=768, num_hidden_layers=8, num_local_experts=8
+        **heads, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_local_experts=8
     )
     llama.architectures, mixtral.architectures = ["LlamaForCausalLM"], ["MixtralForCausalLM"]
     return {"Llama": llama, "Mixtral": mixtral}
@@ -67,7 +67,7 @@ def measure(rank: int, ranks: int, source: Any, layout: str, folder: str) -> Non
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    hf.load(models()["Llama"] if isinstance(source, str) else source)  # what is imported and made once
+    hf.load(source)  # what is imported and made once
     sampled = Sampled()
     sampled.start()
     model = hf.load(source, layout=layout)
@@ -91,14 +91,15 @@ def main() -> None:
         for name, config in models().items():
             torch.manual_seed(0)
             getattr(transformers, config.architectures[0])(config).save_pretrained(f"{folder}/{name}")
-        cases = itertools.product(models().items(), options.ranks, ("interleaved", "contiguous"))
-        for (name, config), ranks, layout in cases:
-            for source in (f"{folder}/{name}", config) if name == "Llama" else (f"{folder}/{name}",):
-                mp.spawn(measure, args=(ranks, source, layout, folder), nprocs=ranks)
-                found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-                most = [max(each) / MIB for each in zip(*found, strict=True)]
-                kind = "files" if isinstance(source, str) else "config"
-                rows.append([f"{name}, from {kind}", str(ranks), layout, *(f"{value:.1f}" for value in most)])
+        sources = [(f"{name}, from files", f"{folder}/{name}") for name in models()]
+        sources += [("Llama, from its config", models()["Llama"])]
+        cases = itertools.product(sources, options.ranks, ("interleaved", "contiguous"))
+        for (name, source), ranks, layout in cases:
+            mp.spawn(measure, args=(ranks, source, layout, folder), nprocs=ranks)
+            found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+            most = [f"{max(each) / MIB:.1f}" for each in zip(*found, strict=True)]
+            rows.append([name, str(ranks), layout, *most])
+            print(*rows[-1], flush=True)
     header = ["model", "ranks", "layout", "whole", "shards", "beside", "predicted", "counted", "sampled"]
     table = Table("MiB of host memory, on the rank that has most", header, rows)
     table.show()

@@ -144,6 +144,9 @@ class Allocated(Storages):
     """
 
     def _see(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) in self._alive:
+            super()._see(storage)
+            return
         begin = storage.data_ptr()
         others = [found for ref, _ in self._alive.values() if (found := ref()) is not None]
         within = any(one.data_ptr() < begin < one.data_ptr() + one.nbytes() for one in others)
