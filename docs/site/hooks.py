@@ -160,13 +160,16 @@ def api_pages() -> Iterator[tuple[str, str]]:
     for package in PUBLIC:
         dotted = f"shardwise.{package}".rstrip(".")
         source = INDEX.by_path["/".join(["src", *dotted.split("."), "__init__.py"])]
-        names = public_names(source)
         page = f"{package or 'shardwise'}.md"
-        shown = ", ".join(f"[`{name}`]({page}#{dotted}.{name})" for name in names)
+        where = {}
+        for name in public_names(source):
+            of_module = f"{source.folder}/{name}.py" in PATHS  # which has the name as well
+            where[name] = f"{dotted}.{name}.{name}" if of_module else f"{dotted}.{name}"
+        shown = ", ".join(f"[`{name}`]({page}#{at})" for name, at in where.items())
         lines.append(f"| [`{dotted}`]({page}) | {shown} |")
         text = [f"# {dotted}", "", sources.prose(source.purpose), ""]
-        for name in names:
-            text += [f"::: {dotted}.{name}", ""]
+        for at in where.values():
+            text += [f"::: {at}", ""]
         yield f"api/{page}", "\n".join(text)
     yield "api/index.md", "\n".join([*lines, ""])
 
