@@ -88,6 +88,8 @@ class Storages(TorchDispatchMode):
         if isinstance(value, Tensor):
             if not runs_its_own_ops(type(value)):  # such a tensor is a shape; what it wraps has the memory
                 self._see(value.untyped_storage())
+        elif isinstance(value, torch.UntypedStorage):  # which could be gone through byte by byte
+            self._see(value)
         elif isinstance(value, dict):
             self.see(tuple(value.values()))
         elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
