@@ -5,7 +5,7 @@
 
 Counted are bytes of tensors that are alive at a time, beside mapped files. Sampled is the anonymous memory of
 the process, every 2 ms, over what it was before: Python's objects are in it, memory not written yet is not.
-A row of stacked experts is an expert, which the contiguous layout does not cut: on 4 ranks that pads 8 of them.
+A row of stacked experts is an expert, which the contiguous layout does not cut: 4 ranks pad 8 of them.
 """
 
 import argparse
