@@ -22,8 +22,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from run_log import progress_bar
 from shardwise import hf
-from train_gpt import progress_bar, read_text, say, windows
+from train_gpt import read_text, say, windows
 
 SEQ = 96  # bytes, which are the tokens
 BATCH = 8  # windows a rank and step
@@ -61,7 +62,7 @@ def train(model: nn.Module, text: Tensor, *, steps: int, lr: float) -> None:
     """Train what is not frozen, every rank on windows of its own."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True)
-    with progress_bar(argparse.Namespace(steps=steps), 0) as advance:
+    with progress_bar(0, steps) as advance:
         for step in range(steps):
             loss = loss_of(model, text, step * dist.get_world_size() + dist.get_rank())
             loss.backward()
