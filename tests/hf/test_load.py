@@ -77,7 +77,7 @@ def test_a_config_gives_the_values_that_one_process_draws_from_the_seed(family: 
         torch.manual_seed(3)
         assert_equal(hf.load(model.config, model_class=type(model), layout=layout), expected)
     torch.manual_seed(torch.distributed.get_rank())
-    with pytest.raises(RankMismatchError, match="the seed to initialise a model from"):
+    with pytest.raises(RankMismatchError, match="the seed to initialise from"):
         hf.load(model.config, model_class=type(model))
 
 
@@ -97,6 +97,34 @@ def wrong_folders(tmp_path: Path) -> Path:
     index = {"weight_map": {"lm_head.weight": f"../less/{file}"}}
     (tmp_path / "outside" / f"{file}.index.json").write_text(json.dumps(index))
     return tmp_path
+
+
+@on_ranks(2)
+def test_ranks_that_load_otherwise_or_fail_alone_raise_on_every_rank(wrong_folders: Path) -> None:
+    mine = torch.distributed.get_rank() == 1
+    config = transformers.AutoConfig.from_pretrained(wrong_folders / "less")
+    for other in (wrong_folders / "wrong", config):
+        with pytest.raises(RankMismatchError, match="what to load"):
+            hf.load(other if mine else wrong_folders / "less", strict=False)
+
+    def adapt(model: Any) -> Any:
+        if mine:
+            raise ValueError("no adapter")
+        return model
+
+    with pytest.raises(CheckpointError, match="rank 1: ValueError: no adapter"):
+        hf.load(wrong_folders / "less", strict=False, adapt=adapt)
+
+
+@on_ranks(2)
+def test_parameters_made_without_a_device_are_drawn_too() -> None:
+    config = transformers.XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    torch.manual_seed(0)
+    alone = transformers.XLNetLMHeadModel.from_pretrained(None, config=config, state_dict={})
+    torch.manual_seed(0)
+    model = hf.load(config, model_class=transformers.XLNetLMHeadModel)
+    for (name, param), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected), name
 
 
 @on_ranks(2)

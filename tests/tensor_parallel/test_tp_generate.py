@@ -17,11 +17,12 @@ import transformers
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from ranks import on_ranks
 from shardwise.cli import app
-from shardwise.errors import ShardingError
+from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder
-from shardwise.tensor_parallel import counts, cut_steps, export_steps, strategies_of
+from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
 from shardwise.tensor_parallel.serving import Programs
 
 transformers.logging.set_verbosity_error()
@@ -125,6 +126,13 @@ def test_tokens_are_the_whole_models_and_a_token_takes_the_fewest_collectives(
         # of 2 heads over 3 ranks, each is on two
         assert heads == (6 if kind in ("gpt2", "t5") else 2 if ranks == 2 else 4)
         assert torch.equal(together(programs, prompt), expected)
+
+
+@on_ranks(2)
+def test_prompts_that_differ_between_ranks_are_refused_before_anything_runs() -> None:
+    prompt = torch.full((1, 3 + torch.distributed.get_rank()), 1)
+    with pytest.raises(RankMismatchError, match="what to generate"):
+        generate(nn.Linear(1, 1), prompt, TOKENS)
 
 
 def test_the_command_generates_by_the_weights_of_a_folder(tmp_path: Path) -> None:

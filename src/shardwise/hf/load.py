@@ -99,9 +99,11 @@ def load(
         CheckpointError: on every rank: files that are missing, damaged or outside the folder; weights that
             are missing, unexpected or of another shape, by name.
         ShardingError: no class to make, a quantized model, and what `fully_shard` raises.
-        RankMismatchError: ranks whose seeds differ, where values are drawn.
+        RankMismatchError: ranks that load different things, or whose seeds differ where values are drawn.
     """
     what = f"loading {path_or_config if isinstance(path_or_config, (str, os.PathLike)) else 'a config'}"
+    group = group_or_default(None)
+    agree(f"{what} as {model_class}, dtype {dtype}, strict {strict}", group=group, what="what to load")
     with TensorFiles(_weights(what, path_or_config)) as files:
         made: list[Any] = []
 
@@ -111,7 +113,8 @@ def load(
         together(what, make)
         skeleton = made.pop()
         _claim_values(skeleton)
-        model = skeleton if adapt is None else adapt(skeleton)
+        together(what, lambda: made.append(skeleton if adapt is None else adapt(skeleton)))
+        model = made.pop()
         values = take_values(model)
         _shard(model, skeleton._no_split_modules or (), options)
         model.__dict__["_shardwise_host_memory"] = _memory_for(model, values)
@@ -138,7 +141,7 @@ def _weights(what: str, found: Any) -> list[Path]:
     folder = Path(found)
 
     def look() -> None:
-        files = [inside(folder, name) for name in ("model.safetensors.index.json", "model.safetensors")]
+        files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
         there.extend(file for file in files if file.is_file())
         if not there:
             raise CheckpointError(
@@ -164,7 +167,9 @@ def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: T
         raise ShardingError(f"{here()}: the config names {name}, which transformers lacks; pass model_class=")
     if not from_files:
         with torch.device("meta"):
-            return cls._from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
+            made = cls._from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
+        replace_tensors(made, lambda _, one: one.to("meta") if isinstance(one, nn.Parameter) else one)
+        return made
     stored = {name: files.find(name) for name in files.names()}
     weights = {name: Boxes.of(one, one.shape, one.dtype) for name, one in stored.items() if one is not None}
     with _quiet(transformers.utils.logging), _NothingAllocated():  # type: ignore[no-untyped-call]
@@ -330,13 +335,15 @@ def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) ->
     tensors = _tensors(model)
     for name in values.keys() - drawn:
         tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
-    if any(isinstance(tensors[name], nn.Parameter) for name in drawn):
-        agree(
-            f"seed {torch.initial_seed()}, state {fingerprint(str(torch.get_rng_state().tolist())):x}",
-            group=group_or_default(None),
-            what="the seed to initialise a model from",
-            advice="Call torch.manual_seed with the same number on every rank.",
-        )
+    undrawn = sorted(name for name in drawn if isinstance(tensors[name], nn.Parameter))
+    state = f"{fingerprint(str(torch.get_rng_state().tolist())):x}"
+    source = [f"from seed {torch.initial_seed()}, state {state}"] if undrawn else []
+    agree(
+        "\n".join(["initialised:", *undrawn, *source]),
+        group=group_or_default(None),
+        what="the parameters to initialise, and the seed to initialise from",
+        advice="Give every rank the same files, and call torch.manual_seed with the same number.",
+    )
     for one in skeleton.modules():
         one.__dict__.pop("_is_hf_initialized", None)
     with _untied(skeleton), _Drawing() as drawing:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.package import default_group
 from shardwise.tensor_parallel.pretrained import strategies_of
@@ -46,8 +47,12 @@ def generate(
         strategies: by names within the model; by default its own (`strategies_of`).
         ends: tokens after which a row is over; it goes on with the first of them until all are.
         group: the ranks; by default the default group.
+
+    Raises:
+        RankMismatchError: on every rank: prompts that differ.
     """
     group = group or default_group()
+    agree(f"{tokens} tokens after {prompt.tolist()}", group=group, what="what to generate")
     whole = export_steps(model, prompt, tokens)
     cut = cut_steps(
         whole,
