@@ -1,7 +1,4 @@
-"""torchtitan's parallelize_llama, its optimizers, clipping and checkpoints, in bf16.
-
-torchtitan takes a machine without accelerators for one with CUDA, so this script names the CPU to it.
-"""
+"""torchtitan's parallelize_llama, optimizers, clipping and checkpoints in bf16, with the CPU named to it."""
 
 import os
 import tempfile
