@@ -9,7 +9,7 @@ from transformers.core_model_loading import Interleave, WeightConverter
 
 from hf.families import assert_equal, make, write
 from ranks import on_ranks
-from shardwise import CheckpointError, hf
+from shardwise import CheckpointError, RankMismatchError, ShardingError, hf
 
 LAYOUTS = ("interleaved", "contiguous")
 
@@ -51,6 +51,10 @@ def test_a_model_of_a_config_is_saved_in_the_form_of_its_family(tmp_path: Path) 
     assert not (saved / "model.safetensors.index.json").exists()
     with pytest.raises(CheckpointError, match="is there already"):
         hf.save(model, saved)
+    with pytest.raises(RankMismatchError, match="what to save"):
+        hf.save(model, tmp_path / str(torch.distributed.get_rank()))
+    with pytest.raises(ShardingError, match=r"hf\.load has not made"):
+        hf.host_memory(torch.nn.Linear(1, 1))
     with pytest.raises(CheckpointError, match="File name too long"):
         hf.save(model, tmp_path / ("long" * 63), max_shard_size=1000)
     torch.distributed.barrier()

@@ -66,7 +66,9 @@ class HostMemory:
 
 def host_memory(model: nn.Module) -> HostMemory:
     """What loading `model` took on this rank. Local."""
-    found: HostMemory = model.__dict__["_shardwise_host_memory"]
+    found: HostMemory | None = model.__dict__.get("_shardwise_host_memory")
+    if found is None:
+        raise ShardingError(f"{here()}: hf.load has not made this {type(model).__name__}")
     return found
 
 

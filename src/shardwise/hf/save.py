@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import save_slices
-from shardwise.comm.agree import together
+from shardwise.comm.agree import agree, together
 from shardwise.errors import CheckpointError, ShardingError, here
 from shardwise.files.manifest import sync
 from shardwise.hf.boxes import Boxes
@@ -34,6 +34,7 @@ from shardwise.hf.load import library
 from shardwise.layout import Box
 from shardwise.layout.placement import EvenShard
 from shardwise.sharded_tensor.dtensor import from_dtensor, of_boxes
+from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.metadata import RemoteDevice
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.rows.boxes import from_rows
@@ -54,8 +55,10 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
 
     Raises:
         CheckpointError: on every rank: a path that is taken, a full disk; nothing is left of it then.
+        RankMismatchError: ranks that save otherwise.
     """
     path, what = Path(path), f"saving {path}"
+    agree(f"{what} in files of {max_shard_size}", group=group_or_default(None), what="what to save")
 
     def begin() -> str:
         if not isinstance(model, library().PreTrainedModel):
