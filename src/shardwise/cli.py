@@ -259,7 +259,6 @@ def tp_merge(
     strip: Annotated[str, typer.Option(help="A beginning of names to leave out: `model.`, say.")] = "",
 ) -> None:
     """Put ranks' weights together to one model's again."""
-    from shardwise.errors import ShardwiseError
     from shardwise.tensor_parallel.merge import merge_command
 
     try:
@@ -289,7 +288,6 @@ def tp_generate(
     """Generate greedily by a language model cut over ranks, with the cache cut by heads."""
     import torch.distributed as dist
 
-    from shardwise.errors import ShardwiseError
     from shardwise.hf.generate import generate_command
     from shardwise.tensor_parallel.package import read_strategies
     from shardwise.verify.processes import RankError, run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.dtensor import held_by_this_rank
+from shardwise.sharded_tensor.dtensor import store_whole
 
 
 @torch.no_grad()
@@ -52,6 +52,6 @@ def _merge_layer(layer: nn.Module) -> None:
     cast(Any, layer).merge()
     for one, name, param in own:
         merged: Tensor = getattr(one, name)
-        for box, local in held_by_this_rank(param) if isinstance(param, DTensor) else ():
-            local.copy_(merged[tuple(map(slice, box.offsets, box.ends))])
+        if isinstance(param, DTensor):
+            store_whole(param, merged)
         setattr(one, name, param)

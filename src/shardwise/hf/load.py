@@ -36,7 +36,7 @@ from shardwise.fsdp.fully_shard import Options
 from shardwise.fsdp.module_state import state_of
 from shardwise.hf.boxes import Boxes, Computed, Plain, each_tensor
 from shardwise.layout import Box
-from shardwise.sharded_tensor.dtensor import held_by_this_rank
+from shardwise.sharded_tensor.dtensor import held_by_this_rank, store_whole
 from shardwise.sharded_tensor.group import group_or_default
 
 _LOG = logging.getLogger("shardwise")
@@ -245,6 +245,10 @@ class _Undrawn:
 _UNDRAWN = _Undrawn()
 
 
+def _is_undrawn(value: Boxes) -> bool:
+    return any(piece.source is _UNDRAWN for piece in value.pieces)
+
+
 def _claim_values(model: nn.Module) -> None:
     """What is on the meta device looks like the rest, for those who put adapters where weights are."""
     replace_tensors(model, lambda _, one: Boxes.of(_UNDRAWN, one.shape, one.dtype) if one.is_meta else one)
@@ -325,7 +329,7 @@ def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
 
 def _held_whole(value: Boxes) -> int:
     """Bytes that are whole in memory while a value is made."""
-    if any(piece.source is _UNDRAWN for piece in value.pieces):
+    if _is_undrawn(value):
         return value.nbytes
     computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]
     return sum(value.nbytes + one.nbytes for one in computed)
@@ -333,7 +337,7 @@ def _held_whole(value: Boxes) -> int:
 
 def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) -> None:
     """By the model's own rules, whatever has no value. Collective."""
-    drawn = {name for name, value in values.items() if any(p.source is _UNDRAWN for p in value.pieces)}
+    drawn = {name for name, value in values.items() if _is_undrawn(value)}
     tensors = _tensors(model)
     for name in values.keys() - drawn:
         tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
@@ -397,8 +401,7 @@ class _Drawing(_compat.TorchDispatchMode):
     def store(self) -> None:
         """Keep this rank's part of what was worked on."""
         if self._param is not None:
-            for box, local in held_by_this_rank(self._param):
-                local.copy_(self._whole[tuple(map(slice, box.offsets, box.ends))])
+            store_whole(self._param, self._whole)
             self._stored.add(id(self._param))
         self._param, self._whole = None, torch.empty(0)
 
@@ -409,7 +412,7 @@ def _read(model: nn.Module, values: dict[str, Boxes]) -> None:
     tensors = _tensors(model)
     for name in list(values):
         value, tensor = values.pop(name), tensors[name]
-        if any(piece.source is _UNDRAWN for piece in value.pieces):
+        if _is_undrawn(value):
             continue
         held = (
             held_by_this_rank(tensor) if isinstance(tensor, DTensor) else [(Box.whole(tensor.shape), tensor)]

@@ -88,6 +88,12 @@ def held_by_this_rank(dtensor: DTensor) -> list[tuple[Box, Tensor]]:
     return [] if mine is None else [(box, local[slices]) for box, slices in mine.boxes]
 
 
+def store_whole(dtensor: DTensor, whole: Tensor) -> None:
+    """Copy this rank's part of `whole` into a DTensor of its shape. Local."""
+    for box, local in held_by_this_rank(dtensor):
+        local.copy_(whole[tuple(map(slice, box.offsets, box.ends))])
+
+
 def of_boxes(
     placed: Iterable[tuple[Box, int]],
     tensors: Sequence[Tensor],
