@@ -45,6 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise._compat.compiler import *
 from shardwise._compat.gradients import *
+from shardwise._compat.optimizers import *
 
 
 def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -114,14 +115,9 @@ def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return shared_spec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
 
 
-def spec_of(tensor: Tensor) -> DTensorSpec:
-    """A DTensor's description, to wrap another local tensor alike."""
-    return cast(DTensor, tensor)._spec
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The local piece of a DTensor; `to_local()` would record an autograd view."""
-    return cast(DTensor, tensor)._local_tensor
+# A DTensor's description, and this rank's part of it with no call in Python; `to_local` runs under autograd.
+spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
+local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 
 def set_local_tensor(tensor: Tensor, local: Tensor) -> None:

@@ -103,6 +103,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
         fast.separate_counts(optimizer)
+        fast.step_locally(optimizer)
     fast.put_aside(optimizer)
 
 
@@ -122,4 +123,5 @@ def _check(optimizer: Optimizer) -> None:
 @_compat.runs_eagerly
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     fast.put_back(optimizer)
+    fast.settle_state(optimizer)
     Seen.steps += 1

@@ -63,27 +63,31 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]],
     rows: dict[Axes, list[Tensor]] = {}
     counts: Counter[Axes] = Counter()
     axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
-    latest, into = None, []
+    latest: Any = None  # how the tensor before was cut: hashing that costs more than comparing
+    mesh, into = None, []
+    axes: Axes = ()
     for tensor in tensors:
         if isinstance(tensor, ShardedRows):
-            if (found := tensor.piece.axes) != latest:  # hashing process groups costs more
+            if (found := tensor.piece.axes) != latest:
                 latest, into = found, rows.setdefault(found, [])
             into.append(tensor._local_tensor)
-            continue
-        axes: Axes = ()
-        if isinstance(tensor, ShardedTensor):
-            axes = (tensor.process_group,)
-            counts[axes] += 1
-            by_axes.setdefault(axes, []).extend(tensor.tensors or [tensor.anchor])
-            continue
-        if isinstance(tensor, DTensor):
+        elif isinstance(tensor, DTensor):
             spec = _compat.spec_of(tensor)
-            key = (id(spec.mesh), spec.placements)
-            if key not in axes_of:
-                axes_of[key] = _sharded_axes(tensor)
-            axes, tensor = axes_of[key], _compat.local_tensor(tensor)
+            if spec.placements != latest or spec.mesh is not mesh:
+                latest, mesh = spec.placements, spec.mesh
+                key = (id(mesh), latest)
+                if key not in axes_of:
+                    axes_of[key] = _sharded_axes(tensor)
+                axes = axes_of[key]
+                into = by_axes.setdefault(axes, [])
+            into.append(_compat.local_tensor(tensor))
             counts[axes] += 1
-        by_axes.setdefault(axes, []).append(tensor)
+        elif isinstance(tensor, ShardedTensor):
+            own = (tensor.process_group,)
+            counts[own] += 1
+            by_axes.setdefault(own, []).extend(tensor.tensors or [tensor.anchor])
+        else:
+            by_axes.setdefault((), []).append(tensor)
     for axes, locals_ in rows.items():
         counts[axes] += len(locals_)
         by_axes.setdefault(axes, []).extend(merged(locals_))
@@ -137,7 +141,9 @@ def clip_grad_norm_(
         RankMismatchError: ranks differ in the norm, its bound or how many gradients they have (over gloo).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    by_axes, counts = _local_by_axes([grad for p in parameters if (grad := p.grad) is not None])
+    with _compat.plain_attributes():
+        gradients = [grad for p in parameters if (grad := p.grad) is not None]
+    by_axes, counts = _local_by_axes(gradients)
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
     total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -35,8 +36,18 @@ def foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = {name: _same(value, pieces) for name, value in kwargs.items()} if kwargs else kwargs
     except (AttributeError, _Differs):
         return _mixed(op, args, kwargs)
-    result = op(*locals_, **named)
-    return [rows(*each) for each in zip(result, pieces, strict=True)] if op._schema.returns else None
+    if op._schema.returns:
+        return [rows(*each) for each in zip(op(*locals_, **named), pieces, strict=True)]
+    filled = list(map(Tensor.numel, locals_[0])) if type(locals_[0]) is list and not named else ()
+    if 0 in filled:  # each would cost as much as one with rows
+        count = len(filled)
+        locals_ = [
+            list(compress(value, filled)) if type(value) is list and len(value) == count else value
+            for value in locals_
+        ]
+    if not filled or locals_[0]:
+        op(*locals_, **named)
+    return None
 
 
 class _Differs(Exception):  # noqa: N818 - not an error: the list takes the slower way
@@ -123,7 +134,7 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     root = op._schema.name == "aten::_foreach_norm"
     if "out" in kwargs or (p < 0 and not root):
         refuse(op, args, kwargs)
-    if any(map(is_foreign, tensors)):
+    if not all(type(t) is ShardedRows for t in tensors) and any(map(is_foreign, tensors)):
 
         def run(at: list[int]) -> list[Tensor]:
             found = op([tensors[i] for i in at], *args[1:], **kwargs)
@@ -131,18 +142,32 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
 
         return _apart([[tensor] for tensor in tensors], run)
     locals_ = [_local_of(tensor) for tensor in tensors]
+    dtypes = list(dict.fromkeys(local.dtype for local in locals_))
     wide = wanted
-    if wanted in (None, *HALF) and any(t.dtype in HALF for t in tensors):  # rounded once, at the end
-        wide = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    filled = [local for local in locals_ if local.numel()]
-    found = iter(_compat.foreach_norm(filled, p, wide) if filled else ())  # type: ignore[arg-type]
-    each = [
-        next(found) if local.numel() else torch.zeros((), dtype=torch.float32, device=local.device)
-        for local in locals_
-    ]
+    if wanted in (None, *HALF) and any(dtype in HALF for dtype in dtypes):  # rounded once, at the end
+        wide = reduce(torch.promote_types, dtypes, torch.float32)
     axes = [t.piece.axes if isinstance(t, ShardedRows) else () for t in tensors]
-    totals = combine_powers(each, axes, p, root=root)
-    return [total.to(wanted or tensor.dtype.to_real()) for total, tensor in zip(totals, tensors, strict=True)]
+    totals = combine_powers(_norms_of_rows(locals_, p, wide), axes, p, root=root)
+    if len(dtypes) == 1 and len({local.device for local in locals_}) == 1:
+        return list(totals.to(wanted or dtypes[0].to_real()).unbind())
+    return [
+        total.to(local.device, wanted or local.dtype.to_real())
+        for total, local in zip(totals.unbind(), locals_, strict=True)
+    ]
+
+
+def _norms_of_rows(locals_: Sequence[Tensor], p: float, dtype: torch.dtype | None) -> Tensor:
+    """[tensors] on the device of the first; zero where there are no rows."""
+    at, device = [i for i, local in enumerate(locals_) if local.numel()], locals_[0].device
+    if not at:
+        return torch.zeros(len(locals_), device=device)
+    found = _compat.foreach_norm([locals_[i] for i in at], p, dtype)  # type: ignore[arg-type]
+    if len({(norm.dtype, norm.device) for norm in found}) > 1:
+        found = [norm.to(device, torch.float64) for norm in found]
+    norms = torch.stack(list(found))
+    if len(at) == len(locals_):
+        return norms
+    return norms.new_zeros(len(locals_)).index_copy_(0, torch.tensor(at, device=device), norms)
 
 
 def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

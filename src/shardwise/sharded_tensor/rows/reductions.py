@@ -58,28 +58,28 @@ def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
     return _compat.traced_all_reduce(value, _NAMES[reduce], group.group_name)
 
 
-def combine_powers(
-    norms: Sequence[Tensor], axes: Sequence[Groups], p: float, *, root: bool = True
-) -> list[Tensor]:
-    """The p-norms of whole tensors from those of local rows, in fp64.
+def combine_powers(norms: Tensor, axes: Sequence[Groups], p: float, *, root: bool = True) -> Tensor:
+    """The p-norms of whole tensors from those of local rows, in fp64: [tensors] to [tensors].
 
     Collective: one all-reduce for each process group, of all norms that it cuts. `axes[i]` are the groups
     that cut tensor i. Without `root`, norms are sums of powers on the way out.
     """
     infinite = math.isinf(p)
-    each = [norm.to(torch.float64) for norm in norms]
-    if not infinite and p != 0:
-        each = [norm.pow(p) for norm in each]
+    powers = not infinite and p != 0
+    each = norms.to(torch.float64)
+    each = each.pow(p) if powers else each
     reduce = SUM if not infinite else MAX if p > 0 else MIN
-    for group in dict.fromkeys(group for groups in axes for group in groups):
+    kinds = [
+        groups for i, groups in enumerate(axes) if i == 0 or groups != axes[i - 1]
+    ]  # hashing all costs more
+    for group in dict.fromkeys(group for groups in kinds for group in groups):
         members = [i for i, groups in enumerate(axes) if group in groups]
-        device = each[members[0]].device
-        total = combine(torch.stack([each[i].to(device) for i in members]), (group,), reduce)
-        for i, value in zip(members, total.unbind(), strict=True):
-            each[i] = value.to(norms[i].device)
-    if root and not infinite and p != 0:
-        each = [value.pow(1 / p) for value in each]
-    return each
+        if len(members) == len(axes):
+            each = combine(each, (group,), reduce)
+        else:
+            at = torch.tensor(members, device=each.device)
+            each = each.index_copy(0, at, combine(each[at], (group,), reduce))
+    return each.pow(1 / p) if powers and root else each
 
 
 class _Call:
@@ -197,7 +197,8 @@ def _norm(call: _Call) -> Tensor:
     wide = torch.float32 if call.wanted in HALF else call.wanted
     local = call.filled(math.inf if p < 0 else 0.0)
     value = torch.linalg.vector_norm(local, p, call.dims, call.keepdim, dtype=wide)
-    return combine_powers([value], [call.groups], p)[0].to(call.wanted.to_real())
+    found = combine_powers(value[None], [call.groups], p)[0]
+    return found.to(call.wanted.to_real())
 
 
 def _extreme(call: _Call, *, largest: bool) -> Any:

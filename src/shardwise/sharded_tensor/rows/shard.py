@@ -8,6 +8,7 @@ What treats every element alike, or sums over all, then costs one operation in p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -26,21 +27,26 @@ def merged(locals_: Sequence[Tensor]) -> list[Tensor]:
     """
     found: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    latest, members = None, found
     for local in locals_:
         base = _compat.base_of(local)
         if base is None:
             if local.numel():
                 found.append(local)
-        elif (known := views.get(id(base))) is None:
-            views[id(base)] = (base, [local])
-        else:
-            known[1].append(local)
+            continue
+        if base is not latest:
+            latest = base
+            members = views.setdefault(id(base), (base, []))[1]
+        members.append(local)
     for base, members in views.values():
-        used = getattr(base, "used", None)
-        if used is not None:
-            sizes = [(member.storage_offset(), size) for member in members if (size := member.numel())]
-            if len(dict(sizes)) == len(sizes) and sum([size for _, size in sizes]) == used:
-                found.append(base)
-                continue
-        found.extend(members)
+        found.extend([base] if _are_all_of(base, members) else members)
     return found or list(locals_[:1])
+
+
+def _are_all_of(base: Tensor, members: Sequence[Tensor]) -> bool:
+    used = getattr(base, "used", None)
+    sizes = list(map(Tensor.numel, members))
+    if used is None or sum(sizes) != used:
+        return False
+    begins = list(compress(map(Tensor.storage_offset, members), sizes))
+    return len(set(begins)) == len(begins)

@@ -1,0 +1,60 @@
+"""Private torch names about optimizers. See the package's docstring."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise._compat.gradients import plain_attributes
+
+StepLists = tuple[list[Any], ...]
+
+
+def change_step_lists(
+    optimizer: Optimizer, change: Callable[[Optimizer, dict[str, Any], StepLists], None]
+) -> None:
+    """Let `change` see, in each step and for each group of parameters, what the step is about to work on.
+
+    These are lists of as many tensors each: parameters, gradients, then state. Optimizers of torch.optim fill
+    them in `_init_group`, which no public hook follows. A step that is compiled works on its own.
+    """
+    fill: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
+    found = weakref.ref(optimizer)  # a cycle would keep its state until the garbage collector comes
+
+    def filled(group: dict[str, Any], *lists: list[Any]) -> Any:
+        owner = found()
+        assert owner is not None
+        if torch.compiler.is_compiling():
+            return fill(owner, group, *lists)
+        with plain_attributes():
+            said = fill(owner, group, *lists)
+            change(owner, group, lists)
+        return said
+
+    optimizer._init_group = filled  # type: ignore[attr-defined]
+
+
+def drop_gradients_unread(optimizer: Optimizer) -> None:
+    """Let its `zero_grad` set gradients to None without reading them first.
+
+    Each read or write of an attribute of a tensor subclass looks `__torch_function__` up by name, too.
+    """
+    found, zero_grad = weakref.ref(optimizer), type(optimizer).zero_grad
+
+    def zeroed(set_to_none: bool = True) -> None:
+        owner = found()
+        assert owner is not None
+        if not set_to_none or torch.compiler.is_compiling():
+            zero_grad(owner, set_to_none)
+            return
+        name = f"Optimizer.zero_grad#{type(owner).__name__}.zero_grad"
+        with torch.autograd.profiler.record_function(name), plain_attributes():
+            for group in owner.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+
+    optimizer.zero_grad = zeroed  # type: ignore[method-assign]

@@ -1,0 +1,153 @@
+"""Elementwise optimizers step on local memory, with FSDP2's bits, state and names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ranks import on_ranks
+from shardwise import fully_shard
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    **{
+        name: (getattr(torch.optim, name), {"foreach": False})
+        for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop")
+    },
+    "AdamW": (AdamW, {}),
+    "AdamW amsgrad foreach": (AdamW, {"amsgrad": True, "foreach": True}),
+    "AdamW fused": (AdamW, {"fused": True}),
+    "AdamW maximize": (AdamW, {"maximize": True, "weight_decay": 0.1}),
+    "RMSprop momentum": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "foreach": True}),
+    "SGD": (SGD, {}),
+    "SGD momentum": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "SGD momentum foreach": (SGD, {"momentum": 0.9, "foreach": True}),
+    "SGD momentum fused": (SGD, {"momentum": 0.9, "fused": True}),
+}
+
+
+def _model(shard: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 3))
+    shard(model[0])
+    shard(model[1], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    shard(model)
+    return model
+
+
+def _backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed * 10 + dist.get_rank())
+    model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+
+
+def _bits(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def assert_equal(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer) -> None:
+    """Parameters and state, with types and placements."""
+    one, other = ours.state_dict(), torchs.state_dict()
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for key, state in one["state"].items():
+        assert list(state) == list(other["state"][key])
+        for name, value in state.items():
+            theirs = other["state"][key][name]
+            assert type(value) is type(theirs)
+            if isinstance(value, DTensor):
+                assert (value.placements, value.shape) == (theirs.placements, theirs.shape)
+            if isinstance(value, Tensor):
+                assert torch.equal(_bits(value), _bits(theirs)), (key, name)
+    for mine, theirs in zip(ours.param_groups, torchs.param_groups, strict=True):
+        for a, b in zip(mine["params"], theirs["params"], strict=True):
+            assert torch.equal(a.to_local(), b.to_local())
+    assert len(ours.state) == len(torchs.state)
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_state_and_loading_are_those_of_fsdp2_bit_for_bit(kind: str) -> None:
+    make, options = KINDS[kind]
+    models = [_model(fully_shard), _model(torch_fully_shard)]
+    optimizers = [make(model.parameters(), lr=0.05, **options) for model in models]
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            _backward(model, step)
+            if step == 1:
+                next(model.parameters()).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2:
+            for optimizer in optimizers:
+                optimizer.load_state_dict(optimizer.state_dict())
+        assert_equal(*optimizers)
+    assert all(p.grad is None for p in models[0].parameters())
+
+
+class _Seen(TorchDispatchMode):
+    """How often each op reaches DTensors, and plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.sharded[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_a_steady_step_dispatches_no_op_over_dtensors() -> None:
+    for layout in ("interleaved", "contiguous"):
+        for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+            model = fully_shard(nn.Linear(6, 6), layout=layout)
+            optimizer = AdamW(model.parameters(), **options)
+            for step in range(3):
+                model(torch.ones(2, 6)).sum().backward()
+                with _Seen() as seen:
+                    optimizer.step()
+                if step:
+                    assert not seen.sharded
+                optimizer.zero_grad()
+            saved = model.weight * model.weight  # of the sharded parameter
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            if model.weight.to_local().numel():
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    saved.sum().backward()
+
+
+@on_ranks(2)
+def test_what_is_not_cut_alike_steps_as_before() -> None:
+    """Plain parameters beside sharded ones, DTensors of others, and state placed otherwise."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model, plain = fully_shard(nn.Linear(4, 4)), nn.Parameter(torch.ones(3))
+    other = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = SGD([*model.parameters(), plain, other], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        (model(torch.ones(2, 4)).sum() + plain.sum() + other.full_tensor().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(plain, 1 - 0.1 * torch.tensor(1 + 1.9 + 2.71))
+    assert torch.allclose(other.full_tensor(), plain[:1].expand(4))
+    assert all(type(optimizer.state[p]["momentum_buffer"]) is DTensor for p in model.parameters())
+    assert len(optimizer.state) == 4
+
+    sharded = fully_shard(nn.Linear(4, 4, bias=False))
+    adam = AdamW(sharded.parameters())
+    sharded(torch.ones(2, 4)).sum().backward()
+    adam.step()
+    adam.state[sharded.weight]["exp_avg"] = torch.zeros(4, 4)  # whole, where rows are expected
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        adam.step()
