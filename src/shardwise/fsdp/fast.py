@@ -3,8 +3,8 @@
 Python calls a block in a steady step, with it and without (`benchmarks/host_cost.py`: 8 ranks, blocks of 12
 parameters; forward and backward unless it says otherwise):
 
-    step_locally    optimizers of torch.optim get local memory in place of DTensors: a step of 8 blocks, interleaved,
-                    AdamW fused 1,309, not 8,998; foreach 2,751, not 6,205
+    step_locally    optimizers of torch.optim get local memory in place of DTensors: a whole step of 8 blocks,
+                    interleaved, AdamW fused 1,309, not 8,998; foreach 2,751, not 6,205
     put_aside       AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
     Seen            counts compared in place of calls, and gradients of the interleaved layout without storage
                     of their own: 419, not 551
