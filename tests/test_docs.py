@@ -15,7 +15,12 @@ from unittest import mock
 
 import pytest
 import recipes
+import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import shardwise
 from ranks import RankPool
@@ -118,18 +123,23 @@ def test_the_pages_expected_are_there() -> None:
     assert "END OF TERMS AND CONDITIONS" in licence
 
 
-def run_readme(folder: Path) -> str:
-    """What the README's example prints, in the group that a rank has already."""
-    with mock.patch.object(dist, "init_process_group") as init:
-        printed = run_blocks("README.md", folder)
+def run_readme(number: int, folder: Path, *arguments: str) -> str:
+    """What one of the README's scripts prints, in the group that a rank has already."""
+    with (
+        mock.patch.object(dist, "init_process_group") as init,
+        mock.patch.object(sys, "argv", ["script.py", *arguments]),
+    ):
+        printed = run_blocks("README.md", folder, only=number)
     init.assert_called_once_with("gloo")
     return printed
 
 
 def test_the_readmes_example_trains_as_it_stands(ranks: RankPool, tmp_path: Path) -> None:
-    (block,) = python_blocks(read("README.md"))
-    assert len([line for line in block.splitlines() if line]) == 15
-    for printed in ranks(run_readme, tmp_path, world_size=2):
+    assert [len([x for x in block.splitlines() if x]) for block in python_blocks(read("README.md"))] == [
+        15,
+        15,
+    ]
+    for printed in ranks(run_readme, 1, tmp_path, world_size=2):
         losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
         assert len(losses) == 101
         assert losses[0] > 5
@@ -137,13 +147,35 @@ def test_the_readmes_example_trains_as_it_stands(ranks: RankPool, tmp_path: Path
     assert latest_step(tmp_path / "run") == 101
 
 
-def run_blocks(page: str, folder: Path) -> str:
-    """Run the blocks of a page one after the other; what they print."""
+def test_the_readmes_example_fine_tunes_a_folder_with_a_tokenizer(ranks: RankPool, tmp_path: Path) -> None:
+    characters = {each: i for i, each in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab=characters, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "from")
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, pad_token_id=0, **shape))
+    model.save_pretrained(tmp_path / "from")
+    (tmp_path / "text").write_text("All work and no play makes Jack a dull boy. " * 120)
+    ranks(run_readme, 2, tmp_path, "from", "text", "to", world_size=2)
+    ids = torch.tensor(
+        [PreTrainedTokenizerFast.from_pretrained(tmp_path / "from")("no play makes Jack" * 4).input_ids]
+    )
+    before, after = (
+        LlamaForCausalLM.from_pretrained(tmp_path / folder)(input_ids=ids, labels=ids).loss.item()
+        for folder in ("from", "to")
+    )
+    assert after < before - 0.01
+
+
+def run_blocks(page: str, folder: Path, *, only: int | None = None) -> str:
+    """Run the blocks of a page one after the other, or one of them; what they print."""
     module = sys.modules["example"] = ModuleType("example")  # compilers import it by name
     printed = io.StringIO()
     try:
         with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
             for number, block in enumerate(python_blocks(read(page)), start=1):
+                if only not in (None, number):
+                    continue
                 exec(compile(block, f"{page}, block {number}", "exec"), vars(module))
     finally:
         del sys.modules["example"]

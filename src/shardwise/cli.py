@@ -257,12 +257,13 @@ def tp_merge(
     ],
     out: Annotated[Path, typer.Option(help="Safetensors file to write.")],
     strip: Annotated[str, typer.Option(help="A beginning of names to leave out: `model.`, say.")] = "",
+    overwrite: Annotated[bool, typer.Option(help="Replace a file that is there.")] = False,
 ) -> None:
     """Put ranks' weights together to one model's again."""
     from shardwise.tensor_parallel.merge import merge_command
 
     try:
-        printed = merge_command(folder, out, strip=strip)
+        printed = merge_command(folder, out, strip=strip, overwrite=overwrite)
     except ShardwiseError as error:
         _print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None

@@ -55,6 +55,11 @@ def test_a_model_of_a_config_is_saved_in_the_form_of_its_family(tmp_path: Path) 
         hf.save(model, tmp_path / str(torch.distributed.get_rank()))
     with pytest.raises(ShardingError, match=r"hf\.load has not made"):
         hf.host_memory(torch.nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match="5 apples"):
+        hf.save(model, tmp_path / "other", max_shard_size="5 apples")
+    for wrong in ({"path_or_config": None}, {"path_or_config": config, "model_class": "MixtralForCausalLM"}):
+        with pytest.raises(CheckpointError, match=r"expected a (folder|class)"):
+            hf.load(**wrong)
     with pytest.raises(CheckpointError, match="File name too long"):
         hf.save(model, tmp_path / ("long" * 63), max_shard_size=1000)
     torch.distributed.barrier()

@@ -29,13 +29,16 @@ def test_ranks_together_are_the_model_again(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, found[name]), name
     assert found["head.weight"] is found["embed.weight"]
-    command = ["tp", "merge", str(tmp_path / "cut"), "--out", str(tmp_path / "model.safetensors")]
+    command = ["tp", "merge", str(tmp_path / "cut"), "--out", str(tmp_path / "new" / "model.safetensors")]
     result = CliRunner().invoke(app, [*command, "--strip", "up."])
     assert result.exit_code == 0, result.output
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "new" / "model.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("weight"), model.up.weight)
-    (tmp_path / "cut" / "rank-1.pt2").unlink()
     result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "is there already" in result.output
+    (tmp_path / "cut" / "rank-1.pt2").unlink()
+    result = CliRunner().invoke(app, [*command, "--overwrite"])
     assert result.exit_code == 2
     assert "rank-1.pt2" in result.output
 

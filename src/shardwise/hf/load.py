@@ -160,6 +160,14 @@ def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: T
     """The model with `Boxes` for the weights of files, and what files lack on the meta device."""
     transformers = library()
     from_files = isinstance(found, (str, os.PathLike))
+    if not from_files and not isinstance(found, transformers.PreTrainedConfig):
+        raise ShardingError(
+            f"{here()}: expected a folder, or a config of transformers, found {type(found).__name__}"
+        )
+    if model_class is not None and not hasattr(model_class, "from_pretrained"):
+        raise ShardingError(
+            f"{here()}: expected a class of transformers as model_class, found {model_class!r}"
+        )
     config = transformers.AutoConfig.from_pretrained(found, local_files_only=True) if from_files else found
     if getattr(config, "quantization_config", None) is not None:
         raise ShardingError(f"{here()}: a quantized model cannot be cut; load weights that are not quantized")

@@ -54,7 +54,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         max_shard_size: of a file, in bytes or as "5GB"; several files have an index.
 
     Raises:
-        CheckpointError: on every rank: a path that is taken, a full disk; nothing is left of it then.
+        CheckpointError: on every rank: a path that is taken, no size, a full disk; nothing is left then.
         RankMismatchError: ranks that save otherwise.
     """
     path, what = Path(path), f"saving {path}"
@@ -68,6 +68,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
             )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path} is there already; save to a new folder, or empty it")
+        _split({}, max_shard_size)  # raises for what is no size
         staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
         if dist.get_rank() == 0:
             staging.mkdir(parents=True)
@@ -120,14 +121,17 @@ def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
 
 def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str) -> dict[str, Any] | None:
     """The files, all ranks side by side; their index if there are several."""
-    split = importlib.import_module("huggingface_hub").split_torch_state_dict_into_shards(
-        {name: one.like for name, one in weights.items()},
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
+    split = _split({name: one.like for name, one in weights.items()}, max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_slices({n: _to_write(weights[n]) for n in names}, folder / file, metadata={"format": "pt"})
     return {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+
+
+def _split(like: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
+    """Which tensors go to which file."""
+    return importlib.import_module("huggingface_hub").split_torch_state_dict_into_shards(
+        dict(like), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
 
 
 def _to_write(value: Boxes) -> ShardedTensor | Tensor:

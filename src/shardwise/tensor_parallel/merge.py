@@ -75,8 +75,11 @@ def _bits_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 
-def merge_command(folder: str | Path, out: str | Path, *, strip: str = "") -> str:
+def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overwrite: bool = False) -> str:
     """Write the whole state dict to a safetensors file, without `strip` at the beginning of names. Local."""
+    place = Path(out)
+    if place.is_dir() or (place.exists() and not overwrite):
+        raise CheckpointError(f"{out} is there already; choose another file, or pass --overwrite")
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -86,7 +89,11 @@ def merge_command(folder: str | Path, out: str | Path, *, strip: str = "") -> st
     alone = {
         name: x if first.setdefault(x.data_ptr(), name) == name else x.clone() for name, x in named.items()
     }
-    beside = Path(f"{out}.part")
-    save_file(alone, beside, metadata={"format": "pt"})
-    os.replace(beside, out)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(f"{out}.part")
+        save_file(alone, beside, metadata={"format": "pt"})
+        os.replace(beside, place)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error}") from error
     return f"{len(alone)} tensors, {sum(x.nbytes for x in alone.values()):,} bytes, in {out}\n"
