@@ -31,6 +31,7 @@ ORDER = [
     "comm",
     "sharded_tensor",
     "fsdp",
+    "nn",
     "optim",
     "graph",
     "tensor_parallel",

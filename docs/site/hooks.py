@@ -42,7 +42,7 @@ ALSO = {
 # What the code host shows as a part of a page, and the site as a page.
 PARTS = {"docs/fsdp.md#errors": "errors.md", "ARCHITECTURE.md#words": "glossary.md"}
 # Packages whose public names have a page of reference.
-PUBLIC = ("", "optim", "checkpoint", "sharded_tensor", "tensor_parallel", "comm", "verify")
+PUBLIC = ("", "optim", "nn", "checkpoint", "sharded_tensor", "tensor_parallel", "comm", "verify")
 FENCED = re.compile(r"^(`{3,4})\w*.*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\[[^\]]*\])\(([^)\s]+)\)")
 PATH_SPAN = re.compile(r"(?<!\[)`((?:src|tests|examples|benchmarks|docs)/[\w./]+)`(?!\])")

@@ -1,0 +1,197 @@
+"""A cross-entropy that never holds all logits.
+
+It goes over the rows of the head's weight a chunk at a time. With N tokens, V rows of
+width H and C rows a chunk::
+
+    forward     logits [N, C] of each chunk; kept are the largest, and the sum of exp, of each token so far
+    backward    the chunk's logits again; its rows of the weight's gradient; its part of the input's
+
+so N x C logits are alive, not N x V of them four times (compute dtype, float32, and the gradient of each).
+A chunk's rows of the weight's gradient are one product, as without chunks. Where ranks hold other rows of
+the weight, each goes over its own, and three numbers a token are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise.errors import ShardingError, here
+from shardwise.layout.placement import EvenShard
+
+CHUNK_ELEMENTS = 1 << 25  # of logits: 128 MiB in float32
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, never holding all logits.
+
+    Gradients are exact: of the weight as without chunks, of `hidden` summed in float32 over chunks. They are
+    computed in backward from logits that are computed again: a third more arithmetic than without chunks.
+
+    Collective over the mesh axis that cuts `weight`, if one does; all its ranks have the same `hidden` and
+    `targets`, and the gradient of `hidden` is the same on all. Otherwise local. To be called in the forward
+    of the module that owns `weight`, where `fully_shard` has gathered it.
+
+    Args:
+        hidden: [..., H] of a floating dtype, which computes; sums and the loss are float32, or wider.
+        weight: [V, H] in the same dtype; a DTensor may be cut on dim 0 over one mesh axis, as by
+            tensor parallelism, and be replicated on others.
+        targets: integers [...], each from 0 to V - 1 or `ignore_index`.
+        bias: [V], cut as `weight`.
+        ignore_index: of targets that have no part in loss and gradients.
+        reduction: the mean over the targets that count (nan if none does), or their sum.
+        chunk: rows of `weight` at a time; by default as many as make 2**25 logits.
+
+    Raises:
+        ShardingError: shapes, dtypes or placements that do not fit.
+    """
+    _check(hidden, weight, bias, targets, reduction, chunk)
+    rows, first, group = weight, 0, None
+    if isinstance(weight, DTensor):
+        first, group = _cut(weight)
+        rows = weight.to_local()
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    total, count = _Sum.apply(  # type: ignore[no-untyped-call]
+        tokens,
+        rows,
+        bias,
+        targets.reshape(-1),
+        (first, chunk or max(1, CHUNK_ELEMENTS // max(1, len(tokens))), ignore_index, group),
+    )
+    loss: Tensor = total / count if reduction == "mean" else total
+    return loss
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, chunk: int | None
+) -> None:
+    wrong = ""
+    if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
+        wrong = (
+            f"expected hidden [..., H] and weight [V, H], found {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    elif targets.shape != hidden.shape[:-1] or targets.is_floating_point():
+        wrong = (
+            f"expected integer targets {list(hidden.shape[:-1])}, found {targets.dtype} {list(targets.shape)}"
+        )
+    elif bias is not None and bias.shape != weight.shape[:1]:
+        wrong = f"expected a bias of {weight.shape[0]}, found {list(bias.shape)}"
+    elif len({x.dtype for x in (hidden, weight, bias) if x is not None}) > 1:
+        wrong = f"expected one dtype, found hidden of {hidden.dtype} and weight of {weight.dtype}"
+    elif isinstance(hidden, DTensor) or isinstance(targets, DTensor):
+        wrong = (
+            "hidden and targets are plain tensors, the same on all ranks that cut the weight; use to_local()"
+        )
+    elif isinstance(bias, DTensor) != isinstance(weight, DTensor) and bias is not None:
+        wrong = "expected a bias that is cut as the weight"
+    elif reduction not in ("mean", "sum") or (chunk is not None and chunk < 1):
+        wrong = f"expected reduction 'mean' or 'sum' and chunk from 1, found {reduction!r} and {chunk}"
+    if wrong:
+        raise ShardingError(f"{here()}: linear_cross_entropy: {wrong}")
+
+
+def _cut(weight: DTensor) -> tuple[int, dist.ProcessGroup | None]:
+    """The first row that this rank holds, and the group over which rows are cut."""
+    axes = [axis for axis, placement in enumerate(weight.placements) if placement != Replicate()]
+    if not axes:
+        return 0, None
+    (axis, *more) = axes
+    if more or weight.placements[axis] != Shard(0):
+        raise ShardingError(
+            f"{here()}: linear_cross_entropy: expected a weight cut on dim 0 over one mesh axis, found"
+            f" {weight.placements}; redistribute it"
+        )
+    mesh = weight.device_mesh
+    box = EvenShard().box(tuple(weight.shape), rank=mesh.get_local_rank(axis), ranks=mesh.size(axis))
+    return box.offsets[0], mesh.get_group(axis)
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Logits [N, rows] in float32 or wider, with the rows' begin and end."""
+    for begin in range(0, len(weight), size):
+        end = min(begin + size, len(weight))
+        logits = F.linear(hidden, weight[begin:end], None if bias is None else bias[begin:end])
+        yield begin, end, logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _here(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Which tokens have their target among rows `begin` to `end`, and at which of these; 0 for others."""
+    inside = (targets >= begin) & (targets < end)
+    return inside, (targets - begin).where(inside, 0)
+
+
+class _Sum(torch.autograd.Function):
+    """The losses' sum over the targets that count, and how many these are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        first, size, ignored, group = how
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        largest = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)
+        exps, at_target = torch.zeros_like(largest), torch.zeros_like(largest)
+        for begin, end, logits in _chunks(hidden, weight, bias, size):
+            above = torch.maximum(largest, logits.amax(1))
+            inside, at = _here(targets - first, begin, end)
+            at_target += logits.gather(1, at[:, None])[:, 0].where(inside, 0)
+            exps = exps * (largest - above).exp() + logits.sub_(above[:, None]).exp_().sum(1)
+            largest = above
+        if group is not None:
+            own = largest.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            sums = torch.stack([exps * (own - largest).exp(), at_target])
+            dist.all_reduce(sums, group=group)
+            exps, at_target = sums
+        log_sum = largest + exps.log()
+        counts = targets != ignored
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
+        ctx.how = how
+        count = counts.sum()
+        ctx.mark_non_differentiable(count)
+        return (log_sum - at_target).where(counts, 0).sum(), count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        hidden, weight, bias, targets, log_sum = ctx.saved_tensors
+        first, size, ignored, group = ctx.how
+        factor = grad.to(log_sum.dtype) * (targets != ignored)
+        to_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if ctx.needs_input_grad[0] else None
+        to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for begin, end, logits in _chunks(hidden, weight, bias, size):
+            change = logits.sub_(log_sum[:, None]).exp_()
+            inside, at = _here(targets - first, begin, end)
+            change.scatter_add_(1, at[:, None], -inside.to(change.dtype)[:, None])
+            change = change.mul_(factor[:, None]).to(hidden.dtype)
+            if to_weight is not None:
+                torch.mm(change.t(), hidden, out=to_weight[begin:end])
+            if to_bias is not None:
+                to_bias[begin:end] = change.sum(0)
+            if to_hidden is not None:
+                to_hidden += change @ weight[begin:end]
+        if to_hidden is not None:
+            if group is not None:
+                dist.all_reduce(to_hidden, group=group)
+            to_hidden = to_hidden.to(hidden.dtype)
+        return to_hidden, to_weight, to_bias, None, None
