@@ -42,7 +42,7 @@ from torch.nn import functional as F
 
 from run_log import RunLog, memory_bytes, memory_held, profiled, progress_bar, surroundings, what_ranks_said
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.checkpoint import latest_step, load, save
+from shardwise.checkpoint import PerRank, StopSignals, latest_step, load, save
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.launch import on_ranks
@@ -71,6 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=True,
         help="go on from --out's checkpoint, or drop it",
     )
+    add("--step", type=int, help="go on from this checkpoint instead of the newest; drop later ones")
     add(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters while they compute"
     )
@@ -87,7 +88,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=7)
     add("--lr", type=float, default=2e-3)
     add("--log-every", type=int, default=10, help="steps between printed losses")
-    add("--save-every", type=int, default=50, help="steps between checkpoints")
+    add("--save-every", type=int, default=50, help="steps between checkpoints; SIGTERM and Ctrl-C save too")
+    add("--keep", type=int, default=2, help="newest checkpoints to keep")
+    add("--keep-every", type=int, help="keep those of its multiples too")
     add("--eval-windows", type=int, default=96, help="windows of held-out text in the final loss")
     add("--sample", type=int, default=240, help="bytes of text to write at the end")
     add("--prompt", default="def ", help="what the sampled text starts with")
@@ -304,20 +307,27 @@ def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
 def training_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
 ) -> dict[str, Any]:
-    """All a run needs to go on: shards of parameters and moments, and plain numbers."""
+    """All a run needs to go on: shards of parameters and moments, plain numbers, each rank's random state."""
     if isinstance(optimizer, FlatOptimizer):  # by parameter name, as torch's function has it
         optimizer.allocate_state()
         moments = optimizer.state_dict()
     else:
         moments = get_optimizer_state_dict(model, optimizer)
-    return {"model": get_model_state_dict(model), "optimizer": moments, "progress": progress}
+    own = PerRank({"rng": torch.get_rng_state()}, optional=True)  # other numbers of ranks go on without
+    return {"model": get_model_state_dict(model), "optimizer": moments, "progress": progress, "own": own}
 
 
 def resume(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    *,
+    step: int | None = None,
 ) -> None:
     state = training_state(model, optimizer, progress)
-    load(folder, state)
+    load(folder, state, step=step)
+    torch.set_rng_state(state["own"].value["rng"])
     set_model_state_dict(model, state["model"])
     if isinstance(optimizer, FlatOptimizer):
         optimizer.load_state_dict(state["optimizer"])
@@ -343,12 +353,13 @@ def train(
     progress: dict[str, Any],
     log: RunLog | None,
 ) -> None:
-    """From progress["step"] to args.steps, saving on the way; progress and rank 0's log keep up with it."""
+    """From progress["step"] to args.steps or a signal, saving on the way; progress and the log keep up."""
     draw = {"batch": args.batch, "seq": args.seq, "seed": args.seed}
     counted = min(progress["step"] + 1, args.steps - 1)  # the second step: the first allocates
     with (
         progress_bar(progress["step"], args.steps) as advance,
         profiled(args.out / "trace", args.profile) as profile_step,
+        StopSignals() as stop,
     ):
         for step in range(progress["step"], args.steps):
             began = time.perf_counter()
@@ -376,13 +387,16 @@ def train(
             advance(f"loss {loss:.3f}  {speed:,.0f} tokens/s  {sum(held.values()) / 2**20:.1f} MiB/rank")
             if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
                 say(f"step {step + 1:5d}  loss {loss:.6f}")
-            if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            if stop.asked() or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
                 save(
                     args.out / "checkpoints",
                     training_state(model, optimizer, progress),
                     step=step + 1,
-                    keep=2,
+                    keep=args.keep,
+                    keep_every=args.keep_every,
                 )
+            if stop:
+                break
 
 
 def open_log(args: argparse.Namespace, device: torch.device, *, done: int) -> RunLog | None:
@@ -439,13 +453,14 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     progress: dict[str, Any] = {"step": 0, "position": 0}
     checkpoints = args.out / "checkpoints"
     if args.resume and latest_step(checkpoints) is not None:
-        resume(checkpoints, model, optimizer, progress)
+        resume(checkpoints, model, optimizer, progress, step=args.step)
         say(f"resumed at step {progress['step']}, {progress['position']} windows into the text")
         if progress["step"] >= args.steps:
             say(f"nothing left of --steps {args.steps}: give more, or --no-resume to start again")
-    elif not args.resume and dist.get_rank() == 0:
+    if (not args.resume or args.step is not None) and dist.get_rank() == 0:
         for old in checkpoints.glob("step-*"):
-            shutil.rmtree(old)
+            if int(old.name[5:13]) > progress["step"] or not args.resume:
+                shutil.rmtree(old)
 
     log = open_log(args, device, done=progress["step"])
     if log is not None:
@@ -453,6 +468,11 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         log.note(parameters=parameters, baseline=baseline, unit="nats/byte", unsharded_memory=whole)
 
     train(model, optimizer, text, args=args, device=device, progress=progress, log=log)
+    if progress["step"] < args.steps:
+        say(f"stopped at step {progress['step']}, saved; the same command goes on")
+        if log is not None:
+            log.close()
+        return
 
     final = held_out_loss(model, held_out, args, device)
     say(f"held-out loss {final:.6f} nats/byte, {baseline - final:.6f} below the unigram baseline")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +133,39 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one_did(
     assert [line for line in resumed.splitlines() if not line.startswith("resumed")] == [
         line for line in out.splitlines() if not re.match(r"step +[123] ", line)
     ]
+
+
+def stopped_and_resumed(*, text: Path, cwd: Path) -> list[str]:
+    """What two runs print: one that a signal on the last rank stops, and one that goes on."""
+    rate = train_gpt.set_learning_rate
+
+    def signalled(*args: Any, step: int, **options: Any) -> float:
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return rate(*args, step=step, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "set_learning_rate", signalled)
+        first = train_here("--save-every", "6", "--keep", "9", text=text, cwd=cwd)
+    return [
+        first,
+        train_here("--keep", "9", text=text, cwd=cwd),
+        train_here("--step", "3", text=text, cwd=cwd),
+    ]
+
+
+def test_a_signal_saves_and_the_run_goes_on_to_the_same_bits(
+    run: tuple[str, Path], ranks: Any, text: Path, tmp_path: Path
+) -> None:
+    out, folder = run
+    first, second, third = ranks(stopped_and_resumed, text=text, cwd=tmp_path, world_size=2)[0]
+    assert first.endswith("stopped at step 3, saved; the same command goes on\n")
+    for resumed in (second, third):
+        assert "resumed at step 3, 24 windows into the text\n" in resumed
+        assert losses_of(first) + losses_of(resumed) == losses_of(out)
+    last = Path("checkpoints", "step-00000006", "manifest.json")
+    files, expected = (json.loads((at / last).read_text())["files"] for at in (tmp_path / "run", folder))
+    assert {name for name in files if files[name] == expected[name]} >= files.keys() - {".metadata"}
 
 
 def test_the_page_holds_what_was_printed(run: tuple[str, Path]) -> None:

@@ -104,6 +104,48 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_multiples_of_a_number_are_kept_however_old(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, state_of(step), step=step, keep=1, keep_every=2)
+    assert sorted(int(folder.name[5:]) for folder in tmp_path.iterdir()) == [2, 4, 5]
+
+
+@on_ranks(2)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, state_of(step), step=step)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip_a_bit(next((tmp_path / "step-00000003").glob("*.distcp")))
+        (tmp_path / "step-00000002" / commit.MANIFEST).write_text("{")
+    dist.barrier()
+    with pytest.warns(UserWarning, match="Going on from") as warned:
+        assert loaded_value(tmp_path) == 1
+    told = [str(warning.message) for warning in warned]
+    assert len(told) == 2  # on every rank, whichever found it
+    assert "step-00000003/" in told[0]
+    assert "damaged, expected" in told[0]
+    assert "step-00000002/manifest.json: cannot be read" in told[1]
+    assert all(
+        each.endswith("Going on from " + str(tmp_path / "step-00000001") + " instead") for each in told
+    )
+    with pytest.raises(CheckpointError, match="step-00000003"):
+        loaded_value(tmp_path, step=3)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip_a_bit(next((tmp_path / "step-00000001").glob("*.distcp")))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"(?s)step-00000003.*step-00000002.*step-00000001"):
+        loaded_value(tmp_path)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@on_ranks(2)
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     for value in (1, 2, 3):
         save(tmp_path, state_of(value), step=5)

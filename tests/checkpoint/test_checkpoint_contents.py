@@ -41,6 +41,13 @@ def load_own(path: Path) -> tuple[Any, bool]:
     return state["own"].value["samples"], torch.equal(state["own"].value["rng"], rng_after(10 + rank))
 
 
+def load_optional(path: Path) -> Any:
+    state = {"own": PerRank({"rng": rng_after(0), "samples": -1}, optional=True), "epoch": 0}
+    load(path, state)
+    assert state["epoch"] == 3
+    return state["own"].value["samples"]  # type: ignore[attr-defined]
+
+
 def load_without(path: Path) -> int:
     state = {"epoch": 0}
     load(path, state)
@@ -82,6 +89,14 @@ def test_what_differs_between_ranks_is_not_saved_as_if_it_did_not(tmp_path: Path
         with pytest.raises(CheckpointError, match=match):
             save(tmp_path, {"run": entry}, step=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_optional_value_of_each_rank_stays_as_it_is_on_another_number(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks(save_own, tmp_path, world_size=2)
+    assert ranks(load_optional, tmp_path, world_size=2) == [10, 11]
+    assert ranks(load_optional, tmp_path, world_size=3) == [-1] * 3
 
 
 @on_ranks(2)

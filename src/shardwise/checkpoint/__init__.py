@@ -6,6 +6,7 @@ from shardwise.checkpoint.commit import latest_step
 from shardwise.checkpoint.read import load
 from shardwise.checkpoint.slices import load_slices, save_slices
 from shardwise.checkpoint.state import PerRank
+from shardwise.checkpoint.stop import StopSignals
 from shardwise.checkpoint.write import save
 
-__all__ = ["PerRank", "latest_step", "load", "load_slices", "save", "save_slices"]
+__all__ = ["PerRank", "StopSignals", "latest_step", "load", "load_slices", "save", "save_slices"]

@@ -51,12 +51,12 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
     return found[-1][0] if found else None
 
 
-def find(path: Path, step: int | None) -> Path:
-    """The directory of `step` (newest version), or of the newest step for None."""
+def find(path: Path, step: int | None) -> list[Path]:
+    """The directories of `step`, newest version first; of all steps, newest first, for None."""
     found = checkpoints(path)
     fitting = [folder for number, _, folder in found if step in (None, number)]
     if fitting:
-        return fitting[-1]
+        return fitting[::-1]
     steps = sorted({number for number, _, _ in found})
     wanted = "any checkpoint" if step is None else f"step {step}"
     raise CheckpointError(f"{path}: expected {wanted}, found steps {steps}. Check the path and the step")
@@ -84,10 +84,11 @@ def publish(staging: Path, step: int, manifest: dict[str, Any]) -> Path:
     return final
 
 
-def prune(path: Path, keep: int | None, *, written: Path) -> None:
-    """Remove older versions of a step, and all but `written` and the newest `keep` steps. By one rank."""
+def prune(path: Path, keep: int | None, keep_every: int | None, *, written: Path) -> None:
+    """Remove older versions of a step, and all but what `save` says is kept. By one rank."""
     newest = {step: folder for step, _, folder in checkpoints(path)}
     kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
+    kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
     for _, _, folder in checkpoints(path):
         if folder not in kept and folder != written:
             doomed = folder.with_name(f"{folder.name}.tmp-{uuid4().hex[:6]}")

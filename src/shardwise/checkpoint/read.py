@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     (of whole tensors) and dtypes must be equal; plain values replace the state's. Each rank finds
     its own values in `PerRank`s, if as many ranks load as saved.
 
-    step: which checkpoint under `path`; None takes the newest complete one.
+    step: which checkpoint under `path`; None takes the newest that is whole, with a warning on every
+        rank about each newer one that is damaged.
 
     Raises CheckpointError on every rank, with the state untouched, if a file is missing or
     damaged on disk or if the names, shapes or dtypes of state and checkpoint differ.
@@ -56,23 +58,24 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     what = f"loading from {path}"
 
     def ask() -> dict[str, Any]:
-        return {"call": {"step": step}, "found": str(find(Path(path), step)) if rank == 0 else ""}
+        found = [str(folder) for folder in find(Path(path), step)] if rank == 0 else []
+        return {"call": {"step": step}, "found": found}
 
     asked = together(what, ask)
     alike(what, asked, {"call": "Load the same step on every rank"})
-    folder = asked[0]["found"]
-    what = f"loading {folder}"
+    whole = _newest_whole(asked[0]["found"])
+    what = f"loading {whole.folder}"
     checked: list[_Checked] = []
 
     def check() -> tuple[str, list[str]]:
-        checked.append(_check(Path(folder), state))
-        return checked[0].digest, [*checked[0].flat.leaves, *checked[0].flat.lists]
+        checked.append(_check(whole, state))
+        return whole.digest, [*checked[0].flat.leaves, *checked[0].flat.lists]
 
     told = together(what, check)
-    raise_all(what, _differences(told, checked[0].manifest))
+    raise_all(what, _differences(told, whole.manifest))
     with torch.no_grad():
         together(f"{what}: the state is half written, load again; reading", checked[0].write)
-    return int(checked[0].manifest["step"])
+    return int(whole.manifest["step"])
 
 
 _FIX_NAMES = "Load into a state made of the same parts as the one saved"
@@ -90,11 +93,20 @@ class _Read:
 
 
 @dataclass(frozen=True)
+class _Whole:
+    """A checkpoint all of whose files are there, as they were written."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    digest: str  # of the manifest
+    index: Index
+
+
+@dataclass(frozen=True)
 class _Checked:
     """A checkpoint that this rank's state can be filled from."""
 
     manifest: dict[str, Any]
-    digest: str  # of the manifest
     flat: Flat
     reads: list[_Read]
 
@@ -110,16 +122,39 @@ class _Checked:
                 leaf.put(from_json(self.manifest["values"][name]))
 
 
-def _check(folder: Path, state: dict[str, Any]) -> _Checked:
-    rank, size = rank_and_size()
+def _newest_whole(folders: Sequence[str]) -> _Whole:
+    """The first of `folders` that is whole. Collective."""
+    damaged: list[str] = []
+    for folder in folders:
+        found: list[_Whole] = []
+        try:
+            together(f"loading {folder}", lambda: found.append(_whole(Path(folder))))  # noqa: B023
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for problem in damaged:
+            warnings.warn(f"{problem}\nGoing on from {folder} instead", stacklevel=3)
+        return found[0]
+    raise CheckpointError("\n".join(damaged))
+
+
+def _whole(folder: Path) -> _Whole:
     manifest = manifest_of(folder)
     own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     _check_files(folder, manifest["files"])
+    return _Whole(folder, manifest, own, read_index(folder, manifest["tensors"], manifest["files"]))
+
+
+def _check(whole: _Whole, state: dict[str, Any]) -> _Checked:
+    rank, size = rank_and_size()
+    manifest = whole.manifest
     flat = flatten(state, rank=rank, ranks=size)
+    for name in flat.optional:
+        if manifest["world_size"] != size or name not in manifest["per_rank"]:
+            flat.leave_out(name)
     _check_leaves(flat, manifest)
-    index = read_index(folder, manifest["tensors"], manifest["files"])
     tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
-    return _Checked(manifest, own, flat, _reads(tensors, index))
+    return _Checked(manifest, flat, _reads(tensors, whole.index))
 
 
 def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:

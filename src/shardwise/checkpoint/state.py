@@ -26,10 +26,12 @@ class PerRank:
 
     `PerRank({"rng": torch.get_rng_state(), "samples": 5120})` is saved once for each rank. Loaded on as
     many ranks, each finds its own again in `value`; on another number of ranks whose it would be is
-    unknown, and loading raises unless the state leaves it out.
+    unknown, and loading raises unless the state leaves it out. An `optional` one then stays as it is, also
+    where the checkpoint has none.
     """
 
     value: Any
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Flat:
     leaves: dict[str, Leaf] = field(default_factory=dict)
     lists: dict[str, int] = field(default_factory=dict)  # lengths of those that were walked
     per_rank: list[str] = field(default_factory=list)
+    optional: list[str] = field(default_factory=list)  # of these
+
+    def leave_out(self, name: str) -> None:
+        """Everything of the `PerRank` of this name."""
+        for entries in (self.leaves, self.lists):
+            for each in [each for each in entries if each.startswith(f"{name}.rank-")]:
+                del entries[each]
 
 
 def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
@@ -79,6 +88,7 @@ def _walk(container: Any, prefix: str, flat: Flat, own: str) -> None:
         name = f"{prefix}{key}"
         if isinstance(value, PerRank):
             flat.per_rank.append(name)
+            flat.optional += [name] * value.optional
             _enter(vars(value), "value", f"{name}.{own}", flat, own)
         else:
             _enter(container, key, name, flat, own)

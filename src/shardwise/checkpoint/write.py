@@ -41,7 +41,14 @@ from shardwise.files.manifest import digest, sync
 from shardwise.layout import Box, cover
 
 
-def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep: int | None = None) -> Path:
+def save(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    step: int,
+    keep: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
     """Save `state` as the checkpoint of `step` under `path`; returns its directory.
 
     Collective over the default process group: every rank calls it with the same path, step and
@@ -52,6 +59,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
         own of is marked by `PerRank`.
     step: 0 or more. Saving a step again replaces it, without a moment in between.
     keep: how many newest steps stay afterwards, beside the one saved; None keeps all.
+    keep_every: of which number's multiples stay too, however old.
 
     Raises CheckpointError on every rank when any rank fails, or where plain values or plain tensors
     differ between ranks; earlier checkpoints are untouched.
@@ -61,11 +69,11 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
     flat = Flat()
 
     def tell() -> dict[str, Any]:
-        _check_arguments(path, step, keep)
+        _check_arguments(path, step, keep, keep_every)
         found = flatten(state, rank=rank, ranks=size)
         flat.leaves, flat.lists, flat.per_rank = found.leaves, found.lists, found.per_rank
         return {
-            "call": {"path": os.fspath(path), "step": step, "keep": keep},
+            "call": {"path": os.fspath(path), "step": step, "keep": keep, "keep_every": keep_every},
             **_told(flat, compare=size > 1),
         }
 
@@ -82,15 +90,16 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], *, step: int, keep
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    together(what, lambda: prune(Path(path), keep, written=Path(final)) if rank == 0 else None)
+    together(what, lambda: prune(Path(path), keep, keep_every, written=Path(final)) if rank == 0 else None)
     return Path(final)
 
 
-def _check_arguments(path: Any, step: Any, keep: Any) -> None:
+def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:
     Path(path)
-    numbers = [step] if keep is None else [step, keep - 1 if isinstance(keep, int) else keep]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        raise CheckpointError(f"expected step >= 0 and keep >= 1 or None, found step={step!r}, keep={keep!r}")
+    for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
+        optional = name != "step" and value is None
+        if not optional and (type(value) is not int or value < least):
+            raise CheckpointError(f"expected {name} >= {least}{' or None' if least else ''}, found {value!r}")
 
 
 # ------------------------------------------------------------ what ranks tell
