@@ -317,4 +317,13 @@ class ContiguousGroup(ParamGroup):
             if numel:
                 reduced.append(i if i >= 0 and trains[i] else -numel)
         shapes = tuple(tuple(param.shape) for param in params)
-        return Cut(1, tuple(sizes), tuple(parts), shapes, shapes, (0,) * len(params), trains, tuple(reduced))
+        return Cut.of(
+            1,
+            sizes,
+            parts=parts,
+            pieces=shapes,
+            shapes=shapes,
+            dims=[0] * len(params),
+            trains=trains,
+            reduced=reduced,
+        )

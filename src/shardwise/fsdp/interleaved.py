@@ -236,13 +236,13 @@ class InterleavedGroup(ParamGroup):
         reduced = tuple(i for i, trained in enumerate(trains) if trained and sizes[i])
         if segment.padding:
             sizes.append(segment.padding)
-        return Cut(
+        return Cut.of(
             segment.ranks,
-            tuple(sizes),
-            tuple(range(len(params))),
-            tuple(tuple(slot.padded_shard_shape) for slot in segment.slots),
-            tuple(tuple(param.shape) for param in params),
-            tuple(param.placement.dim for param in params),
-            trains,
-            reduced,
+            sizes,
+            parts=range(len(params)),
+            pieces=[slot.padded_shard_shape for slot in segment.slots],
+            shapes=[param.shape for param in params],
+            dims=[param.placement.dim for param in params],
+            trains=trains,
+            reduced=reduced,
         )

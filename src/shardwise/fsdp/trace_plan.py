@@ -96,8 +96,7 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
 def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index: int) -> Segment:
     params, cut = group.members[index], group.traced_cut(index)
     how = _collectives(group, reducer, group.layout.segments[index])
-    row = sum(-item if item < 0 else torch.Size(cut.pieces[item]).numel() for item in cut.reduced)
-    reduced, trains = cut.ranks * row, any(cut.trains)
+    reduced, trains = cut.reduced_numel, any(cut.trains)
     segment = Segment(
         cut,
         how,

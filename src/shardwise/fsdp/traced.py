@@ -15,7 +15,8 @@ read here). Sharded parameters are no inputs of a graph, and the graphs of all r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,47 +33,88 @@ Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter stands, and t
 
 @dataclass(frozen=True)
 class Cut:
-    """How parameters lie in a gathered buffer, one after another or in pieces row by row."""
+    """How parameters lie in a gathered buffer, one after another or in pieces row by row.
 
-    ranks: int  # rows of the buffer, each from one rank; 1 where parameters lie whole one after another
-    sizes: tuple[int, ...]  # of the parts of a row, in elements: a part of a parameter or padding
-    # By parameter:
-    parts: tuple[int, ...]  # which part
-    pieces: tuple[tuple[int, ...], ...]  # the shape of its part, padded alike on all ranks
-    shapes: tuple[tuple[int, ...], ...]  # its whole shape
-    dims: tuple[int, ...]  # along which pieces follow each other
-    trains: tuple[bool, ...]
-    reduced: tuple[int, ...]  # what the rows of a reduction are made of: parameters, or -n: n of padding
+    A compiler that meets other numbers at the same place later, in another block, makes symbols of them, and
+    fails over some. Text it takes as it is, so `numbers` holds them as text.
+    """
+
+    numbers: str
+    trains: tuple[bool, ...]  # by parameter
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        sizes: Sequence[int],
+        *,
+        parts: Sequence[int],
+        pieces: Sequence[Sequence[int]],
+        shapes: Sequence[Sequence[int]],
+        dims: Sequence[int],
+        trains: tuple[bool, ...],
+        reduced: Sequence[int],
+    ) -> Cut:
+        """
+        Args:
+            ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
+            sizes: of the parts of a row, in elements: a part of a parameter or padding.
+            parts: by parameter, which part.
+            pieces: by parameter, the shape of its part, padded alike on all ranks.
+            shapes: by parameter, its whole shape.
+            dims: by parameter, along which pieces follow each other.
+            trains: by parameter, does it?
+            reduced: what the rows of a reduction are made of: parameters, or -n: n of padding.
+        """
+        tables = [[ranks], sizes, parts, dims, reduced, *pieces, *shapes]
+        return cls("/".join([" ".join(map(str, table)) for table in tables]), trains)
+
+    def _read(self) -> tuple[int, list[int], list[tuple[int, int, list[int], list[int]]], list[int]]:
+        """Ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
+        tables = [[int(number) for number in table.split()] for table in self.numbers.split("/")]
+        (ranks,), sizes, parts, dims, reduced = tables[:5]
+        middle = 5 + len(parts)
+        params = list(zip(parts, dims, tables[5:middle], tables[middle:], strict=True))
+        return ranks, sizes, params, reduced
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements that go into a reduction."""
+        ranks, _, params, reduced = self._read()
+        return ranks * sum(-item if item < 0 else math.prod(params[item][2]) for item in reduced)
 
     def views(self, full: Tensor) -> list[Tensor]:
         """The parameters in a gathered buffer: views of it if it has one row, else copies."""
-        if self.ranks == 1:
-            split = torch.split(full, list(self.sizes))
-            return [split[part].view(shape) for part, shape in zip(self.parts, self.shapes, strict=True)]
-        split = torch.split(full.view(self.ranks, -1), list(self.sizes), dim=1)
+        ranks, sizes, params, _ = self._read()
+        if ranks == 1:
+            split = torch.split(full, sizes)
+            return [split[part].view(shape) for part, _, _, shape in params]
+        split = torch.split(full.view(ranks, -1), sizes, dim=1)
         found = []
-        for part, piece, shape, dim in zip(self.parts, self.pieces, self.shapes, self.dims, strict=True):
+        for part, dim, piece, shape in params:
             if dim:
-                found.append(torch.cat(split[part].reshape(self.ranks, *piece).unbind(0), dim=dim))
+                found.append(torch.cat(split[part].reshape(ranks, *piece).unbind(0), dim=dim))
             else:
-                padded = split[part].reshape(self.ranks * piece[0], *piece[1:])
+                padded = split[part].reshape(ranks * piece[0], *piece[1:])
                 found.append(padded if padded.shape[0] == shape[0] else padded[: shape[0]])
         return found
 
     def flatten(self, grads: tuple[Tensor, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The gradients as they go into a reduction, in its dtype: the reverse of `views`."""
+        ranks, _, params, reduced = self._read()
         parts = []
-        for item in self.reduced:
+        for item in reduced:
             if item < 0:
-                parts.append(torch.zeros((self.ranks, -item), dtype=dtype, device=device))
+                parts.append(torch.zeros((ranks, -item), dtype=dtype, device=device))
                 continue
-            grad, piece, dim = grads[item].to(dtype), self.pieces[item], self.dims[item]
-            if self.ranks > 1 and dim:
-                grad = torch.cat(grad.chunk(self.ranks, dim=dim), dim=0)
-            missing = self.ranks * piece[0] - self.shapes[item][0] if self.ranks > 1 and not dim else 0
+            _, dim, piece, shape = params[item]
+            grad = grads[item].to(dtype)
+            if ranks > 1 and dim:
+                grad = torch.cat(grad.chunk(ranks, dim=dim), dim=0)
+            missing = ranks * piece[0] - shape[0] if ranks > 1 and not dim else 0
             if missing:
                 grad = torch.cat([grad, grad.new_zeros((missing, *piece[1:]))])
-            parts.append(grad.reshape(self.ranks, -1))
+            parts.append(grad.reshape(ranks, -1))
         return torch.cat(parts, dim=1).view(-1)
 
 
