@@ -41,7 +41,7 @@ def test_a_save_killed_before_the_rename_leaves_the_previous_checkpoint(tmp_path
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.checkpoint.write._digests", killed)
+        patch.setattr("shardwise.checkpoint.write.write_part", killed)
         with pytest.raises(Killed):
             save(tmp_path, state_of(2), step=2)
     assert list(tmp_path.glob("step-00000002.tmp-*"))

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.commit import latest_step
 from shardwise.checkpoint.read import load
 from shardwise.checkpoint.slices import load_slices, save_slices
 from shardwise.checkpoint.state import PerRank
 from shardwise.checkpoint.stop import StopSignals
-from shardwise.checkpoint.write import save
+from shardwise.checkpoint.write import save, save_async
 
-__all__ = ["PerRank", "StopSignals", "latest_step", "load", "load_slices", "save", "save_slices"]
+__all__ = [
+    "PerRank",
+    "Saving",
+    "StopSignals",
+    "latest_step",
+    "load",
+    "load_slices",
+    "save",
+    "save_async",
+    "save_slices",
+]

@@ -26,7 +26,8 @@ from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, sync, write_manifest
 
-FORMAT = 2
+FORMAT = 3
+_READ = (3, 2)  # 2 has files hashed by sha256
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -106,7 +107,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     per_rank                     [name] of what every rank has its own of
     """
     try:
-        return read_manifest(folder, format=FORMAT, types=_TYPES)
+        return read_manifest(folder, format=_READ, types=_TYPES)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Load another step, or use another release") from error
 

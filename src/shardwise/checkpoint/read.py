@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
+from shardwise.checkpoint.background import settle
 from shardwise.checkpoint.commit import find, manifest_of, rank_and_size
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, from_json
@@ -56,6 +57,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     """
     rank, _ = rank_and_size()
     what = f"loading from {path}"
+    settle()
 
     def ask() -> dict[str, Any]:
         found = [str(folder) for folder in find(Path(path), step)] if rank == 0 else []
@@ -116,7 +118,7 @@ class _Checked:
             for read in self.reads:
                 if read.file not in opened:
                     opened[read.file] = stack.enter_context(read.file.open("rb"))
-                read.target.copy_(read.stored.read(opened[read.file], read.offsets, read.target.shape))
+                read.stored.read(opened[read.file], read.offsets, read.target)
         for name, leaf in self.flat.leaves.items():
             if not leaf.is_tensor:
                 leaf.put(from_json(self.manifest["values"][name]))

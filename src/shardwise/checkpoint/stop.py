@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.background import failed_here, settle
 from shardwise.comm.watch import explained, order_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -69,28 +70,35 @@ class StopSignals:
         """Has a rank been asked to stop? Equal on all ranks. Collective.
 
         Raises:
+            CheckpointError: on all ranks, if a save in flight has failed.
             RankMismatchError: a rank has ended, or did not come in time.
         """
         if self._group is None:
-            self._answer = self._noted != 0
+            self._answer, failed = self._noted != 0, failed_here()
+        else:
+            self._answer, failed = self._arrived()
+        if failed:
+            settle()
+        if self._group is None:
             return self._answer
-        self._answer = self._arrived() != 0
-        flag = torch.tensor([self._noted])
+        flag = torch.tensor([self._noted != 0, failed_here()]).int()
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending = work, flag
         return self._answer
 
-    def _arrived(self) -> int:
+    def _arrived(self) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, and whether any knew of a failed save, when they asked last."""
         if self._pending is None:
-            return 0
+            return False, False
         (work, flag), self._pending = self._pending, None
         try:
             work.wait()
         except RuntimeError as error:
             order = order_of(dist.group.WORLD)
             raise explained(error, [order] if order else [], "agree whether to stop") from error
-        return int(flag.item())
+        stop, failed = map(bool, flag.tolist())
+        return stop, failed
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted and time.monotonic() - self._at > _TWICE:

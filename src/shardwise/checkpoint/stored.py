@@ -11,6 +11,7 @@ A checkpoint's tensor file is one such archive after the other:
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import sys
@@ -51,18 +52,24 @@ class Stored:
     strides: tuple[int, ...]  # in elements
     begin: int  # of its first element, in bytes from the file's beginning
 
-    def read(self, file: io.BufferedReader, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The elements of a box within the tensor, from `file`."""
+    def read(self, file: io.BufferedReader, offsets: Sequence[int], target: Tensor) -> None:
+        """Fill `target` with the box of its size at `offsets` within the tensor, from `file`."""
+        sizes = target.shape
         if 0 in sizes:
-            return torch.empty(tuple(sizes), dtype=self.dtype)
+            return
         itemsize = self.dtype.itemsize
         first = sum(o * stride for o, stride in zip(offsets, self.strides, strict=True))
-        buffer = torch.empty(_span(sizes, self.strides) * itemsize, dtype=torch.uint8)
+        span = _span(sizes, self.strides)
+        direct = target.is_cpu and target.is_contiguous() and target.stride() == self.strides
+        buffer = target.as_strided((span,), (1,)) if direct else torch.empty(span, dtype=self.dtype)
         file.seek(self.begin + first * itemsize)
-        numbers: Any = buffer.numpy()
-        if file.readinto(memoryview(numbers)) != buffer.numel():
+        numbers: Any = buffer.view(torch.uint8).numpy()
+        if file.readinto(memoryview(numbers)) != span * itemsize:
             raise CheckpointError(f"{file.name}: ended before the tensor did; it changed while it was read")
-        return buffer.view(self.dtype).as_strided(tuple(sizes), self.strides)
+        if direct and not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+        elif not direct:
+            target.copy_(buffer.as_strided(tuple(sizes), self.strides))
 
 
 def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
@@ -120,7 +127,9 @@ class _Described:
     strides: tuple[int, ...]
 
 
+@functools.lru_cache(1024)
 def _described(content: bytes) -> _Described:
+    """What the pickle of a tensor says of it: tensors of one kind have equal ones."""
     found = read_records(content, find=_find, persistent=_storage)
     if not isinstance(found, _Described):
         raise CheckpointError(f"expected one plain tensor, found {type(found).__name__}")

@@ -1,7 +1,7 @@
 """What a folder's manifest says, checked: JSON of the expected types, and digests that fit the files.
 
     format     what the folder is, by name or number
-    files      {name: {"bytes": int, "sha256": hexadecimal digits}} of the others
+    files      {name: {"bytes": int, "sha256" or "xxh3_128": hexadecimal digits}} of the others
     sha256     of the manifest without this entry
 
 and whatever else belongs to that format. A digest finds damage, not malice: it does not say who wrote a file.
@@ -16,11 +16,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from shardwise.errors import CheckpointError
 from shardwise.files.paths import inside, regular
 
 MANIFEST = "manifest.json"
 Types = Mapping[str, tuple[Callable[[Any], bool], str]]
+HASHES: Mapping[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
+_CHUNK_BYTES = 1 << 20
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -32,15 +36,16 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     sync(folder)
 
 
-def read_manifest(folder: Path, *, format: int | str, types: Types) -> dict[str, Any]:
-    """The manifest of `folder`, without its own digest.
+def read_manifest(folder: Path, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
+    """The manifest of `folder`, of this format or one of these, without its own digest.
 
     Raises:
         CheckpointError: one that is missing, damaged, of another format, or has entries of other types.
     """
     file = inside(folder, MANIFEST)
     manifest: dict[str, Any] = read_json(file)
-    check_types(file, manifest, {"format": (lambda found: found == format, repr(format))})
+    known = format if isinstance(format, tuple) else (format,)
+    check_types(file, manifest, {"format": (lambda found: found in known, " or ".join(map(repr, known)))})
     expected = manifest.pop("sha256", None)
     if _own_digest(manifest) != expected:
         raise CheckpointError(f"{file}: its content does not fit its own sha256")
@@ -55,7 +60,7 @@ def whole_file(folder: Path, name: str, expected: Mapping[str, Any]) -> Path:
         CheckpointError: one that is missing, damaged or outside.
     """
     file = regular(inside(folder, name))
-    if (found := digest(file)) != expected:
+    if (found := digest(file, _kind(expected))) != expected:
         raise CheckpointError(f"{file}: damaged, expected {expected}, found {found}")
     return file
 
@@ -65,14 +70,22 @@ def _own_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _is_file(value: Any) -> bool:
-    return is_count(value["bytes"]) and isinstance(value["sha256"], str) and len(value) == 2
+    kind = _kind(value)
+    return is_count(value["bytes"]) and isinstance(value[kind], str) and len(value) == 2
 
 
-def digest(file: Path) -> dict[str, Any]:
-    """Size in bytes and sha256 of a file."""
-    with file.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": sha256}
+def _kind(entry: Mapping[str, Any]) -> str:
+    return next((kind for kind in HASHES if kind in entry), "sha256")
+
+
+def digest(file: Path, kind: str = "sha256") -> dict[str, Any]:
+    """Size in bytes and hash of a file, of one of the kinds in `HASHES`."""
+    found, size, chunk = HASHES[kind](), 0, bytearray(_CHUNK_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(chunk):
+            found.update(memoryview(chunk)[:count])
+            size += count
+    return {"bytes": size, kind: found.hexdigest()}
 
 
 def sync(path: Path) -> None:

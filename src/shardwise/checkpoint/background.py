@@ -1,0 +1,170 @@
+"""A save that goes on while the run does: in one thread a rank, without a collective.
+
+Ranks meet in the staging folder instead: each leaves what it wrote, or why it could not, and rank 0 commits
+once all have. So nothing that the run sends can meet what the save sends, and no rank waits for another.
+How it went is told where all ranks come together anyway: at the next save, load, `wait` or `asked`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.checkpoint.commit import rank_and_size
+from shardwise.checkpoint.part import Part, write_part
+from shardwise.checkpoint.plan import Chunk
+from shardwise.comm.agree import together
+from shardwise.errors import CheckpointError
+
+_LOOK = 0.02  # seconds between looks for the others' parts
+_NICENESS = 10  # of the thread, where the system knows one: the run goes first
+_PART, _FAILED = "part-{}.json", "failed-{}.json"
+_log = logging.getLogger("shardwise")
+
+
+class Saving:
+    """A save in flight. `save_async` returns it; the next save, load or `StopSignals.asked` ends it too.
+
+    Attributes:
+        done: whether this rank has nothing left to do for it. Local.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        staging: Path,
+        chunks: Sequence[tuple[Chunk, Tensor]],
+        commit: Callable[[list[Part]], Path],
+    ) -> None:
+        """Begin. Local.
+
+        Args:
+            chunks: what this rank writes, in memory that nobody else changes.
+            commit: makes the checkpoint of all ranks' parts; rank 0 calls it.
+        """
+        self._what, self._staging, self._commit = what, staging, commit
+        self._rank, self._size = rank_and_size()
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self._patience = _compat.timeout_of(group).total_seconds() if group else 0.0
+        self._path: Path | None = None
+        self._problem: str | None = None
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=([*chunks],), name="shardwise-save", daemon=True
+        )
+        if not _in_flight:
+            atexit.register(_finish)
+        _in_flight.append(self)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Is it known on this rank that the save failed? Local."""
+        return self._problem is not None
+
+    def wait(self) -> Path:
+        """Return the checkpoint's directory once it is there. Collective over the default process group.
+
+        Raises:
+            CheckpointError: on every rank, if the save failed on any; earlier checkpoints are untouched.
+        """
+        if self in _in_flight:
+            _in_flight.remove(self)
+        try:
+            together(self._what, lambda: self._ended() if self._rank else None)
+            paths = together(self._what, lambda: str(self._ended()))
+        except CheckpointError:
+            self._given_up.set()
+            self._thread.join()
+            if self._rank == 0:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            raise
+        return Path(paths[0])
+
+    def _ended(self) -> Path | None:
+        self._thread.join()
+        if self._problem is not None:
+            raise CheckpointError(self._problem)
+        return self._path
+
+    def _run(self, chunks: list[tuple[Chunk, Tensor]]) -> None:
+        try:
+            with suppress(AttributeError, OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            self._leave(_PART, write_part(self._staging, self._rank, chunks))
+            chunks.clear()
+            if self._rank == 0:
+                self._path = self._commit(self._parts())
+        except Exception as error:
+            self._problem = (
+                str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            )
+            with suppress(OSError):
+                self._leave(_FAILED, {"problem": self._problem})
+
+    def _leave(self, name: str, content: Part) -> None:
+        file = self._staging / name.format(self._rank)
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(content))
+        new.rename(file)
+
+    def _parts(self) -> list[Part]:
+        """All ranks' parts, once they are there; the files that told of them are gone then."""
+        begun, parts = time.monotonic(), dict[int, Part]()
+        while len(parts) < self._size:
+            for rank in [rank for rank in range(self._size) if rank not in parts]:
+                with suppress(FileNotFoundError):
+                    parts[rank] = json.loads((self._staging / _PART.format(rank)).read_text())
+            failed = [rank for rank in range(self._size) if (self._staging / _FAILED.format(rank)).exists()]
+            late = time.monotonic() - begun > self._patience and len(parts) < self._size
+            if failed or late or self._given_up.is_set():
+                which = failed or [rank for rank in range(self._size) if rank not in parts]
+                raise CheckpointError(f"rank {which[0]} has not written its part")
+            self._given_up.wait(_LOOK)
+        for rank in parts:
+            (self._staging / _PART.format(rank)).unlink()
+        return [parts[rank] for rank in range(self._size)]
+
+
+_in_flight: list[Saving] = []  # at most one
+
+
+def settle() -> None:
+    """Wait for the save in flight, if there is one. Collective where there is.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any.
+    """
+    for saving in list(_in_flight):
+        saving.wait()
+
+
+def failed_here() -> bool:
+    """Is it known on this rank that the save in flight failed? Local."""
+    return any(saving.failed for saving in _in_flight)
+
+
+def _finish() -> None:
+    """At the end of a process that ends well: let the save in flight end, and say if it fails."""
+    if getattr(sys, "last_value", None) is None:
+        for saving in _in_flight:
+            saving._thread.join()
+            if saving.failed:
+                _log.error("%s failed: %s", saving._what, saving._problem)

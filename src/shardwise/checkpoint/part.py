@@ -1,0 +1,110 @@
+"""One rank's part of a checkpoint: a file of chunks, hashed while it is written.
+
+What the file's bytes were meant to be is hashed, not what a disk gives back, so damage by the writing
+itself is found too. The hash is XXH3, ten times as fast as a cryptographic one: it guards against damage,
+not malice, and costs less than a tenth of writing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from shardwise import _compat
+from shardwise.checkpoint.index import INDEX
+from shardwise.checkpoint.plan import Chunk, metadata_of
+from shardwise.errors import CheckpointError
+from shardwise.files.manifest import HASHES, digest, sync
+
+HASH = "xxh3_128"
+_BUFFER_BYTES = 1 << 20
+Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offsets, file, begin, length
+
+
+def write_part(staging: Path, rank: int, chunks: Iterable[tuple[Chunk, Tensor]]) -> Part:
+    """Write chunks to a file in `staging`; return once it is on disk.
+
+    Raises:
+        CheckpointError: the system refused, or a chunk is no dense plain tensor.
+    """
+    file, places = staging / f"__{rank}_0.distcp", []
+    try:
+        with file.open("wb", buffering=0) as raw:
+            hashed = _Hashed(raw)
+            stream = io.BufferedWriter(hashed, _BUFFER_BYTES)
+            for (name, offsets, *_), tensor in chunks:
+                begin = stream.tell()
+                _save(tensor, stream)
+                places.append([name, offsets, file.name, begin, stream.tell() - begin])
+            stream.flush()
+            os.fsync(raw.fileno())
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch's own message buries what the system refused
+        raise CheckpointError(f"{_first_cause(error)}; check the space and rights there") from error
+    return {"files": {file.name: hashed.digest()}, "places": places}
+
+
+def write_index(staging: Path, chunks: list[Chunk], parts: Iterable[Part]) -> dict[str, Any]:
+    """Write the index of all ranks' chunks, as torch's distributed checkpoint has it; its digest, by name."""
+    writer = FileSystemWriter(staging, sync_files=True)
+    writer.set_up_storage_writer(True)
+    results = []
+    for name, offset, path, begin, length in (place for part in parts for place in part["places"]):
+        place = _compat.StorageInfo(relative_path=path, offset=begin, length=length)
+        results.append(WriteResult(MetadataIndex(name, offset), length, place))
+    writer.finish(metadata_of(chunks), [results])
+    sync(staging / INDEX)
+    return {INDEX: digest(staging / INDEX, HASH)}
+
+
+def staged(tensor: Tensor) -> Tensor:
+    """A copy of its own of the numbers, in the CPU's memory."""
+    return tensor.cpu() if not tensor.is_cpu else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The system error at the start of a chain of errors, else the error itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    found = cause or error
+    return f"{type(found).__name__}: {found}"
+
+
+def _save(tensor: Tensor, stream: Any) -> None:
+    tensor = tensor.cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a storage is saved whole
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    torch.save(tensor, stream)
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is written from its beginning to its end, and hashed meanwhile."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self._raw, self._hash, self._at = raw, HASHES[HASH](), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        count = self._raw.write(data)
+        self._hash.update(memoryview(data)[:count])
+        self._at += count
+        return count
+
+    def tell(self) -> int:
+        return self._at
+
+    def digest(self) -> dict[str, Any]:
+        return {"bytes": self._at, HASH: self._hash.hexdigest()}

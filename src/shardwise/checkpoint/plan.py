@@ -1,0 +1,110 @@
+"""Which rank writes which chunk of which tensor: the same on every rank, from what all ranks told.
+
+A chunk that several ranks hold, such as a replica's, is written by the one with the fewest bytes so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+
+from shardwise.errors import CheckpointError, ShardingError
+from shardwise.layout import Box, cover
+
+Chunk = list[Any]  # as JSON: name, offsets, sizes, the tensor's sizes, dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one save."""
+
+    chunks: list[Chunk]  # of all ranks, each once
+    mine: list[int]  # numbers of those that this rank writes
+
+
+class Held:
+    """The chunks that this rank holds of `tensors`."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(dict(tensors))
+        self._items: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
+        self.chunks: list[Chunk] = []
+        for item in self._planner.create_local_plan().items:
+            data = item.tensor_data
+            assert data is not None
+            chunk, dtype = data.chunk, str(data.properties.dtype).removeprefix("torch.")
+            self._items[item.index.fqn, tuple(chunk.offsets)] = item
+            self.chunks.append(
+                [item.index.fqn, list(chunk.offsets), list(chunk.sizes), list(data.size), dtype]
+            )
+
+    def tensor(self, chunk: Chunk) -> Tensor:
+        """The numbers of one of the chunks, where they are."""
+        name, offsets = chunk[:2]
+        found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
+        if type(found) is not Tensor or found.layout != torch.strided:
+            raise CheckpointError(
+                f"{name}: a {type(found).__name__} of {found.layout} cannot be saved;"
+                " convert it to a dense plain tensor"
+            )
+        plain: Tensor = found.resolve_conj().resolve_neg()
+        return plain
+
+
+def plan(held: Sequence[Sequence[Chunk]], *, rank: int) -> Plan:
+    """Who writes what, as this rank needs to know it.
+
+    Args:
+        held: by rank, the chunks that each holds.
+
+    Raises:
+        CheckpointError: the chunks of a tensor do not cover it once.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], tuple[Chunk, list[int]]] = {}
+    for owner, chunks in enumerate(held):
+        for chunk in chunks:
+            key = chunk[0], tuple(chunk[1])
+            holders.setdefault(key, (chunk, []))[1].append(owner)
+    written, mine = [0] * len(held), []
+    for number, (chunk, owners) in enumerate(holders.values()):
+        writer = min(owners, key=lambda owner: (written[owner], owner))
+        written[writer] += torch.Size(chunk[2]).numel() * getattr(torch, chunk[4]).itemsize
+        if writer == rank:
+            mine.append(number)
+    found = Plan([chunk for chunk, _ in holders.values()], mine)
+    _check_covered(found.chunks)
+    return found
+
+
+def metadata_of(chunks: Sequence[Chunk]) -> Metadata:
+    """What torch's index says of the tensors."""
+    entries: dict[str, TensorStorageMetadata] = {}
+    for name, offsets, sizes, size, dtype in chunks:
+        properties = TensorProperties(dtype=getattr(torch, dtype))
+        entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), []))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    return Metadata(dict(entries), planner_data={name: (name,) for name in entries})
+
+
+def _check_covered(chunks: Sequence[Chunk]) -> None:
+    boxes: dict[str, tuple[list[int], list[Box]]] = {}
+    for name, offsets, sizes, size, _ in chunks:
+        boxes.setdefault(name, (size, []))[1].append(Box(tuple(offsets), tuple(sizes)))
+    for name, (size, found) in boxes.items():
+        try:
+            cover(found, size)
+        except ShardingError as error:
+            raise CheckpointError(f"{name}: the ranks' shards are not the tensor: {error}") from error
