@@ -64,7 +64,7 @@ def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad
     The wrapper takes over its tensor's storage offset, and torch neither copies nor saves one that has
     an offset: so it begins with `begin`, any tensor of the same dtype and device without one.
     """
-    made = dtensor(begin, spec, requires_grad=requires_grad)
+    made: DTensor = DTensor.__new__(DTensor, begin, spec, requires_grad=requires_grad)
     made._local_tensor = local
     return made
 

@@ -269,7 +269,7 @@ class InterleavedReducer(GradReducer):
         return results
 
     def _reduce_batch(self, batch: Collected, plan: Reduction) -> ReduceResult:
-        params = [cast(EvenParam, param) for param, _ in batch]
+        params: list[Any] = [param for param, _ in batch]
         grads = [grad for _, grad in batch]
         batch.clear()
         if self.group.orders:
