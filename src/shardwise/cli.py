@@ -196,15 +196,29 @@ def run_command(
 
 @app.command(
     epilog="On several machines: torchrun --nnodes 2 ... -m shardwise doctor. "
-    "Exit status: 0 everything needed works; 1 something needed is broken."
+    "Exit status: 0 everything needed works; 1 something needed is broken, or reports were read; "
+    "2 there are no reports."
 )
 def doctor(
+    reports: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of ranks' reports (SHARDWISE_REPORTS): say who waited for whom."),
+    ] = None,
     checkpoints: Annotated[Path, typer.Option(help="Where checkpoints are to go.")] = Path(),
 ) -> None:
-    """Check that this machine, or those of torchrun's ranks, can run sharded training; say what to mend."""
+    """Check that this machine, or those of torchrun's ranks, can run sharded training; or explain a hang."""
     from shardwise import doctor as checks
+    from shardwise.comm.report import read_reports, verdict
     from shardwise.doctor import Status, table
 
+    if reports is not None:
+        try:
+            lines = verdict(read_reports(reports))
+        except ShardwiseError as error:
+            _print_failure(error, "")
+            raise typer.Exit(NOT_RUN) from None
+        Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(FOUND)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     results = (checks.examine_ranks if ranks > 1 else checks.examine)(checkpoints)
     if results:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,12 @@ from shardwise import _compat
 from shardwise.comm.auto import over_gloo
 from shardwise.comm.differences import differences, named
 from shardwise.comm.order import STORE_GONE, TIME_TO_READ, Node, Order, Record, event_for, first_line
+from shardwise.comm.report import write_report
 from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
+_NEARLY = 0.9  # of the timeout: before those who wait give up, and end
 _LAST_LOOK = 5.0  # seconds that the end of a process may wait for
 _NOBODYS_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
@@ -87,6 +89,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
         order.left = order.left or f"failed to {what}: {verdict}"
         with suppress(RuntimeError):
             order.post()
+    write_report(orders[0], first_line(str(error)))
     return RankMismatchError(f"{here()}: could not {what}: {verdict}")
 
 
@@ -193,6 +196,7 @@ class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="shardwise-watch", daemon=True)
         self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
+        self.moved: tuple[float, ref[Order]] | None = None  # when and which was last seen to
         self.lock = threading.Lock()
         self.ended = threading.Event()
 
@@ -214,10 +218,15 @@ class _Watch(threading.Thread):
             now = (order.passes, order.at)
             if now != stood:
                 self.stood[order] = now
+                self.moved = time.monotonic(), ref(order)
             elif order.verdict is None and (order.passes or order.at is not order.root or order.left):
                 # At the end of a run the store may go first.
                 with suppress(RuntimeError, ValueError, KeyError):
                     self._judge(order, stood)
+        order_moved = self.moved[1]() if self.moved else None
+        if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
+            write_report(order_moved, f"stood still for {_NEARLY * order_moved.timeout:g} s")
+            self.moved = None
 
     def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
         order.post()
@@ -230,6 +239,7 @@ class _Watch(threading.Thread):
         if order.left is None:
             _log.error("%s: %s", here(), found)
         order.post()
+        write_report(order, "found that it would wait in vain")
         _interrupt(order)
 
 

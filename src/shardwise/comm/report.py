@@ -1,0 +1,134 @@
+"""What each rank was at when a run stood still, in a file a rank, and what the files say together.
+
+Nothing is recorded for it while the run goes on: a pass is a path in a tree that `comm.order` keeps anyway,
+so the last events, with modules and sizes, are read off when they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm.differences import named
+from shardwise.comm.order import Order, first_line
+from shardwise.comm.stacks import calls_of
+from shardwise.errors import ShardwiseError
+
+FOLDER = "SHARDWISE_REPORTS"
+_EVENTS = 200  # of the last passes, in a file
+_SHOWN = 5  # in a verdict
+_NAME = "rank-{}.json"
+
+Report = dict[str, Any]
+
+
+def write_report(order: Order, why: str) -> None:
+    """Write where this rank stands to the folder that the environment names, if it does. Local.
+
+    A rank's file has its latest report. A folder that cannot be written is no further error.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return
+    stacks = {}
+    for thread in threading.enumerate():
+        calls = calls_of(thread.ident or 0)
+        stacks[thread.name] = [f"{call.file}:{call.line}, in {call.function}" for call in calls or []]
+    with suppress(OSError, RuntimeError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        rank = order.ranks[order.rank]
+        report = {
+            "rank": rank,
+            "at": time.time(),
+            "why": why,
+            "ranks": order.ranks,
+            "timeout_s": order.timeout,
+        }
+        report |= {"pass": order.passes, "event": order.at.depth, "doing": order.doing(), "stacks": stacks}
+        report |= {"digest": order.at.digest.hex(), "left": order.left, "verdict": order.verdict}
+        report |= {"record": [*islice(_record(order), _EVENTS)], "command": sys.argv}
+        new = Path(folder, f".{_NAME.format(rank)}.{os.getpid()}")
+        new.write_text(json.dumps(report, indent=1))
+        new.rename(Path(folder, _NAME.format(rank)))
+
+
+def _record(order: Order) -> Iterator[dict[str, Any]]:
+    """What this rank announced, the latest first."""
+    paths = [(order.passes, order.at), *reversed(order.ended.items())]
+    for number, node in paths:
+        while node.parent is not None:
+            yield {"pass": number, "event": node.depth, "what": node.event.text}
+            node = node.parent
+
+
+def read_reports(folder: Path) -> dict[int, Report]:
+    """The files that ranks wrote to `folder`, by rank.
+
+    Raises:
+        ShardwiseError: there are none, or one is damaged.
+    """
+    try:
+        reports = [json.loads(file.read_text()) for file in sorted(folder.glob(_NAME.format("*")))]
+        found = {int(report["rank"]): report for report in reports}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShardwiseError(f"{folder}: a report cannot be read ({error})") from error
+    if not found:
+        raise ShardwiseError(f"{folder}: expected reports of ranks ({_NAME.format('R')}), found none")
+    return found
+
+
+def verdict(reports: Mapping[int, Report]) -> list[str]:
+    """Who waits for whom, in lines."""
+    ranks = max((report["ranks"] for report in reports.values()), key=len)
+    places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
+    furthest = max(places.values())
+    waiting = [rank for rank in reports if places[rank] == furthest]
+    what = reports[waiting[0]]["doing"]
+    lines = [f"{_who(waiting)} at pass {furthest[0]}, event {furthest[1]}: about to {what}"]
+    silent = [rank for rank in ranks if rank not in reports]
+    behind = [rank for rank in reports if rank not in waiting]
+    if len({reports[rank]["digest"] for rank in waiting}) > 1:
+        lines[0] = f"Ranks mean different things at pass {furthest[0]}, event {furthest[1]}:"
+        lines += [f"  rank {rank} was about to {reports[rank]['doing']}" for rank in waiting]
+    for rank in behind:
+        report = reports[rank]
+        end = f"it {report['left']}" if report["left"] else f"it was about to {report['doing']}"
+        place = f"at pass {places[rank][0]}, event {places[rank][1]}"
+        lines.append(f"Waited for: rank {rank}, {place}: {end}, at {_at(report)}")
+    if silent:
+        lines.append(
+            f"Waited for: {named(silent)}, without a report: ended, killed, stopped, or its host is gone"
+        )
+    if not behind and not silent and len(lines) == 1:
+        lines.append("Nobody is behind: they wait in this, or in a collective outside of shardwise, at")
+        lines += [f"  rank {rank}: {_at(report)}" for rank, report in sorted(reports.items())]
+    told = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
+    lines += [f"Told to the ranks: {first_line(text)}" for text in told]
+    for rank in [*behind[:1], *waiting[:1]]:
+        lines.append(f"The last of rank {rank}, the latest first:")
+        lines += [
+            f"  pass {event['pass']}, event {event['event']}: {first_line(event['what'])}"
+            for event in reports[rank]["record"][:_SHOWN]
+        ]
+    return lines
+
+
+def _who(ranks: list[int]) -> str:
+    text = named(ranks)
+    return f"{text[0].upper()}{text[1:]} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def _at(report: Report) -> str:
+    """The user's own line, else the innermost, of the main thread."""
+    calls = report["stacks"].get("MainThread") or ["?"]
+    return str(
+        next((call for call in calls if "site-packages" not in call and "/shardwise/" not in call), calls[0])
+    )

@@ -1,0 +1,100 @@
+"""Ranks that stand still write where, and the files say together who waits for whom."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from typer.testing import CliRunner
+
+from ranks import RankPool
+from shardwise import fully_shard
+from shardwise.cli import FOUND, NOT_RUN, app
+from shardwise.comm.report import read_reports, verdict
+from shardwise.errors import RankMismatchError
+
+
+def wait_in_vain(folder: Path) -> None:
+    """Rank 1 stands still in its second forward for longer than the timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = dist.DeviceMesh.from_group(group, "cpu")
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_REPORTS", str(folder))
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        if dist.get_rank() == 1:
+            stand_still(folder)
+        else:
+            with pytest.raises(RankMismatchError):
+                model(torch.ones(2, 4))
+            stand_still(folder)
+
+
+def stand_still(folder: Path) -> None:
+    while len(list(folder.glob("rank-*"))) < dist.get_world_size():
+        time.sleep(0.05)
+
+
+def test_a_rank_that_stands_still_is_named_by_the_files_with_its_line(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks(wait_in_vain, tmp_path, world_size=3, timeout=60.0)
+    said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert said.exit_code == FOUND
+    first, second, *rest = said.output.splitlines()
+    assert first == "Ranks 0, 2 wait at pass 3, event 1: about to gather '0'", said.output
+    assert second.startswith("Waited for: rank 1, at pass 2, event "), said.output
+    assert f"{__file__}:" in second
+    assert "in stand_still" in second
+    assert any("reduce the gradients of '0'" in line for line in rest)
+    record = read_reports(tmp_path)[0]["record"]
+    assert any(event["what"].startswith("gather '1'\n20 torch.float32 from 3 ranks") for event in record)
+
+
+def report(rank: int, *, event: int, doing: str = "gather 'x'", digest: str = "a") -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "ranks": [0, 1, 2],
+        "pass": 4,
+        "event": event,
+        "doing": doing,
+        "digest": digest,
+        "left": None,
+        "verdict": None,
+        "stacks": {"MainThread": ["train.py:5, in step"]},
+        "record": [],
+    }
+
+
+def test_a_rank_without_a_file_is_waited_for() -> None:
+    lines = verdict({rank: report(rank, event=7) for rank in (0, 2)})
+    assert lines[0] == "Ranks 0, 2 wait at pass 4, event 7: about to gather 'x'"
+    assert lines[1].startswith("Waited for: rank 1, without a report: ended, killed, stopped")
+
+
+def test_ranks_that_mean_different_things_are_told_apart() -> None:
+    others = report(1, event=7, doing="gather 'y'", digest="b")
+    lines = verdict({0: report(0, event=7), 1: others, 2: report(2, event=7)})
+    assert lines[0] == "Ranks mean different things at pass 4, event 7:"
+    assert "  rank 1 was about to gather 'y'" in lines
+
+
+def test_ranks_that_are_all_there_wait_outside_of_shardwise() -> None:
+    lines = verdict({rank: report(rank, event=7) for rank in range(3)})
+    assert "in a collective outside of shardwise" in lines[1]
+    assert "  rank 2: train.py:5, in step" in lines
+
+
+def test_a_folder_without_reports_is_an_error(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert said.exit_code == NOT_RUN
