@@ -33,6 +33,22 @@ def test_unsharded_memory_exists_only_inside_a_step() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_a_head_larger_than_most_groups_is_freed_before_the_loss_unless_told_to_stay(layout: str) -> None:
+    for stays in (None, False):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 64))
+        for module in model:
+            fully_shard(
+                module, layout=layout, reshard_after_forward=None if module.out_features == 8 else stays
+            )
+        fully_shard(model, layout=layout)
+        loss = model(torch.ones(2, 8)).sum()
+        assert (gathered_bytes(model) > 0) == (stays is False)
+        loss.backward()
+        assert gathered_bytes(model) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_kept_storage_is_refilled_where_it_is(layout: str) -> None:
     model, expected = sharded_net(layout=layout), sharded_net(layout=layout)
     model.set_keep_unsharded_storage(True)

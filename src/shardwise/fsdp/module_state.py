@@ -80,6 +80,7 @@ class ModuleState:
         self.lists: list[ModuleState] = []  # tracing, root only: the states below of several modules
         self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
         self.shown: Any = None  # tracing, lists only: what hides the gathered parameters again
+        self.larger_than_most: bool | None = None  # None: not looked at yet
         self.stays_gathered = False  # after backward, which then may leave gradients after its reduction
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
         self.prefetch_in_forward: list[weakref.ref[ModuleState]] = []
@@ -216,6 +217,15 @@ class ModuleState:
         for state in (self, *self.below):
             if state.guards:
                 guard.install(state.guards)
+
+    def is_larger_than_most(self, schedule: Schedule) -> bool:
+        """Does it gather more than the middle one of all under its root, by size? Equal on ranks."""
+        if self.larger_than_most is None and (root := schedule.root()) is not None:
+            sizes = [sum(map(sum, (g.gathered_bytes for g in one.groups))) for one in (root, *root.below)]
+            own = sum(map(sum, (group.gathered_bytes for group in self.groups)))
+            sizes = sorted(size for size in sizes if size)
+            self.larger_than_most = bool(sizes) and own > sizes[len(sizes) // 2]
+        return bool(self.larger_than_most)
 
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""

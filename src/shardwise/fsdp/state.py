@@ -165,14 +165,21 @@ class FSDPState(ModuleState):
         interrupted.leave(orders if schedule is None else schedule.orders, why)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
-        """Put off this module's release until the next module runs, and mark its output."""
+        """Put off this module's release until the next module runs, and mark its output.
+
+        What is larger than most, as a head over a large vocabulary, is released at once: kept for backward,
+        it would be there beside the loss's own memory.
+        """
         grad_enabled = torch.is_grad_enabled()
         if _compat.backward_pass() == -1:
             for group in self.groups:
                 if group.post_forward_mesh is not None:
                     if schedule.pending_release is not None:
                         schedule.release_pending(unless=self)
-                    schedule.pending_release = self.myself
+                    if self.is_larger_than_most(schedule):
+                        self.release()
+                    else:
+                        schedule.pending_release = self.myself
                     break
             if grad_enabled:
                 schedule.order.append(self.myself)
