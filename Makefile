@@ -18,6 +18,7 @@ OUT    ?= runs/train_gpt
 ARGS   ?=
 WORKERS ?= 2
 CASES  ?= 500
+TRIALS ?= 300
 SEED   ?= 0
 PART   ?= all
 MODE   ?= numbers
@@ -33,7 +34,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients finetune test fuzz lint bench verify docs clean
+.PHONY: help train recommender clients finetune test fuzz faults lint bench verify docs clean
 .DEFAULT_GOAL := help
 
 SHOWN = $(foreach name,$(sort $(shell sed -nE 's/^[a-z]+:.*## .* : //p' Makefile)),$(name)=$($(name)))
@@ -83,6 +84,10 @@ test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; 
 
 fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process : CASES SEED PART MODE ARGS
 	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
+
+faults: $(VENV)/.installed-dev ## TRIALS faults from SEED: ranks killed, stopped, slowed, disks full, bits flipped; then torchrun 4 -> 3 -> 4 ranks : TRIALS SEED
+	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults --trials $(TRIALS) --seed $(SEED)
+	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.elastic --seed $(SEED)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ import math
 import os
 import random
 import shutil
+import sys
 import sysconfig
 import time
 from contextlib import nullcontext
@@ -352,8 +353,8 @@ def train(
     device: torch.device,
     progress: dict[str, Any],
     log: RunLog | None,
-) -> None:
-    """From progress["step"] to args.steps or a signal, saving on the way; progress and the log keep up."""
+) -> int:
+    """From progress["step"] to args.steps or a signal, saving on the way; returns the exit status."""
     draw = {"batch": args.batch, "seq": args.seq, "seed": args.seed}
     counted = min(progress["step"] + 1, args.steps - 1)  # the second step: the first allocates
     with (
@@ -397,6 +398,7 @@ def train(
                 )
             if stop:
                 break
+    return stop.status if progress["step"] < args.steps else 0
 
 
 def open_log(args: argparse.Namespace, device: torch.device, *, done: int) -> RunLog | None:
@@ -433,8 +435,8 @@ def of_layout(args: argparse.Namespace) -> str:
     return f"{args.layout} layout" + (f" ({args.strategy})" if args.strategy else "")
 
 
-def run(args: argparse.Namespace, device: torch.device) -> None:
-    """Everything between joining and leaving the process group."""
+def run(args: argparse.Namespace, device: torch.device) -> int:
+    """Everything between joining and leaving the process group; returns the exit status."""
     ranks = dist.get_world_size()
     args.batch = -(-args.batch // ranks) * ranks
     text, held_out = read_text(args.data, args.seq)
@@ -467,12 +469,12 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         whole = {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
         log.note(parameters=parameters, baseline=baseline, unit="nats/byte", unsharded_memory=whole)
 
-    train(model, optimizer, text, args=args, device=device, progress=progress, log=log)
-    if progress["step"] < args.steps:
+    status = train(model, optimizer, text, args=args, device=device, progress=progress, log=log)
+    if status:
         say(f"stopped at step {progress['step']}, saved; the same command goes on")
         if log is not None:
             log.close()
-        return
+        return status
 
     final = held_out_loss(model, held_out, args, device)
     say(f"held-out loss {final:.6f} nats/byte, {baseline - final:.6f} below the unigram baseline")
@@ -481,14 +483,16 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     if log is not None:
         log.note(held_out_loss=final, sample=written)
         say(f"page: {log.close()}")
+    return 0
 
 
 def main() -> None:
     args = parse_arguments()
     on_ranks(args.ranks or 1)
     device = start()
-    run(args, device)
+    status = run(args, device)
     dist.destroy_process_group()
+    sys.exit(status)
 
 
 def verify_case() -> Case:

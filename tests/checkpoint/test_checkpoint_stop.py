@@ -27,6 +27,7 @@ def test_all_ranks_hear_of_a_signal_on_one_at_the_end_of_the_next_step(number: s
             if stop:
                 break
     assert heard == [False] * (2 if size == 1 else 3) + [True]
+    assert stop.status == 128 + number
     assert signal.getsignal(number) is before
 
 

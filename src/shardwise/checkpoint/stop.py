@@ -43,7 +43,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._noted = 0  # the signal's number
         self._at = 0.0
-        self._answer = False
+        self._answer = 0  # the number that all ranks know of
         self._before: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
@@ -64,7 +64,15 @@ class StopSignals:
 
     def __bool__(self) -> bool:
         """What `asked` answered last."""
-        return self._answer
+        return self._answer != 0
+
+    @property
+    def status(self) -> int:
+        """For `sys.exit`: that of a process which the signal ended, 0 without one. Equal on all ranks.
+
+        A launcher that restarts ranks takes 0 for the end of the whole run.
+        """
+        return 128 + self._answer if self._answer else 0
 
     def asked(self) -> bool:
         """Has a rank been asked to stop? Equal on all ranks. Collective.
@@ -74,31 +82,31 @@ class StopSignals:
             RankMismatchError: a rank has ended, or did not come in time.
         """
         if self._group is None:
-            self._answer, failed = self._noted != 0, failed_here()
+            self._answer, failed = self._noted, failed_here()
         else:
             self._answer, failed = self._arrived()
         if failed:
             settle()
         if self._group is None:
-            return self._answer
-        flag = torch.tensor([self._noted != 0, failed_here()]).int()
+            return self._answer != 0
+        flag = torch.tensor([self._noted, int(failed_here())])
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending = work, flag
-        return self._answer
+        return self._answer != 0
 
-    def _arrived(self) -> tuple[bool, bool]:
-        """Whether any rank was asked to stop, and whether any knew of a failed save, when they asked last."""
+    def _arrived(self) -> tuple[int, bool]:
+        """The signal that any rank had, and whether any knew of a failed save, when they asked last."""
         if self._pending is None:
-            return False, False
+            return 0, False
         (work, flag), self._pending = self._pending, None
         try:
             work.wait()
         except RuntimeError as error:
             order = order_of(dist.group.WORLD)
             raise explained(error, [order] if order else [], "agree whether to stop") from error
-        stop, failed = map(bool, flag.tolist())
-        return stop, failed
+        number, failed = flag.tolist()
+        return number, failed != 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted and time.monotonic() - self._at > _TWICE:

@@ -1,0 +1,39 @@
+"""A small fixed draw of the campaign that `make faults` runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.campaign import Campaign, Trial, blames
+from ranks import RankPool
+
+CASE = {"ranks": 2, "layout": "contiguous", "asynchronous": False}
+FIXED: list[dict[str, Any]] = [
+    {"kind": "kill", "place": "reduction", "rank": 1, "step": 3, "call": 0},
+    {"kind": "torn", "place": "save", "rank": 0, "step": 3, "call": 5},
+    {"kind": "full", "place": "save", "rank": 1, "step": 3, "call": 0},
+    {"kind": "flip", "place": "rest", "rank": 0, "step": 3, "call": 0},
+]
+
+
+def test_nothing_is_lost_and_the_culprit_is_named(
+    mortal_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ranks.GRACE_SECONDS", 0.0)  # put back what the campaign sets
+    campaign = Campaign(tmp_path, mortal_ranks)
+    for number, fault in enumerate(FIXED):
+        trial = campaign.run(Trial(number, CASE, fault))
+        assert trial.struck, trial
+        assert not trial.lost, trial
+        assert not trial.differs, trial
+        assert trial.named, trial
+
+
+def test_only_the_rank_that_is_named_is_blamed() -> None:
+    assert blames("no sign of life from rank 1 for 2.5 s", 1)
+    assert not blames("no sign of life from ranks 0, 1 for 2.5 s", 1)
+    assert blames("  rank 2 has not come: it was about to\n  rank 0 is there", 2)
+    assert not blames("rank 1 waited", 1)
