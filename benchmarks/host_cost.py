@@ -4,11 +4,11 @@
     python benchmarks/host_cost.py --vs torch --instructions
     python benchmarks/host_cost.py --profile interleaved
 
-Runs in one process under a no-op process group (see noop_group.py). CPU time is the process's own (user and
-system, all threads), interleaved step by step between the implementations, garbage collector off. Calls are
-what `sys.setprofile` sees: Python functions and builtins; torch runs a CPU backward in the calling thread,
-so its Python callbacks are among them. Ops are what reaches a `TorchDispatchMode`, also from inside
-a tensor subclass such as DTensor. Calls, ops and instructions do not depend on the machine's load.
+Runs in one process under a no-op process group (`shardwise.planner.noop_group`). CPU time is the process's
+own (user and system, all threads), interleaved step by step between the implementations, garbage collector
+off. Calls are what `sys.setprofile` sees: Python functions and builtins; torch runs a CPU backward in the
+calling thread, so its Python callbacks are among them. Ops are what reaches a `TorchDispatchMode`, also from
+inside a tensor subclass such as DTensor. Calls, ops and instructions do not depend on the machine's load.
 """
 
 import argparse
@@ -25,10 +25,8 @@ from typing import Any
 
 import callgrind
 import torch
-from noop_group import noop_world
 from report import instruction_tables, startup_tables, step_tables
 from results import add_output_arguments, machine_facts, report, spread
-from storages import runs_its_own_ops
 from subjects import (
     IMPLEMENTATIONS,
     PEER,
@@ -43,6 +41,9 @@ from subjects import (
 )
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.planner.noop_group import noop_world
+from shardwise.planner.storages import runs_its_own_ops
 
 INSTRUCTION_BLOCKS, INSTRUCTION_STEPS, WARM_UP = 8, 3, 3
 INSTRUCTION_TIMEOUT_S = 900.0

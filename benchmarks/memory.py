@@ -4,7 +4,7 @@
     python benchmarks/memory.py --world 8 --sequence 512 --shape small
 
 The real libraries shard a Llama of 8 billion parameters and train it on fake tensors, as rank 0 of a no-op
-group of any size, while `storages.py` counts. Parameters, gradients and AdamW's two states are float32,
+group of any size, while `Storages` counts. Parameters, gradients and AdamW's two states are float32,
 computation is bfloat16, reduction is float32, blocks are recomputed in backward. The embedding, every block
 and the head (with the last norm) are a group each. Figures are of the second step: AdamW has its states.
 
@@ -37,12 +37,13 @@ from typing import Any
 
 import torch
 from llama import LLAMA_8B, SMALL, Llama, Shape
-from noop_group import noop_world
 from results import Table, add_output_arguments, machine_facts, ratio, report
-from storages import Life, Storages
 from subjects import IMPLEMENTATIONS, PEER, available, shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.planner.noop_group import noop_world
+from shardwise.planner.storages import Life, Storages
 
 SHAPES = {"8b": LLAMA_8B, "small": SMALL}
 FLOORS = {"floor, nothing ahead": 0, "floor": 1}  # name: groups gathered ahead

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from llama import LLAMA_70B, Llama
-from noop_group import noop_world
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.planner.noop_group import noop_world
 
 WIDTH, HEADS, VOCABULARY, SEQUENCE = 32, 2, 64, 8
 

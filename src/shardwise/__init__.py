@@ -30,6 +30,7 @@ from shardwise.mesh import (
     HSDPMeshInfo,
 )
 from shardwise.optim import clip_grad_norm_
+from shardwise.planner import plan
 from shardwise.sharded_tensor.rows import ShardedParameter
 
 try:
@@ -64,6 +65,7 @@ __all__ = [
     "fully_shard",
     "inspect_graph",
     "install",
+    "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",

@@ -156,6 +156,55 @@ def verify(
 
 
 @app.command(
+    epilog="Exit status: 0 it fits; 1 it does not, and what to change is printed; 2 it could not be planned."
+)
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="Published model (llama3-8b), transformers config (.json), module:factory"),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
+    hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a file (.toml).")] = "h100",
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas R of a (R, ranks / R) mesh.")] = 1,
+    layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
+    strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
+    checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
+    optimizer: Annotated[
+        str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
+    ] = "AdamW fused",
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences a rank computes at a time.")] = 1,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the plan to this file.")
+    ] = None,
+    show_tracebacks: Traceback = False,
+) -> None:
+    """Say what training takes of each rank's memory, what it sends and how long a step takes."""
+    from shardwise import planner
+
+    choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
+    choices |= {"strategy": strategy, "replicas": replicas, "sequence": sequence}
+    try:
+        setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
+        made = planner.plan(model, setup, hardware=hardware)
+        console = Console()
+        console.print(str(made), markup=False, highlight=False, soft_wrap=True)
+        if json_path is not None:
+            json_path.write_text(planner.to_json(made) + "\n")
+        if made.fits:
+            return
+        for words, changed in planner.advise(model, setup, hardware=hardware):
+            verdict = "fits, with" if changed.fits else "short of"
+            line = f"{words}: {verdict} {abs(changed.free_bytes) / 2**30:.2f} GiB"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    except ShardwiseError as error:
+        _print_failure(error, "")
+        raise typer.Exit(NOT_RUN) from None
+    raise typer.Exit(FOUND)
+
+
+@app.command(
     "run",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="On several machines: torchrun ... -m shardwise.run [OPTIONS] train.py ARGS. "

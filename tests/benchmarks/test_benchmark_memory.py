@@ -11,7 +11,8 @@ import pytest
 
 def test_the_floor_of_two_groups_is_the_sum_done_by_hand() -> None:
     from memory import Timeline, Unit, floor
-    from storages import Life
+
+    from shardwise.planner.storages import Life
 
     # Two groups of 100 and 300 parameters; forward lasts until 30, backward until 60. One activation of 1000
     # bytes lives from 15 to 45.
@@ -32,7 +33,8 @@ def test_the_floor_of_two_groups_is_the_sum_done_by_hand() -> None:
 
 def test_gradient_shards_made_so_far_count_in_the_floor_of_later_groups() -> None:
     from memory import Timeline, Unit, floor
-    from storages import Life
+
+    from shardwise.planner.storages import Life
 
     last = Unit(100, forward=(5, 10), backward=(50, 55), gradients=[Life([52], [200])])
     first = Unit(100, forward=(10, 20), backward=(32, 44), gradients=[Life([34], [200])])

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.storages import Storages
 from torch import nn
 
 from hf.families import make, write
 from ranks import on_ranks
 from shardwise import fully_shard, hf
 from shardwise.comm.count import CommCounter
+from shardwise.planner.storages import Storages
 
 LAYOUTS = ("interleaved", "contiguous")
 

@@ -10,7 +10,8 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
@@ -35,6 +36,9 @@ from torch.distributed.tensor import DTensor, Placement
 # DTensor's description of itself. There is no public way to wrap a local tensor of uneven size
 # as a DTensor without a collective that asks the other ranks for their sizes.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# planner.watch: it runs operators on tensors of whole size to learn shapes, once for each kind.
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 # A dim cut by tensor parallelism first and by data parallelism second: the order of its pieces
 # is not expressible with public placements.
@@ -380,3 +384,36 @@ def is_operator(target: Any) -> bool:
 def schema(target: Any) -> Any | None:
     """The schema of an operator; None for a Python function."""
     return target._schema if is_operator(target) else None
+
+
+@contextmanager
+def no_process_groups() -> Iterator[None]:
+    """Hide this process's groups, the default one too, and have them back afterwards.
+
+    planner.noop_group: a plan may be made in a process that is a rank of something. torch keeps one world a
+    process, in dicts that these properties show.
+    """
+    world = c10d._world
+    kept: list[dict[Any, Any]] = [
+        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
+        world.tags_to_pg, world.pg_to_tag, world.pg_coalesce_state,
+    ]  # fmt: skip
+    contents, default, count = [dict(one) for one in kept], world.default_pg, world.group_count
+    for one in kept:
+        one.clear()
+    c10d._update_default_pg(None)
+    told = sys.excepthook  # each new default group wraps it
+    try:
+        yield
+    finally:
+        for name in world.pg_names.values():
+            c10d._unregister_process_group(name)  # type: ignore[attr-defined]
+        for one, content in zip(kept, contents, strict=True):
+            one.clear()
+            one.update(content)
+        c10d._update_default_pg(default)
+        world.group_count = max(count, world.group_count)
+        sys.excepthook = told
+
+
+SHAPES_OF_DTENSORS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")

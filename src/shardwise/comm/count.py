@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._compat import FakeTensor, TorchDispatchMode, resolve_process_group
-from shardwise.comm.kinds import NAMESPACES, NATIVE, form_of, sent_bytes
+from shardwise.comm.kinds import NAMESPACES, NATIVE, Form, form_of, sent_bytes
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,34 @@ class Collective:
         return sent_bytes(self.kind, self.bytes, ranks=self.group_size)
 
 
-def _collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Collective]:
+def collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Collective]:
+    """Those that a call of the operator `namespace::name` issues."""
     if name == "batch_p2p_ops":  # (operators, peers, tags, tensors, group name)
         for operator, tensor in zip(args[0], args[3], strict=True):
-            yield from _collectives(namespace, operator, (tensor, args[-1]))
+            yield from collectives(namespace, operator, (tensor, args[-1]))
         return
     form = form_of(namespace, name)
     if form is None:
         return
     ranks = _boxed_group_size(args) if namespace == NATIVE else _named_group_size(args[-1])
-    tensors = [] if form.argument is None else list(_tensors(args[form.argument]))
+    yield collective(form, args, ranks=ranks)
+
+
+def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
+    """The collective of this form, over so many ranks."""
+    tensors = [] if form.argument is None else list(tensors_in(args[form.argument]))
     size = sum(t.numel() * t.element_size() for t in tensors)
     dtype = tensors[0].dtype if tensors else None
-    yield Collective(form.kind, bytes=size * ranks if form.per_rank else size, dtype=dtype, group_size=ranks)
+    return Collective(form.kind, bytes=size * ranks if form.per_rank else size, dtype=dtype, group_size=ranks)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _boxed_group_size(args: tuple[Any, ...]) -> int:
@@ -122,7 +129,7 @@ class CommCounter(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0]
         if namespace in NAMESPACES:
-            self.calls.extend(_collectives(namespace, name, args))
+            self.calls.extend(collectives(namespace, name, args))
         elif any(_issues_its_own(kind) for kind in types):
             return NotImplemented  # the subclass goes on, with this counter active
         return func(*args, **(kwargs or {}))

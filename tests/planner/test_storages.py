@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.planner.noop_group import noop_world
+from shardwise.planner.storages import Storages
 
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_peak_counts_views_once_and_memory_until_its_last_view_dies(fake: bool) -> None:
-    from storages import Storages
-
     with FakeTensorMode() if fake else torch.no_grad(), Storages() as storages:
         a = torch.empty(100)
         with storages.peak("a, b, d, then a, d, e"):
@@ -31,8 +33,6 @@ def test_a_peak_counts_views_once_and_memory_until_its_last_view_dies(fake: bool
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_storage_that_is_resized_counts_as_it_is_then(fake: bool) -> None:
-    from storages import Storages
-
     with FakeTensorMode() if fake else torch.no_grad(), Storages() as storages:
         a = torch.empty(100)
         with storages.peak("emptied, then doubled"):
@@ -44,8 +44,6 @@ def test_a_storage_that_is_resized_counts_as_it_is_then(fake: bool) -> None:
 
 
 def test_gradients_and_activations_of_a_backward_are_counted() -> None:
-    from storages import Storages
-
     weight = torch.ones(100, requires_grad=True)
     with Storages() as storages:
         storages.see([weight])
@@ -58,10 +56,6 @@ def test_gradients_and_activations_of_a_backward_are_counted() -> None:
 
 
 def test_a_tensor_that_wraps_another_counts_as_what_it_wraps() -> None:
-    from noop_group import noop_world
-    from storages import Storages
-    from torch.distributed.tensor import DTensor, Shard
-
     with noop_world(4) as mesh, Storages() as storages:
         whole = DTensor.from_local(torch.empty(100), mesh, [Shard(0)], run_check=False)
         doubled = whole * 2
@@ -70,8 +64,6 @@ def test_a_tensor_that_wraps_another_counts_as_what_it_wraps() -> None:
 
 
 def test_memory_that_was_there_before_counts_once_it_is_seen() -> None:
-    from storages import Storages
-
     a, b = torch.empty(100), torch.empty(50)
     with Storages() as storages:
         storages.see({"a": [a, (a[:10], 3, "text", None)]})

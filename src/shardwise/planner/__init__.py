@@ -1,0 +1,14 @@
+"""Will it fit, and how fast? Memory, communication and time of a training step, before it is run.
+
+What is predicted is what this library does: it is run on fake tensors, as one rank of a process group of
+any size that does nothing (`record`). A few blocks stand for many, exactly (`unroll`). Memory alive and
+bytes sent follow from that (`measure`), reserved memory by a model of a caching allocator (`allocator`),
+time by a model of the hardware (`timing`).
+"""
+
+from shardwise.planner.models import Model
+from shardwise.planner.plan import Plan, advise, plan
+from shardwise.planner.setup import Setup, from_json, to_json
+from shardwise.planner.timing import Hardware, hardware_of
+
+__all__ = ["Hardware", "Model", "Plan", "Setup", "advise", "from_json", "hardware_of", "plan", "to_json"]

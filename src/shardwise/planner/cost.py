@@ -1,0 +1,49 @@
+"""What an operator takes: floating-point operations, and bytes read and written.
+
+Operations are counted as torch's own counter counts them: a multiply-add is two, and attention is not halved
+where it is causal. Bytes are of each tensor once; a view takes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+aten = torch.ops.aten
+_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_NOTHING = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::empty", "aten::empty_like"}
+
+
+def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, str] | None:
+    """FLOPs, bytes and the dtype of computation; None for an operator that touches no memory."""
+    name = func.name().partition(".")[0]
+    if func.is_view or name in _NOTHING:
+        return None
+    tensors = {id(one): one for one in _tensors((args, kwargs, result))}
+    if not tensors:
+        return None
+    nbytes = sum(one.nbytes for one in tensors.values())
+    first = next(iter(tensors.values()))
+    return _flops(func, name, args, kwargs, result), nbytes, str(first.dtype).removeprefix("torch.")
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+    if name == _CPU_ATTENTION:
+        return int(sdpa_flop_count(*(one.shape for one in args[:3])))
+    if name == f"{_CPU_ATTENTION}_backward":  # (gradient, query, key, value, ...): five matmuls for two
+        return int(sdpa_flop_count(*(one.shape for one in args[1:4])) * 5 // 2)
+    formula = flop_registry.get(func.overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula else 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return [one for item in value for one in _tensors(item)]
+    return []

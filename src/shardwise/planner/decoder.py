@@ -1,0 +1,134 @@
+"""Language models by their published shapes: one decoder that is Llama, GPT-2 or MPT as its shape says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Llama's kind by default: rotary positions, RMSNorm, gated units, no biases, a head of its own."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    rotary: bool = True  # else positions are learned, as many as the sequence has tokens
+    gated: bool = True
+    bias: bool = False
+    tied: bool = False
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+def _gpt(vocabulary: int, width: int, layers: int, heads: int) -> Shape:
+    """GPT-2's kind: learned positions, LayerNorm, GELU, biases, the embedding as head."""
+    return Shape(vocabulary, width, layers, heads, heads, 4 * width, False, False, True, True)
+
+
+PUBLISHED = {
+    "llama3-8b": Shape(128256, 4096, 32, 32, 8, 14336),
+    "llama3-70b": Shape(128256, 8192, 80, 64, 8, 28672),
+    "llama3-405b": Shape(128256, 16384, 126, 128, 8, 53248),
+    "llama2-7b": Shape(32000, 4096, 32, 32, 32, 11008),
+    "llama2-13b": Shape(32000, 5120, 40, 40, 40, 13824),
+    "llama2-70b": Shape(32000, 8192, 80, 64, 8, 28672),
+    "gpt2": _gpt(50257, 768, 12, 12),
+    "gpt2-medium": _gpt(50257, 1024, 24, 16),
+    "gpt2-large": _gpt(50257, 1280, 36, 20),
+    "gpt2-xl": _gpt(50257, 1600, 48, 25),
+    "gpt3-175b": _gpt(50257, 12288, 96, 96),
+    "mpt-7b": _gpt(50368, 4096, 32, 32),
+    "mpt-30b": _gpt(50368, 7168, 48, 64),
+}
+
+
+def _norm(shape: Shape) -> nn.Module:
+    return nn.LayerNorm(shape.width) if shape.bias else nn.RMSNorm(shape.width)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        kv_width = shape.kv_heads * shape.head_width
+        self.norm_1, self.norm_2 = _norm(shape), _norm(shape)
+        self.q = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.k = nn.Linear(shape.width, kv_width, bias=shape.bias)
+        self.v = nn.Linear(shape.width, kv_width, bias=shape.bias)
+        self.o = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.up = nn.Linear(shape.width, shape.ffn, bias=shape.bias)
+        if shape.gated:
+            self.gate = nn.Linear(shape.width, shape.ffn, bias=shape.bias)
+        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.bias)
+
+    def forward(self, x: Tensor, angles: Tensor | None) -> Any:  # (batch, length, width), in and out
+        y = self.norm_1(x)
+        q, k, v = (p(y).unflatten(-1, (-1, self.shape.head_width)) for p in (self.q, self.k, self.v))
+        if angles is not None:
+            q, k = _rotated(q, angles), _rotated(k, angles)
+        repeat = self.shape.heads // self.shape.kv_heads
+        if repeat > 1:
+            k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        y = self.norm_2(x)
+        if self.shape.gated:
+            return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.down(F.gelu(self.up(y)))
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:  # (batch, length, heads, head width); angles complex
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * angles).flatten(-2).type_as(x)
+
+
+class Head(nn.Module):
+    """The last norm and the output projection, so that they make one group."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = _norm(shape)
+        self.out = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.norm(x))
+
+
+class Decoder(nn.Module):
+    """Tokens (batch, length) to logits (batch, length, vocabulary)."""
+
+    angles: Tensor | None
+
+    def __init__(self, shape: Shape, *, layers: int, positions: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = None if shape.rotary else nn.Embedding(positions, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(layers))
+        self.head = Head(shape)
+        self.tied = shape.tied
+        if shape.tied:
+            self.head.out.weight = self.embedding.weight
+        angles = torch.ones(positions, 1, shape.head_width // 2, dtype=torch.complex64)
+        self.register_buffer("angles", angles if shape.rotary else None, persistent=False)
+
+    def ends(self) -> list[nn.Module]:
+        return [] if self.tied else [self.embedding, self.head]
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        if self.position is not None:
+            x = x + self.position.weight[: tokens.size(1)]
+        for block in self.blocks:
+            x = block(x, self.angles)
+        return self.head(x)

@@ -1,0 +1,98 @@
+"""What happens in a training step, as data: events in segments, each of one block in one phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.comm.count import Collective
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY = (
+    "gathered",
+    "activations",
+    "logits and loss",
+    "staging",
+    "temporary",
+)
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY)
+COMPUTATION = "computation"
+STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")  # in the order of `CommStreams`
+
+
+class Place(NamedTuple):
+    """Where something happens: the step, its micro-batch, the phase, the block (None: around the blocks)."""
+
+    step: int
+    micro: int
+    phase: str  # "start", "forward", "backward", "end of backward", "optimizer"
+    layer: int | None
+    after: bool = False  # past all blocks, in the model's order
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """An allocation, from when it is made to when it is freed."""
+
+    nbytes: int
+    stream: str
+    category: str = TEMPORARY
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """A moment on a stream, which a block was about, or none."""
+
+    layer: int | None = None
+
+
+class Allocate(NamedTuple):
+    memory: Memory
+
+
+class Free(NamedTuple):
+    memory: Memory
+
+
+class Compute(NamedTuple):
+    name: str
+    flops: int
+    nbytes: int
+    dtype: str
+    stream: str
+
+
+class Send(NamedTuple):
+    collective: Collective
+    group: int | str  # the number of a block, or a module's name
+    stream: str
+
+
+class Record(NamedTuple):
+    mark: Mark
+    stream: str
+
+
+class Wait(NamedTuple):
+    mark: Mark
+    stream: str
+
+
+Event = Allocate | Free | Compute | Send | Record | Wait
+
+
+@dataclass
+class Segment:
+    place: Place
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass
+class Recording:
+    """Of a model with `layers` blocks."""
+
+    layers: int
+    segments: list[Segment]
+    parameters: int
+    block_parameters: int
+    embedding_parameters: int  # of tables that are looked up

@@ -1,0 +1,106 @@
+"""What a recording adds up to: bytes alive and reserved, bytes sent, operations; of its last step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.planner.allocator import Allocator, Piece
+from shardwise.planner.events import Allocate, Compute, Event, Free, Memory, Place, Recording, Send
+
+RECORDED_MICRO_BATCHES = 3  # a first, one that stands for all in the middle, a last
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most bytes alive while one block is in one phase, by category."""
+
+    phase: str
+    layer: int | None
+    alive: dict[str, int]
+
+    @property
+    def alive_bytes(self) -> int:
+        return sum(self.alive.values())
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives that are alike: `nbytes` is one's full buffer, `wire_bytes` what a rank sends for all."""
+
+    kind: str
+    nbytes: int
+    dtype: str
+    ranks: int
+    count: int
+    wire_bytes: int
+
+
+def moments(recording: Recording) -> list[Moment]:
+    """The last step's memory, segment by segment."""
+    alive: Counter[str] = Counter()
+    found = []
+    last = recording.segments[-1].place.step
+    for segment in recording.segments:
+        now, most = sum(alive.values()), -1
+        highest: dict[str, int] = {}
+        for event in [None, *segment.events]:
+            if isinstance(event, Allocate):
+                alive[event.memory.category] += event.memory.nbytes
+                now += event.memory.nbytes
+            elif isinstance(event, Free):
+                alive[event.memory.category] -= event.memory.nbytes
+                now -= event.memory.nbytes
+            if now > most:
+                most, highest = now, dict(alive)
+        if segment.place.step == last:
+            kept = {category: size for category, size in highest.items() if size}
+            found.append(Moment(segment.place.phase, segment.place.layer, kept))
+    return found
+
+
+def reserved_bytes(recording: Recording, *, expandable: bool) -> int:
+    """The most that a caching allocator reserves from the beginning on."""
+    allocator = Allocator(expandable=expandable)
+    pieces: dict[int, Piece] = {}
+    for segment in recording.segments:
+        for event in segment.events:
+            if isinstance(event, Allocate):
+                memory: Memory = event.memory
+                pieces[id(memory)] = allocator.allocate(memory.nbytes, memory.stream)
+            elif isinstance(event, Free):
+                allocator.free(pieces.pop(id(event.memory)))
+    return allocator.peak
+
+
+def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, Event, int]]:
+    """Events of the last step, each with how often it happens."""
+    last = recording.segments[-1].place.step
+    more = max(1, accumulation - RECORDED_MICRO_BATCHES + 1)
+    for segment in recording.segments:
+        if segment.place.step == last:
+            times = more if segment.place.micro == 1 else 1
+            for event in segment.events:
+                yield segment.place, event, times
+
+
+def sent(recording: Recording, accumulation: int) -> list[Sent]:
+    """The last step's collectives, in the order in which kinds and sizes come first."""
+    counts: Counter[tuple[str, int, str, int, int]] = Counter()
+    for _, event, times in last_step(recording, accumulation):
+        if isinstance(event, Send):
+            one = event.collective
+            dtype = str(one.dtype).removeprefix("torch.")
+            counts[one.kind, one.bytes, dtype, one.group_size, one.wire_bytes] += times
+    return [Sent(*key[:4], count=count, wire_bytes=key[4] * count) for key, count in counts.items()]
+
+
+def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
+    """Of a rank's step: the model's, which are three times forward's; and all that are computed."""
+    forward = computed = 0
+    for place, event, times in last_step(recording, accumulation):
+        if isinstance(event, Compute):
+            computed += event.flops * times
+            forward += event.flops * times if place.phase == "forward" else 0
+    return 3 * forward, computed

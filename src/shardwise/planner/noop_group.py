@@ -1,0 +1,156 @@
+"""A process group of any size, in one process, whose collectives are over at once.
+
+What is seen under it is the library alone: nothing is copied, sent or reduced, so every output holds what
+memory held before (use it to measure, never to check values). torch's own fake group copies its input once
+per rank in every all-gather, which at 64 ranks costs more than the library does.
+
+    with noop_world(64) as mesh, listening(heard):
+        fully_shard(model, mesh=mesh)
+
+All collectives return one shared finished `Work`: the group's own cost is one Python call, whoever calls it.
+torch calls such a group past its operators, so `comm.count` does not see them; `listening` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import _compat
+from shardwise.comm.count import Collective, collective, tensors_in
+from shardwise.comm.kinds import NATIVE, form_of
+
+# Methods of a process group, with the operators of `comm.kinds` whose arguments they have.
+# `dist.all_gather_into_tensor` reaches the group by the first name from torch 2.13 on, else by the second.
+_COLLECTIVES = {
+    "all_gather_single": "_allgather_base_",
+    "_allgather_base": "_allgather_base_",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
+    "allgather_into_tensor_coalesced": "allgather_into_tensor_coalesced_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "_reduce_scatter_base": "_reduce_scatter_base_",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
+    "all_to_all_single": "alltoall_base_",
+    "alltoall_base": "alltoall_base_",
+    "allgather": "allgather_",
+    "allreduce": "allreduce_",
+    "allreduce_coalesced": "allreduce_coalesced_",
+    "alltoall": "alltoall_",
+    "barrier": "barrier",
+    "broadcast": "broadcast_",
+    "gather": "gather_",
+    "recv": "recv_",
+    "reduce": "reduce_",
+    "reduce_scatter": "reduce_scatter_",
+    "scatter": "scatter_",
+    "send": "send",
+}
+
+
+class _FinishedWork(dist.Work):
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class NoopGroup(dist.ProcessGroup):
+    """The calling process is `rank` of `size`; the other ranks do not exist."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._finished = _FinishedWork()
+        self._name = ""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "noop"
+
+    # The base class keeps the name in its native backends, and there are none here.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        pass
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return "no-op group"
+
+
+def _finish_at_once(group: NoopGroup, *args: Any, **kwargs: Any) -> dist.Work:
+    return group._finished
+
+
+for _name in _COLLECTIVES:
+    setattr(NoopGroup, _name, _finish_at_once)
+
+
+@cache
+def _register() -> None:
+    dist.Backend.register_backend(
+        "noop", lambda store, rank, size, timeout: NoopGroup(rank, size), devices=["cpu", "cuda"]
+    )
+
+
+@contextmanager
+def listening(heard: Callable[[Collective, list[torch.Tensor]], None]) -> Iterator[None]:
+    """Tell `heard` of every collective that a no-op group is asked for, and of its tensors."""
+
+    def telling(operator: str) -> Callable[..., dist.Work]:
+        form = form_of(NATIVE, operator)
+        assert form is not None
+
+        def tell(group: NoopGroup, *args: Any, **kwargs: Any) -> dist.Work:
+            heard(collective(form, args, ranks=group.size()), list(tensors_in(args)))
+            return group._finished
+
+        return tell
+
+    for name, operator in _COLLECTIVES.items():
+        setattr(NoopGroup, name, telling(operator))
+    try:
+        yield
+    finally:
+        for name in _COLLECTIVES:
+            setattr(NoopGroup, name, _finish_at_once)
+
+
+@contextmanager
+def noop_world(size: int, *, device_type: str = "cpu", replicas: int = 1) -> Iterator[DeviceMesh]:
+    """Make this process rank 0 of a default group of `size` ranks, apart from one that it has already.
+
+    Yields its mesh: one axis, or (replicate, shard) where there are replicas.
+    """
+    _register()
+    with _compat.no_process_groups():
+        dist.init_process_group("noop", rank=0, world_size=size, store=dist.HashStore())  # type: ignore[attr-defined]
+        if replicas == 1:
+            yield init_device_mesh(device_type, (size,))
+        else:
+            yield _two_axes(device_type, size, replicas)
+
+
+def _two_axes(device_type: str, size: int, replicas: int) -> DeviceMesh:
+    """As `init_device_mesh` makes it, but for groups that rank 0 is not in: there may be 100,000."""
+    shards = size // replicas
+    groups = [dist.new_group(range(0, size, shards)), dist.new_group(range(shards))]
+    mesh = torch.arange(size).view(replicas, shards)
+    return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=("replicate", "shard"))

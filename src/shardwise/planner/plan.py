@@ -1,0 +1,220 @@
+"""A plan: what a setup takes, from a recording of the library; and what to change where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.errors import ShardingError, ShardwiseError
+from shardwise.planner import measure
+from shardwise.planner.events import CATEGORIES, Recording
+from shardwise.planner.measure import Moment, Sent
+from shardwise.planner.models import Factory, Model, model_of
+from shardwise.planner.record import record
+from shardwise.planner.setup import Setup
+from shardwise.planner.timing import Hardware, Times, hardware_of, time_of
+from shardwise.planner.unroll import RECORDED, NotRegular, unroll
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank takes for a step; memory is of the second step on, when the optimizer has its state.
+
+    Attributes:
+        moments: the most bytes alive in each phase of each block, in order.
+        reserved_bytes: the most that a caching allocator holds, from the beginning on.
+        sent: what the rank sends in a step.
+        model_flops: three times forward's operations: a multiply-add is two, attention is not halved.
+        computed_flops: all operations, those computed again in backward too.
+        whole: why all blocks were run, instead of a few; empty if a few were.
+        times: as the hardware's model has it.
+    """
+
+    model: str
+    layers: int
+    parameters: int
+    setup: Setup
+    moments: list[Moment]
+    reserved_bytes: int
+    sent: list[Sent]
+    model_flops: int
+    computed_flops: int
+    whole: str = ""
+    hardware: Hardware | None = None
+    times: Times | None = None
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most bytes alive."""
+        return max(self.moments, key=lambda moment: moment.alive_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.alive_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a rank sends in a step, by the ideal ring."""
+        return sum(one.wire_bytes for one in self.sent)
+
+    @property
+    def free_bytes(self) -> int:
+        """What the device has left; less than nothing if the plan does not fit."""
+        if self.hardware is None:
+            raise ShardingError("whether a plan fits needs hardware: plan(..., hardware='h100')")
+        return self.hardware.memory_bytes - self.hardware.context_bytes - self.reserved_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes >= 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one device."""
+        return self.setup.tokens / self._times.step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the model's operations over what the device could have done meanwhile."""
+        assert self.hardware is not None
+        return self.model_flops / self._times.step / self.hardware.peak_flops[self.setup.param_dtype]
+
+    @property
+    def _times(self) -> Times:
+        if self.times is None:
+            raise ShardingError("how long a step takes needs hardware: plan(..., hardware='h100')")
+        return self.times
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def plan(
+    model: str | Model | Factory,
+    setup: Setup | None = None,
+    *,
+    hardware: str | Hardware | None = None,
+    **changes: Any,
+) -> Plan:
+    """What training `model` takes of each rank; made in this process, whatever its own process groups.
+
+    Args:
+        model: a published model's name, a transformers config (.json), "package.module:factory", or a
+            function that returns a module of tokens (batch, length) to logits.
+        setup: how it is cut and trained; `changes` are fields of it.
+        hardware: a profile's name or file; without one there is no time, and no answer to whether it fits.
+
+    Raises:
+        ShardingError: the setup does not fit the model, or the model cannot be run on fake tensors.
+    """
+    setup = replace(setup or Setup(), **changes)
+    asked = model_of(model, sequence=setup.sequence)
+    recording, whole = _recording(asked, setup)
+    model_flops, computed_flops = measure.flops(recording, setup.accumulation)
+    device = hardware_of(hardware) if isinstance(hardware, str) else hardware
+    return Plan(
+        model=asked.name,
+        layers=asked.layers,
+        parameters=recording.parameters,
+        setup=setup,
+        moments=measure.moments(recording),
+        reserved_bytes=measure.reserved_bytes(recording, expandable=setup.expandable_segments),
+        sent=measure.sent(recording, setup.accumulation),
+        model_flops=model_flops,
+        computed_flops=computed_flops,
+        whole=whole,
+        hardware=device,
+        times=None if device is None else time_of(recording, device, setup.accumulation),
+    )
+
+
+def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
+    """With all of the model's blocks; and why they were all run, if they were."""
+    short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
+    if model.layers <= RECORDED + 1:
+        return _recorded(model, short, model.layers), ""
+    try:
+        few, more = (_recorded(model, short, layers) for layers in (RECORDED, RECORDED + 1))
+        return unroll(few, more, model.layers), ""
+    except NotRegular as error:
+        return _recorded(model, short, model.layers), str(error)
+
+
+def _recorded(model: Model, setup: Setup, layers: int) -> Recording:
+    try:
+        return record(model, setup, layers=layers)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # of the user's model, on fake tensors
+        raise ShardingError(
+            f"{model.name} cannot be run on fake tensors with {layers} blocks:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def advise(
+    model: str | Model | Factory, setup: Setup, *, hardware: str | Hardware
+) -> Iterator[tuple[str, Plan]]:
+    """Changes to a setup that does not fit, one after another, cheapest in time first, until it fits."""
+    for words, change in _changes(setup):
+        setup = replace(setup, **change)
+        changed = plan(model, setup, hardware=hardware)
+        yield words, changed
+        if changed.fits:
+            return
+
+
+def _changes(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
+    if setup.reshard_after_forward is False:
+        yield "free parameters after forward (reshard_after_forward=True)", {"reshard_after_forward": True}
+    if setup.layout == "interleaved":
+        yield 'gather in place (layout="contiguous")', {"layout": "contiguous"}
+    if setup.checkpointing == "none":
+        yield "recompute most of each block (checkpointing='selective')", {"checkpointing": "selective"}
+    if setup.checkpointing != "full":
+        yield "recompute each block (checkpointing='full')", {"checkpointing": "full"}
+    if setup.micro_batch > 1:
+        steps = setup.accumulation * setup.micro_batch
+        yield "smaller micro-batches, more of them", {"micro_batch": 1, "accumulation": steps}
+    if setup.replicas > 1:
+        yield "cut over all ranks (replicas=1)", {"replicas": 1}
+    yield "twice as many ranks", {"ranks": 2 * setup.ranks}
+    yield "four times as many ranks", {"ranks": 4 * setup.ranks}
+
+
+def _lines(made: Plan) -> Iterator[str]:
+    setup, peak = made.setup, made.peak
+    yield (
+        f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
+        f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}), checkpointing"
+        f" {setup.checkpointing}, {setup.optimizer}, {setup.accumulation} x {setup.micro_batch} x"
+        f" {setup.sequence} tokens"
+    )
+    if made.whole:
+        yield f"All blocks were run: {made.whole}"
+    where = peak.phase if peak.layer is None else f"{peak.phase} of block {peak.layer}"
+    yield f"Memory of a rank, GiB: {peak.alive_bytes / GIB:.2f} alive at most, in {where}"
+    for category in CATEGORIES:
+        if category in peak.alive:
+            yield f"  {category:<16}{peak.alive[category] / GIB:8.2f}"
+    yield f"  {'reserved':<16}{made.reserved_bytes / GIB:8.2f}   by the allocator's model"
+    if made.hardware is not None:
+        verdict = "fits, with" if made.fits else "does not fit: short of"
+        yield f"  {verdict} {abs(made.free_bytes) / GIB:.2f} on {made.hardware.name}"
+    yield f"Sent by a rank: {made.wire_bytes / GIB:.2f} GiB a step"
+    for one in made.sent:
+        size = f"{one.nbytes / 2**20:10,.2f} MiB {one.dtype}"
+        yield f"  {one.count:>5} {one.kind:<15} of {size} over {one.ranks:,} ranks"
+    yield (
+        f"Operations of a rank: {made.model_flops:.3g} of the model (3 x forward; a multiply-add is 2,"
+        f" attention is not halved), {made.computed_flops:.3g} computed"
+    )
+    if made.times is not None:
+        yield (
+            f"Step: {made.times.step:.3f} s ({made.times.exposed:.3f} s of it communication that"
+            f" computation waits for); {made.tokens_per_s:,.0f} tokens/s a device; MFU {made.mfu:.1%}."
+            " By a model of the hardware whose efficiencies are assumed"
+        )

@@ -1,0 +1,108 @@
+"""What is planned for: how a model is cut and trained; and JSON of any dataclass, both ways."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+from shardwise.errors import ShardingError
+
+DType = Literal["float32", "bfloat16", "float16"]
+Checkpointing = Literal["none", "selective", "full"]
+Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is cut over ranks and trained.
+
+    Attributes:
+        ranks: data-parallel ranks in all.
+        device: "cuda" has streams for communication; on "cpu" each collective ends before its call does.
+        replicas: of them, how many hold each shard (HSDP); 1 cuts over all.
+        layout: as `fully_shard` takes it; so are `strategy` and `reshard_after_forward`.
+        stored_dtype: of the sharded parameters, and so of gradients and optimizer state.
+        param_dtype: of gathered parameters and computation.
+        reduce_dtype: of gradients while they are reduced.
+        ends_apart: the model's first and last modules are groups of their own, beside its blocks.
+        checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "full".
+        micro_batch: sequences a rank computes at a time.
+        sequence: tokens of each.
+        accumulation: micro-batches of one optimizer step.
+        reduce_once: gradients are reduced with the step's last micro-batch only.
+        clip_norm: whether gradients are clipped by their norm.
+        expandable_segments: of the caching allocator (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
+    """
+
+    ranks: int = 8
+    device: Literal["cuda", "cpu"] = "cuda"
+    replicas: int = 1
+    layout: Literal["interleaved", "contiguous"] = "interleaved"
+    strategy: str | None = None
+    reshard_after_forward: bool | int | None = None
+    stored_dtype: DType = "float32"
+    param_dtype: DType = "bfloat16"
+    reduce_dtype: DType = "float32"
+    ends_apart: bool = True
+    checkpointing: Checkpointing = "none"
+    optimizer: Optimizer = "AdamW fused"
+    micro_batch: int = 1
+    sequence: int = 2048
+    accumulation: int = 1
+    reduce_once: bool = False
+    clip_norm: bool = False
+    expandable_segments: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "replicas", "micro_batch", "sequence", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.ranks % self.replicas:
+            raise ShardingError(
+                f"a mesh of {self.replicas} replicas does not divide {self.ranks} ranks: choose replicas"
+                " among the divisors of ranks"
+            )
+        for name, kind in typing.get_type_hints(type(self)).items():
+            allowed = typing.get_args(kind)
+            if typing.get_origin(kind) is Literal and getattr(self, name) not in allowed:
+                raise ShardingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank's optimizer step."""
+        return self.micro_batch * self.sequence * self.accumulation
+
+
+def to_json(value: Any) -> str:
+    """A dataclass as JSON; `from_json` makes it again."""
+    return json.dumps(asdict(value), indent=1)
+
+
+def from_json(kind: type[T], text: str) -> T:
+    made: T = _made(kind, json.loads(text))
+    return made
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """`value`, as JSON has it, as annotated by `kind`."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = next((one for one in arguments if is_dataclass(one)), None)
+        return value if kind is None or value is None else _made(kind, value)
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        unknown = value.keys() - hints.keys()
+        if unknown:
+            raise ShardingError(f"{kind.__name__} has no field {sorted(unknown)}")
+        return kind(
+            **{one.name: _made(hints[one.name], value[one.name]) for one in fields(kind) if one.name in value}
+        )
+    if typing.get_origin(kind) in (list, tuple):
+        return typing.get_origin(kind)(_made(arguments[0], one) for one in value)
+    if typing.get_origin(kind) is dict:
+        return {key: _made(arguments[1], one) for key, one in value.items()}
+    return value

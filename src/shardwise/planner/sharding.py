@@ -1,0 +1,79 @@
+"""A setup applied to a module: checkpointing, `fully_shard`, the optimizer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise import optim
+from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
+from shardwise.planner.models import Model
+from shardwise.planner.setup import Setup
+
+aten = torch.ops.aten
+_KEPT = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+)
+_MATMULS = (aten.mm.default, aten.addmm.default)
+
+
+def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> None:
+    """Cut `module` over `mesh`: a group for each block, for each end if they are apart, for the rest."""
+    blocks = model.blocks(module)
+    if setup.checkpointing != "none":
+        for block in blocks:
+            recompute(block, selective=setup.checkpointing == "selective")
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, setup.param_dtype), reduce_dtype=getattr(torch, setup.reduce_dtype)
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "layout": setup.layout}
+    if setup.strategy is not None:
+        options["strategy"] = setup.strategy
+    units = [*blocks, *(model.ends(module) if setup.ends_apart else [])]
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=setup.reshard_after_forward, **options)
+    fully_shard(module, **options)
+
+
+def recompute(block: nn.Module, *, selective: bool) -> None:
+    """Let backward compute what `block` does again, or all but attention and every second matmul."""
+    contexts: dict[str, Any] = {"context_fn": _keep_every_second_matmul} if selective else {}
+    forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+    block.forward = forward
+
+
+def _keep_every_second_matmul() -> Any:
+    """Attention is kept, and so are the first, third, ... matmuls of a block; the rest is recomputed."""
+    matmuls = {False: 0, True: 0}  # of forward, of recomputation
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func in _MATMULS:
+            matmuls[context.is_recompute] += 1
+            kept = matmuls[context.is_recompute] % 2 == 1
+        else:
+            kept = func in _KEPT
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def optimizer_of(module: nn.Module, setup: Setup) -> torch.optim.Optimizer:
+    parameters = module.parameters()
+    if setup.optimizer == "AdamW fused":
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    if setup.optimizer == "AdamW":
+        return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+    if setup.optimizer == "AdamW flat":
+        return optim.flat(torch.optim.AdamW, module, lr=1e-3, fused=True)
+    if setup.optimizer == "AdamW 8 bits":
+        return optim.AdamW8bit(parameters, lr=1e-3)
+    if setup.optimizer == "Muon":
+        return optim.Muon(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=1e-3, foreach=True)

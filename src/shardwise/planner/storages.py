@@ -1,0 +1,140 @@
+"""How many bytes of tensor memory are alive, exactly, at every moment of a program.
+
+    with Storages() as storages:
+        storages.see(model.parameters())    # what was there before
+        with storages.peak("forward"):
+            loss = model(batch)
+    storages.peaks["forward"]
+
+Every storage that an operator takes or returns is known from then on by a weak reference; it counts until it
+dies. Memory also comes and goes without an operator, by `UntypedStorage.resize_`, which is watched too. Views
+share a storage and count once. What an operator allocates inside itself and frees again is not seen.
+
+Under `FakeTensorMode` sizes are real and memory is not, so any machine can look at any model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise._compat import FakeTensor, TorchDispatchMode
+
+
+def runs_its_own_ops(kind: type) -> bool:
+    """Is `kind` a tensor subclass that wraps others and computes with them, such as a DTensor?"""
+    inherited = getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
+    return not inherited and not issubclass(kind, FakeTensor)
+
+
+@dataclass
+class Life:
+    """A storage's sizes: at `times[i]`, an index of events, it became `sizes[i]` bytes."""
+
+    times: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+class Storages(TorchDispatchMode):
+    """Live bytes (`live`), the peaks of named phases (`peaks`), and each storage's history (`lives`)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peaks: dict[str, int] = {}
+        self.lives: list[Life] = []
+        self.now = 0  # counts events: operators, and changes of a storage
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}
+        self._highest = 0
+
+    def __enter__(self) -> Self:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._watched_resize(self._resize)  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _watched_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._see(storage)
+            return result
+
+        return resize_
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(runs_its_own_ops(kind) for kind in types):
+            return NotImplemented  # on to the subclass, whose ops on what it wraps then come through here
+        result = func(*args, **(kwargs or {}))
+        self.now += 1
+        self.ran(func, args, kwargs or {}, result)
+        return result
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator has run."""
+        self.see((args, kwargs, result))
+
+    def see(self, value: Any) -> None:
+        """Take note of every tensor in `value`, nested in any container, and of its storage's size."""
+        if isinstance(value, Tensor):
+            if not runs_its_own_ops(type(value)):  # such a tensor is a shape; what it wraps has the memory
+                self._see(value.untyped_storage())
+        elif isinstance(value, torch.UntypedStorage):  # which could be gone through byte by byte
+            self._see(value)
+        elif isinstance(value, dict):
+            self.see(tuple(value.values()))
+        elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+            for item in value:
+                if item is not None and not isinstance(item, (int, float, str)):
+                    self.see(item)
+
+    def life(self, tensor: Tensor) -> Life:
+        """The history of a live tensor's storage."""
+        return self._alive[id(tensor.untyped_storage())][1]
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        known = self._alive.get(key)
+        if known is None:
+            known = (weakref.ref(storage, lambda _: self._forget(key)), Life())
+            self._alive[key] = known
+            self.lives.append(known[1])
+        self._resized(known[1], storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        _, life = self._alive.pop(key)
+        self._resized(life, 0)
+
+    def _resized(self, life: Life, size: int) -> None:
+        before = life.sizes[-1] if life.sizes else 0
+        if size == before and life.sizes:
+            return
+        self.now += 1
+        life.times.append(self.now)
+        life.sizes.append(size)
+        self.live += size - before
+        self._highest = max(self._highest, self.live)
+
+    @contextmanager
+    def peak(self, name: str) -> Iterator[None]:
+        """Note the most bytes alive at once inside, under `name`."""
+        self._check()
+        self._highest = self.live
+        yield
+        self._check()
+        self.peaks[name] = self._highest
+
+    def _check(self) -> None:
+        found = sum(storage.nbytes() for ref, _ in self._alive.values() if (storage := ref()) is not None)
+        assert found == self.live, f"{found} bytes alive, {self.live} counted: memory changed unseen"

@@ -1,0 +1,131 @@
+"""How long a recorded step takes: operators by a roofline, collectives by latency and rate, streams as
+events.
+
+The host issues one event after another, in the library's own order, and takes time for each. An operator
+begins when its stream is free and the host has issued it. It takes the longer of its operations at the rate
+of its kind and its bytes at the memory's. A stream that waits for a mark goes on when the stream that made
+it got there.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from shardwise.comm.count import Collective
+from shardwise.errors import ShardingError
+from shardwise.planner.events import COMPUTATION, Compute, Mark, Record, Recording, Send, Wait
+from shardwise.planner.measure import last_step
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and how devices are connected; rates are of one device, in one direction.
+
+    Attributes:
+        matmul_efficiency: share of the peak that a large matmul reaches.
+        matmul_half_flops: operations of a matmul that reaches half of that.
+        attention_efficiency: share of the peak that attention reaches, all of it counted.
+        bandwidth_efficiency: share of the memory's bandwidth that an elementwise operator reaches.
+        host_seconds: of the host, to issue one operator.
+        host_link_bytes_per_s: between devices of one host, as collectives reach it.
+        network_bytes_per_s: of a host's connection to others, over its devices, likewise.
+    """
+
+    name: str
+    source: str
+    memory_bytes: int
+    peak_flops: dict[str, float]
+    memory_bytes_per_s: float
+    devices_per_host: int
+    host_link_bytes_per_s: float
+    network_bytes_per_s: float
+    host_latency_s: float
+    network_latency_s: float
+    matmul_efficiency: float
+    matmul_half_flops: float
+    attention_efficiency: float
+    bandwidth_efficiency: float
+    host_seconds: float
+    context_bytes: int  # of the driver and of communicators, outside the allocator
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of a step, in seconds. Exposed communication is what computation waits for."""
+
+    step: float
+    computation: float
+    communication: float
+    exposed: float
+    host: float
+
+
+def hardware_of(name: str) -> Hardware:
+    """The profile of that name, or of that file (TOML)."""
+    folder = resources.files("shardwise.planner") / "hardware"
+    known = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
+    if name in known:
+        text = (folder / f"{name}.toml").read_text()
+    elif name.endswith(".toml") and Path(name).exists():
+        text = Path(name).read_text()
+    else:
+        raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(known)}, or a file (.toml)")
+    return Hardware(**tomllib.loads(text))
+
+
+def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Times:
+    """Of the recording's last step."""
+    clocks: dict[str, float] = {}
+    marks: dict[Mark, float] = {}
+    host = computation = communication = exposed = 0.0
+    for _, event, times in last_step(recording, accumulation):
+        if isinstance(event, Compute):
+            host += hardware.host_seconds * times
+            takes = times * _compute_seconds(event, hardware)
+            clocks[event.stream] = max(clocks.get(event.stream, 0.0), host) + takes
+            computation += takes if event.stream == COMPUTATION else 0.0
+        elif isinstance(event, Send):
+            host += hardware.host_seconds * times
+            takes = times * send_seconds(event.collective, hardware)
+            clocks[event.stream] = max(clocks.get(event.stream, 0.0), host) + takes
+            communication += takes
+        elif isinstance(event, Record):
+            marks[event.mark] = clocks.get(event.stream, 0.0)
+        elif isinstance(event, Wait):
+            until, now = marks.get(event.mark, 0.0), max(clocks.get(event.stream, 0.0), host)
+            if until > now:
+                exposed += until - now if event.stream == COMPUTATION else 0.0
+                clocks[event.stream] = until
+    step = max([host, *clocks.values()])
+    return Times(step, computation, communication, exposed, host)
+
+
+def _compute_seconds(event: Compute, hardware: Hardware) -> float:
+    seconds = event.nbytes / (hardware.memory_bytes_per_s * hardware.bandwidth_efficiency)
+    if not event.flops:
+        return seconds
+    peak = hardware.peak_flops.get(event.dtype, min(hardware.peak_flops.values()))
+    if "attention" in event.name:
+        efficiency = hardware.attention_efficiency
+    else:
+        efficiency = hardware.matmul_efficiency * event.flops / (event.flops + hardware.matmul_half_flops)
+    return max(seconds, event.flops / (peak * efficiency))
+
+
+def send_seconds(call: Collective, hardware: Hardware) -> float:
+    """A ring over hosts, within which devices are next to each other; for small messages, a tree of hosts."""
+    ranks = call.group_size
+    if ranks == 1 or not call.bytes:
+        return 0.0
+    inside = min(ranks, hardware.devices_per_host)
+    hosts = math.ceil(ranks / hardware.devices_per_host)
+    rate = hardware.host_link_bytes_per_s
+    if hosts > 1:
+        rate = min(rate, hardware.network_bytes_per_s)
+    hops = min(hosts - 1, 2 * math.ceil(math.log2(hosts))) if hosts > 1 else 0
+    latency = (inside - 1) * hardware.host_latency_s + hops * hardware.network_latency_s
+    return latency + call.wire_bytes / rate

@@ -1,0 +1,222 @@
+"""A deep model's step from two shallow ones', exactly.
+
+A recording's segments come in loops: block after block, up in forward, down in backward. In a loop, what
+equal blocks in the middle do is equal but for which block's memory it is about, and that is as far away for
+each of them. So the loop of a deeper model has more of the same in its middle, and ends that are the same:
+
+    recorded     0  1  2  3  4  5  6  7
+    unrolled     0  1  2  3  3' 3' 3'  4  5  6  7
+
+Around the blocks there are tensors with an element for each parameter, say; their sizes grow by the same
+with each block. `unroll` reads that growth from a second recording, of one block more, and compares all of
+it with what it makes of the first, event by event. Where they differ it raises `NotRegular`: that model has
+to be recorded whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.planner.events import (
+    Allocate,
+    Compute,
+    Event,
+    Free,
+    Mark,
+    Memory,
+    Record,
+    Recording,
+    Segment,
+    Send,
+    Wait,
+)
+
+RECORDED, MIDDLE = 8, 3  # blocks; at either end as many as prefetches and late frees reach
+# Of memory or a mark: its loop, its block, its kind, its number among those of the segment.
+Birth = tuple[int, int | None, type, int]
+
+
+class NotRegular(Exception):  # noqa: N818
+    """What a model does is not the same for each block more."""
+
+
+@dataclass
+class _Loop:
+    """Segments one after another: one for each block, up or down; or a single one that does not repeat."""
+
+    segments: list[Segment]
+
+    @property
+    def repeats(self) -> bool:
+        return len(self.segments) > 1
+
+
+def unroll(small: Recording, large: Recording, layers: int) -> Recording:
+    """The recording of the same model with so many blocks.
+
+    Args:
+        small: of `RECORDED` blocks.
+        large: of one more.
+
+    Raises:
+        NotRegular: it cannot be told from these two.
+    """
+    loops, more = list(_loops(small)), list(_loops(large))
+    if len(loops) != len(more):
+        raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(more)} with {large.layers}")
+    growths: dict[int, list[Any]] = {}
+    for one, other in zip(loops, more, strict=True):
+        theirs = {segment.place.layer: segment for segment in other.segments}
+        for segment in one.segments:
+            layer = segment.place.layer
+            if layer is not None and layer > MIDDLE:
+                layer += 1
+            if layer not in theirs or len(theirs[layer].events) != len(segment.events):
+                raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
+            pairs = zip(segment.events, theirs[layer].events, strict=True)
+            growths[id(segment)] = [_growth(mine, its) for mine, its in pairs]
+    made = _unrolled(small, loops, growths, large.layers)
+    for mine, theirs in zip(_words(made), _words(large), strict=False):
+        if mine != theirs:
+            raise NotRegular(f"with {large.layers} blocks: expected {mine}, found {theirs}")
+    return made if layers == large.layers else _unrolled(small, loops, growths, layers)
+
+
+def _loops(recording: Recording) -> Iterator[_Loop]:
+    run: list[Segment] = []
+    for segment in [*recording.segments, None]:
+        if run and (segment is None or not _follows(run, segment)):
+            if len(run) == recording.layers:
+                yield _Loop(run)
+            else:
+                yield from (_Loop([one]) for one in run)
+            run = []
+        if segment is not None:
+            run.append(segment)
+
+
+def _follows(run: list[Segment], segment: Segment) -> bool:
+    last, place = run[-1].place, segment.place
+    if last.layer is None or place.layer is None or last[:3] != place[:3]:
+        return False
+    step = place.layer - last.layer
+    return abs(step) == 1 and (len(run) == 1 or step == last.layer - (run[-2].place.layer or 0))
+
+
+def _growth(small: Event, large: Event) -> Any:
+    if isinstance(small, Allocate) and isinstance(large, Allocate):
+        return large.memory.nbytes - small.memory.nbytes
+    if isinstance(small, Compute) and isinstance(large, Compute):
+        return large.flops - small.flops, large.nbytes - small.nbytes
+    if isinstance(small, Send) and isinstance(large, Send):
+        return large.collective.bytes - small.collective.bytes
+    return 0
+
+
+def _unrolled(small: Recording, loops: list[_Loop], growths: dict[int, list[Any]], layers: int) -> Recording:
+    copier = _Copier(small.layers, layers - small.layers, _births(loops), growths)
+    segments = []
+    for number, loop in enumerate(loops):
+        if not loop.repeats:
+            segments.append(copier.copy_single(loop, number))
+            continue
+        ordered = sorted(loop.segments, key=lambda segment: segment.place.layer or 0)
+        copies = list(zip(ordered[:MIDDLE], range(MIDDLE), strict=True))
+        copies += [(ordered[MIDDLE], MIDDLE + i) for i in range(copier.more + 1)]
+        copies += [(ordered[i], i + copier.more) for i in range(MIDDLE + 1, small.layers)]
+        if loop.segments[0] is not ordered[0]:
+            copies.reverse()
+        segments += [copier.copy(segment, number, layer) for segment, layer in copies]
+    parameters = small.parameters + copier.more * small.block_parameters
+    return replace(small, layers=layers, segments=segments, parameters=parameters)
+
+
+def _births(loops: list[_Loop]) -> dict[int, Birth]:
+    births: dict[int, Birth] = {}
+    for number, loop in enumerate(loops):
+        for segment in loop.segments:
+            for kind in (Allocate, Record):
+                new = [event for event in segment.events if isinstance(event, kind)]
+                births |= {id(one[0]): (number, segment.place.layer, kind, i) for i, one in enumerate(new)}
+    return births
+
+
+class _Copier:
+    """Copies segments, whose memory and marks are those of the deeper model."""
+
+    def __init__(
+        self, recorded: int, more: int, births: dict[int, Birth], growths: dict[int, list[Any]]
+    ) -> None:
+        self.recorded, self.more, self.births, self.growths = recorded, more, births, growths
+        self.made: dict[Birth, Any] = {}
+
+    def copy_single(self, loop: _Loop, number: int) -> Segment:
+        (segment,) = loop.segments
+        layer = segment.place.layer
+        return self.copy(segment, number, None if layer is None else layer + self._shift(layer))
+
+    def _grown(self, event: Event, growth: Any) -> Event:
+        if isinstance(event, Compute):
+            flops, nbytes = (now + one * self.more for now, one in zip(event[1:3], growth, strict=True))
+            return event._replace(flops=flops, nbytes=nbytes)
+        if isinstance(event, Allocate):
+            event.memory.nbytes += growth * self.more
+        elif isinstance(event, Send):
+            call = replace(event.collective, bytes=event.collective.bytes + growth * self.more)
+            return event._replace(collective=call)
+        return event
+
+    def _shift(self, layer: int) -> int:
+        """Seen from around the blocks: the first stay, the last move."""
+        return self.more if layer > MIDDLE else 0
+
+    def copy(self, segment: Segment, number: int, layer: int | None) -> Segment:
+        """`segment` as that of block `layer` of the deeper model: whatever it is about is as far away."""
+        was = segment.place.layer
+        moved = None if layer is None or was is None else layer - was
+        counts = {Allocate: itertools.count(), Record: itertools.count()}
+        events: list[Event] = []
+        for event in segment.events:
+            if isinstance(event, (Allocate, Record)):
+                old: Any = event[0]
+                kind = type(event)
+                new: Any = Mark(layer)
+                if kind is Allocate:
+                    new = Memory(old.nbytes, old.stream, old.category)
+                self.made[number, layer, kind, next(counts[kind])] = new
+                events.append(type(event)(new, *event[1:]))
+            elif isinstance(event, (Free, Wait)):
+                loop, where, kind, nth = self.births[id(event[0])]
+                if where is not None:
+                    where += self._shift(where) if moved is None else moved
+                birth = (loop, where, kind, nth)
+                if birth not in self.made:
+                    raise NotRegular(f"{segment.place}: something is used before it is made")
+                events.append(type(event)(self.made[birth], *event[1:]))
+            elif isinstance(event, Send) and isinstance(event.group, int):
+                shift = self._shift(event.group) if moved is None else moved
+                events.append(event._replace(group=event.group + shift))
+            else:
+                events.append(event)
+        growths = self.growths[id(segment)]
+        events = [self._grown(e, by) if by else e for e, by in zip(events, growths, strict=True)]
+        return Segment(segment.place._replace(layer=layer), events)
+
+
+def _words(recording: Recording) -> Iterator[Any]:
+    """A recording in words that are equal for equal ones: memory and marks by their numbers."""
+    numbers: dict[int, int] = {}
+    for segment in recording.segments:
+        for event in segment.events:
+            words: list[Any] = [segment.place, type(event).__name__, *event]
+            if isinstance(event, (Allocate, Record)):
+                numbers[id(event[0])] = len(numbers)
+            if isinstance(event, (Allocate, Free, Record, Wait)):
+                words[2] = numbers[id(event[0])]
+            if isinstance(event, Allocate):
+                words += [event.memory.nbytes, event.memory.category, event.memory.stream]
+            yield words
+    yield "the end"

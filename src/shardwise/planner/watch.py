@@ -1,0 +1,167 @@
+"""Following the library from block to block while it runs: who computes, who gathers, on which stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise import _compat
+from shardwise.comm.streams import CommStreams
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.state import FSDPState
+from shardwise.planner.events import COMPUTATION, STREAMS, Mark, Record, Wait
+from shardwise.planner.noop_group import listening
+
+if TYPE_CHECKING:
+    from shardwise.planner.record import Recorder
+
+Method = Callable[..., Any]
+
+
+@contextmanager
+def watching(recorder: Recorder, *, streams: bool) -> Iterator[None]:
+    """Tell `recorder` where the library is: for every state and group of the process, meanwhile.
+
+    Args:
+        streams: give the library streams, as an accelerator has them.
+    """
+    watcher = _Watcher(recorder)
+    watched: list[tuple[type, str, Callable[[Method], Method]]] = [
+        (FSDPState, "pre_forward", watcher.pre_forward),
+        (FSDPState, "post_forward", watcher.post_forward),
+        (FSDPState, "pre_backward", watcher.pre_backward),
+        (FSDPState, "reduce", watcher.reduce),
+        (FSDPState, "end_of_backward", watcher.end_of_backward),
+        (ParamGroup, "reshard", watcher.reshard),
+        (ParamGroup, "unshard", watcher.unshard),
+        (*_compat.SHAPES_OF_DTENSORS, watcher.unseen),
+    ]
+    originals = [(kind, name, getattr(kind, name)) for kind, name, _ in watched]
+    for kind, name, wrap in watched:
+        setattr(kind, name, wrap(getattr(kind, name)))
+    try:
+        with listening(recorder.heard), _recorded_streams(recorder) if streams else nullcontext():
+            yield
+    finally:
+        for kind, name, original in originals:
+            setattr(kind, name, original)
+
+
+class _Watcher:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.names: dict[int, int | str] = {}  # of groups: their block's number, or their module's name
+
+    def layer(self, state: FSDPState) -> int | None:
+        layers = [self.recorder.layer_of.get(id(ref())) for ref in state.modules]
+        return layers[0]
+
+    def pre_forward(self, original: Method) -> Method:
+        def pre_forward(state: FSDPState, *args: Any) -> Any:
+            layer = self.layer(state)
+            for group in state.groups:
+                if layer is not None:
+                    self.names[id(group)] = layer
+            if self.recorder.place.phase == "forward" and layer is not None:
+                self.recorder.go(layer=layer)
+            return original(state, *args)
+
+        return pre_forward
+
+    def post_forward(self, original: Method) -> Method:
+        def post_forward(state: FSDPState, *args: Any) -> Any:
+            result = original(state, *args)
+            if self.recorder.place.phase == "forward" and self.layer(state) == self.recorder.last:
+                self.recorder.go(layer=None, after=True)
+            return result
+
+        return post_forward
+
+    def pre_backward(self, original: Method) -> Method:
+        def pre_backward(state: FSDPState, grad: Any) -> Any:
+            recorder, layer = self.recorder, self.layer(state)
+            if layer is not None or recorder.place.layer is not None:
+                recorder.go(layer=layer, after=False)
+            return original(state, grad)
+
+        return pre_backward
+
+    def end_of_backward(self, original: Method) -> Method:
+        def end_of_backward(state: FSDPState) -> None:
+            self.recorder.go(phase="end of backward", layer=None, after=False)
+            original(state)
+
+        return end_of_backward
+
+    def reshard(self, original: Method) -> Method:
+        def reshard(group: ParamGroup) -> None:
+            if self.recorder.place.phase == "end of backward":
+                layer = self.names.get(id(group))
+                self.recorder.by_layer(layer if isinstance(layer, int) else None)
+            original(group)
+
+        return reshard
+
+    def reduce(self, original: Method) -> Method:
+        def reduce(state: FSDPState, *args: Any, **kwargs: Any) -> Any:
+            if state.groups:
+                self.recorder.group = self.names.get(id(state.groups[0]), state.groups[0].name)
+            return original(state, *args, **kwargs)
+
+        return reduce
+
+    def unseen(self, original: Method) -> Method:
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            before, self.recorder.looks_away = self.recorder.looks_away, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.recorder.looks_away = before
+
+        return unseen
+
+    def unshard(self, original: Method) -> Method:
+        def unshard(group: ParamGroup, **kwargs: Any) -> None:
+            self.recorder.group = self.names.get(id(group), group.name)
+            original(group, **kwargs)
+
+        return unshard
+
+
+class _Stream:
+    """In the place of an accelerator's: whatever is issued while it is entered is issued to it."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self.name, self.recorder = name, recorder
+
+    def __enter__(self) -> None:
+        self.recorder.streams.append(self.name)
+
+    def __exit__(self, *error: object) -> None:
+        self.recorder.streams.pop()
+
+    def record_event(self) -> Mark:
+        mark = Mark(self.recorder.place.layer)
+        self.recorder.write(Record(mark, self.name))
+        return mark
+
+    def wait_event(self, mark: Mark) -> None:
+        self.recorder.write(Wait(mark, self.name))
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+@contextmanager
+def _recorded_streams(recorder: Recorder) -> Iterator[None]:
+    streams = {name: _Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
+    kept = (CommStreams.create, torch.accelerator.current_stream)
+    CommStreams.create = lambda device: CommStreams(*(streams[name] for name in STREAMS))  # type: ignore
+    torch.accelerator.current_stream = lambda device=None: streams[recorder.streams[-1]]  # type: ignore
+    try:
+        yield
+    finally:
+        CommStreams.create, torch.accelerator.current_stream = staticmethod(kept[0]), kept[1]  # type: ignore

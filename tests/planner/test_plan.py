@@ -1,0 +1,165 @@
+"""Plans: facts that any planner must reproduce, real runs, JSON, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.storages import Allocated
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import shardwise
+import train_gpt
+from ranks import on_ranks
+from shardwise import planner
+from shardwise.cli import app
+from shardwise.comm.count import CommCounter
+from shardwise.errors import ShardingError
+from shardwise.planner.events import Send
+from shardwise.planner.measure import last_step, moments
+from shardwise.planner.models import model_of
+from shardwise.planner.record import record
+from shardwise.planner.setup import Setup
+from shardwise.planner.sharding import recompute
+
+GIB = 2**30
+WIDTH, DEPTH, SEQUENCE = 32, 3, 32
+
+
+# ---------------------------------------------------------------- facts
+
+
+def test_llama_3_8b_over_8_ranks_takes_what_is_known_of_it() -> None:
+    made = shardwise.plan("llama3-8b", ranks=8, sequence=64, hardware="h100")
+    assert made.parameters == 8_030_261_248
+    assert not made.whole
+    alive = made.moments[-1].alive
+    assert alive["parameters"] / GIB == pytest.approx(3.74, abs=0.005)
+    assert alive["optimizer"] == pytest.approx(2 * alive["parameters"], rel=1e-3)
+    counts = {(one.kind, one.nbytes): one.count for one in made.sent}
+    block = 218_112_000 * 2  # bytes of a block in bfloat16
+    gathers = sum(n for (kind, size), n in counts.items() if kind == "all_gather" and size < 1.01 * block)
+    reductions = sum(
+        n for (kind, size), n in counts.items() if kind == "reduce_scatter" and size < 2.02 * block
+    )
+    assert (gathers, reductions) == (2 * 32, 32)
+
+    kept = shardwise.plan("llama3-8b", ranks=8, sequence=64, reshard_after_forward=False)
+
+    def gathered(plan: planner.Plan) -> int:
+        """At the end of forward."""
+        return [one for one in plan.moments if one.phase == "forward"][-1].alive["gathered"]
+
+    assert gathered(kept) - gathered(made) == 32 * block + 128_256 * 4096 * 2  # and the embedding
+    assert 31 * block / GIB == pytest.approx(12.59, abs=0.005)
+
+
+# ---------------------------------------------------------------- real runs
+
+
+def gpt(layers: int = DEPTH) -> nn.Module:
+    return train_gpt.GPT(width=WIDTH, depth=layers, heads=2, seq=SEQUENCE)
+
+
+def llama(layers: int = 2) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=layers, use_cache=False))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize(
+    ("factory", "checkpointing"), [(gpt, "none"), (gpt, "selective"), (gpt, "full"), (llama, "full")]
+)
+@on_ranks(2)
+def test_a_plan_is_what_a_real_step_allocates_and_sends(
+    factory: Any, checkpointing: str, layout: str
+) -> None:
+    asked: dict[str, Any] = {"layout": layout, "checkpointing": checkpointing}
+    setup = Setup(
+        ranks=2,
+        device="cpu",
+        sequence=SEQUENCE,
+        micro_batch=2,
+        param_dtype="float32",
+        ends_apart=False,
+        **asked,
+    )
+    model = model_of(factory, sequence=SEQUENCE)
+    recording = record(model, setup, layers=model.layers)
+    predicted = max(moment.alive_bytes for moment in moments(recording))
+    issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
+
+    module = factory()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks(module):
+        if checkpointing != "none":
+            recompute(block, selective=checkpointing == "selective")
+        shardwise.fully_shard(block, mesh=mesh, layout=layout)
+    shardwise.fully_shard(module, mesh=mesh, layout=layout)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    tokens = torch.zeros(2, SEQUENCE, dtype=torch.int64)
+    with Allocated() as storages:
+        storages.see([[getattr(p, "_local_tensor", p) for p in module.parameters()], list(module.buffers())])
+        for _ in range(2):
+            optimizer.zero_grad()
+            with storages.peak("step"), CommCounter() as counter:
+                output = module(tokens)
+                logits = output if isinstance(output, torch.Tensor) else output.logits
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+                del output, logits
+                loss.backward()
+                del loss
+                optimizer.step()
+    assert storages.peaks["step"] == pytest.approx(predicted, rel=0.01)
+    assert counter.calls == issued
+
+
+# ---------------------------------------------------------------- what users meet
+
+
+def test_a_plan_is_json_both_ways_and_says_whether_it_fits() -> None:
+    made = shardwise.plan(gpt, ranks=4, sequence=SEQUENCE, hardware="a100-40gb")
+    assert planner.from_json(planner.Plan, planner.to_json(made)) == made
+    assert made.fits
+    assert made.peak_bytes < made.reserved_bytes < made.hardware.memory_bytes
+    assert 0 < made.mfu < 1
+    assert f"{made.parameters:,} parameters" in str(made)
+
+
+def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
+    def reads_values(layers: int = 2) -> nn.Module:
+        model = gpt(layers)
+        model.blocks[0].register_forward_hook(lambda module, args, output: output * output.sum().item())
+        return model
+
+    with pytest.raises(ShardingError, match="3 replicas does not divide 8 ranks"):
+        Setup(ranks=8, replicas=3)
+    with pytest.raises(ShardingError, match="checkpointing must be one of"):
+        Setup(checkpointing="some")
+    with pytest.raises(ShardingError, match=r"unknown model 'llama9'.*llama3-8b"):
+        shardwise.plan("llama9")
+    with pytest.raises(ShardingError, match=r"unknown hardware 'abacus'.*h100"):
+        shardwise.plan(gpt, sequence=SEQUENCE, hardware="abacus")
+    with pytest.raises(ShardingError, match="reads_values cannot be run on fake tensors"):
+        shardwise.plan(reads_values, sequence=SEQUENCE)
+
+
+def test_the_command_says_what_to_change_until_it_fits(tmp_path: Path) -> None:
+    takes = shardwise.plan(gpt, ranks=2, sequence=SEQUENCE, micro_batch=512).reserved_bytes
+    profile = tmp_path / "small.toml"
+    text = (Path(planner.__file__).parent / "hardware" / "h100.toml").read_text()
+    text = text.replace("memory_bytes = 85520809984", f"memory_bytes = {takes * 2 // 3}")
+    profile.write_text(text.replace("context_bytes = 2147483648", "context_bytes = 0"))
+    asked = ["plan", "test_plan:gpt", "--ranks", "2", "--sequence", str(SEQUENCE), "--micro-batch", "512"]
+    result = CliRunner().invoke(app, [*asked, "--hardware", str(profile)])
+    assert result.exit_code == 1, result.output
+    assert "does not fit: short of" in result.output
+    assert "fits, with" in result.output.splitlines()[-1]
