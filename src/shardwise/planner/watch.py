@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,7 @@ from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState
 from shardwise.planner.events import COMPUTATION, STREAMS, Mark, Record, Wait
 from shardwise.planner.noop_group import listening
-
-if TYPE_CHECKING:
-    from shardwise.planner.record import Recorder
+from shardwise.planner.recorder import Recorder
 
 Method = Callable[..., Any]
 

@@ -1,0 +1,294 @@
+"""Writing down what happens in a training step, event by event, and which block it is about.
+
+In forward and backward that is the block that runs (`watch` says which). Around them, in the optimizer say, it
+is the block whose memory an operator works on: one operator on the tensors of many blocks is an event for each.
+What an operator without such memory makes belongs to the block of the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.count import Collective, collectives
+from shardwise.comm.kinds import NAMESPACES
+from shardwise.planner.cost import cost_of
+from shardwise.planner.events import (
+    ACTIVATIONS,
+    COMPUTATION,
+    GATHERED,
+    LOGITS,
+    OPTIMIZER,
+    PARAMETERS,
+    STAGING,
+    TEMPORARY,
+    Allocate,
+    Compute,
+    Event,
+    Free,
+    Memory,
+    Place,
+    Segment,
+    Send,
+    Wait,
+)
+from shardwise.planner.storages import Life, Storages
+
+_NOBODY = object()
+
+
+class Recorder(Storages):
+    """Writes down what happens, while entered."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.looks_away = False  # from what computes shapes
+        self.segments = [Segment(Place(0, 0, "start", None))]
+        self.layer_of = {id(block): i for i, block in enumerate(blocks)}
+        self.last = len(blocks) - 1
+        self.group: int | str = ""  # on whose behalf something is sent
+        self.streams = [COMPUTATION]  # the current one is the last
+        self._now: dict[int, Memory] = {}  # by life
+        self._layers: dict[int, int | None] = {}  # of memory, by life
+        self._staged: list[Memory] = []
+        self._freed: set[int] = set()  # lives that were emptied: gathered memory
+        self._of: dict[int, list[Memory]] = {}  # all memory of a life
+        self._holds = False  # what is allocated belongs to the block of the next operator
+        self._held: list[tuple[int, Event]] = []
+        self._frees: list[tuple[int | None, Free]] = []
+        self.owner: Any = _NOBODY  # of what an operator around forward and backward makes
+        self._recomputed: list[Memory] | None = None
+        self._forward: list[Memory] = []
+
+    # Where
+
+    @property
+    def place(self) -> Place:
+        return self.segments[-1].place
+
+    def go(self, **to: Any) -> None:
+        """Whatever comes now is elsewhere."""
+        self._write_frees()
+        place = self.place._replace(**to)
+        if place != self.place:
+            self.segments.append(Segment(place))
+
+    def write(self, event: Event) -> None:
+        if self._frees:
+            self._write_frees()
+        if isinstance(event, Wait) and self._around:
+            self.by_layer(event.mark.layer)
+        self.segments[-1].events.append(event)
+
+    @property
+    def _around(self) -> bool:
+        """Neither forward nor backward: what comes is of the block whose memory it is about."""
+        return self.place.phase in ("start", "end of backward", "optimizer")
+
+    def by_layer(self, layer: int | None) -> None:
+        """What comes is about memory of this block, and so is what was made for the next operator."""
+        held, self._held = self._held, []
+        if layer != self.place.layer:
+            self.go(layer=layer, after=layer is None and self.place.layer is not None)
+        for key, event in held:
+            self._layers[key] = layer
+            self.write(event)
+
+    def _write_frees(self) -> None:
+        """Many blocks' memory at once is each block's; one block's may be what an operator left."""
+        frees, self._frees = self._frees, []
+        many = len({layer for layer, _ in frees}) > 1
+        if many:
+            self.go(layer=None, after=True)
+        for layer, event in frees:
+            if many:
+                self.by_layer(layer)
+            self.segments[-1].events.append(event)
+        if many:
+            self.go(layer=None, after=True)
+
+    # What
+
+    def _resized(self, life: Life, size: int) -> None:
+        before = life.sizes[-1] if life.sizes else None
+        super()._resized(life, size)
+        if size == before or (before is None and not size):
+            return
+        key = id(life)
+        if before:
+            free = Free(self._now.pop(key))
+            if any(held == key for held, _ in self._held):
+                self._held.append((key, free))
+            elif self._around:
+                self._frees.append((self._layers.get(key, self.place.layer), free))
+            else:
+                self.write(free)
+        if size:
+            memory = Memory(size, self.streams[-1])
+            self._now[key] = memory
+            self._of.setdefault(key, []).append(memory)
+            if not self._around:
+                self._layers[key] = self.place.layer
+            elif self.owner is not _NOBODY:
+                self._layers[key] = self.owner
+            if self.place.phase == "forward":
+                self._forward.append(memory)
+            if self._recomputed is not None:
+                self._recomputed.append(memory)
+            if self._holds:
+                self._held.append((key, Allocate(memory)))
+            else:
+                self.write(Allocate(memory))
+
+    def _watched_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        watched = super()._watched_resize(resize)
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = watched(storage, size)
+            if size == 0:
+                self._freed.add(id(self._alive[id(storage)][1]))
+            return result
+
+        return resize_
+
+    def memory_of(self, tensor: Tensor) -> Memory | None:
+        local = getattr(tensor, "_local_tensor", tensor)
+        known = self._alive.get(id(local.untyped_storage()))
+        return self._now.get(id(known[1])) if known else None
+
+    def own(self, tensors: Any, category: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and (memory := self.memory_of(tensor)) is not None:
+                memory.category = category
+
+    def heard(self, call: Collective, tensors: list[Tensor]) -> None:
+        """A collective of these tensors is issued."""
+        self.see(tensors)
+        self.write(Send(call, self.group, self.streams[-1]))
+        self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.looks_away or func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        namespace, _, name = func.name().partition("::")
+        if namespace in NAMESPACES:
+            for call in collectives(namespace, name.partition(".")[0], args):
+                self.write(Send(call, self.group, self.streams[-1]))
+        self._follow_recomputation()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._around:
+            self._ran_by_layer(func, args, kwargs, result)
+            return
+        self._compute(func, args, kwargs, result)
+        self.see((args, kwargs, result))
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        cost = cost_of(func, args, kwargs, result)
+        if cost is not None:
+            self.write(Compute(str(func.overloadpacket), *cost, self.streams[-1]))
+
+    def _ran_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator on many blocks' tensors at once is one event for each block."""
+        lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
+        if not lists:
+            tensors = [one for one in args if isinstance(one, Tensor) and not self._is_new(one)]
+            self.owner = self.owner_of(tensors)
+            if self.owner is not _NOBODY:
+                self.by_layer(self.owner)
+            if tensors:
+                self._compute(func, args, kwargs, result)
+            self._holds = not tensors
+            self.see((args, kwargs, result))
+        else:
+            results = result if isinstance(result, (list, tuple)) else ()
+            for i, first in enumerate(lists[0]):
+                row = [one[i] for one in lists if len(one) == len(lists[0])]
+                self.owner = self.owner_of(row)
+                if self.owner is not _NOBODY:
+                    self.by_layer(self.owner)
+                made = results[i] if len(results) == len(lists[0]) else None
+                nbytes = sum(one.nbytes for one in row) + (first if made is None else made).nbytes
+                dtype = str(first.dtype).removeprefix("torch.")
+                self.write(Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1]))
+                self.see((row, made))
+            self.see((args, kwargs, result))
+        self.owner, self._holds = _NOBODY, False
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        known = self._alive.get(id(tensor.untyped_storage()))
+        return known is None or any(key == id(known[1]) for key, _ in self._held)
+
+    def owner_of(self, tensors: list[Tensor]) -> Any:
+        """The block that the first of them belongs to, None for around the blocks; or nobody."""
+        for tensor in tensors:
+            known = self._alive.get(id(tensor.untyped_storage()))
+            if known is not None and id(known[1]) in self._layers:
+                return self._layers[id(known[1])]
+        return _NOBODY
+
+    # Categories
+
+    def _follow_recomputation(self) -> None:
+        """Operators of backward that record for autograd recompute; what they leave behind is kept."""
+        recomputes = self.place.phase == "backward" and torch.is_grad_enabled()
+        if recomputes and self._recomputed is None:
+            self._recomputed = []
+        elif not recomputes and self._recomputed is not None:
+            self._keep(self._recomputed)
+            self._recomputed = None
+
+    def _keep(self, made: list[Memory]) -> None:
+        alive = {id(memory) for memory in self._now.values()}
+        for memory in made:
+            if id(memory) in alive and memory.category == TEMPORARY:
+                memory.category = ACTIVATIONS
+
+    def end_forward(self) -> None:
+        self._keep(self._forward)
+        self._forward = []
+
+    def finish(self) -> list[Segment]:
+        """What was written down, with the categories that show in the end."""
+        self.by_layer(None)
+        for key, made in self._of.items():
+            for memory in made:
+                if key in self._freed:
+                    memory.category = GATHERED
+        for memory in self._staged:
+            if memory.category in (TEMPORARY, ACTIVATIONS):
+                memory.category = STAGING
+        lasting = {id(memory) for memory in self._now.values()}
+        for segment in self.segments:
+            place = segment.place
+            for event in segment.events:
+                if not isinstance(event, Allocate) or event.memory.category not in (TEMPORARY, ACTIVATIONS):
+                    continue
+                if place.phase == "optimizer" and id(event.memory) in lasting:
+                    event.memory.category = OPTIMIZER
+                elif place.phase == "forward" and id(event.memory) in lasting:
+                    event.memory.category = PARAMETERS  # gathered once and for all
+                elif place.after and place.phase in ("forward", "backward"):
+                    event.memory.category = LOGITS
+        _order_frees(self.segments)
+        segments, self.segments = self.segments, self.segments[-1:]
+        return segments
+
+
+def _order_frees(segments: list[Segment]) -> None:
+    """What is freed at the same time is freed in the order in which it was allocated."""
+    numbers: dict[int, int] = {}
+    for segment in segments:
+        ordered: list[Event] = []
+        for frees, run in itertools.groupby(segment.events, lambda event: isinstance(event, Free)):
+            events = list(run)
+            numbers |= {
+                id(e.memory): len(numbers) + i for i, e in enumerate(events) if isinstance(e, Allocate)
+            }
+            ordered += sorted(events, key=lambda event: numbers[id(event[0])]) if frees else events
+        segment.events = ordered
