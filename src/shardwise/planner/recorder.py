@@ -1,8 +1,8 @@
 """Writing down what happens in a training step, event by event, and which block it is about.
 
-In forward and backward that is the block that runs (`watch` says which). Around them, in the optimizer say, it
-is the block whose memory an operator works on: one operator on the tensors of many blocks is an event for each.
-What an operator without such memory makes belongs to the block of the next one.
+In forward and backward that is the block that runs (`watch` says which). Around them, in the optimizer say,
+it is the block whose memory an operator works on: one operator on the tensors of many blocks is an event for
+each. What an operator without such memory makes belongs to the block of the next one.
 """
 
 from __future__ import annotations
