@@ -32,6 +32,7 @@ TEXT = torch.frombuffer(bytearray(b"the cat sat on the mat; " * 40), dtype=torch
 def train(folder: Path, case: dict[str, Any], attempt: int, fault: dict[str, Any] | None) -> int:
     """One attempt to reach STEPS; the step that it began from. What each rank saw is left in `folder`."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that is still joining would fail if this one left
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / f"store-{attempt}"), size)
     seconds = timedelta(seconds=TIMEOUT if fault is not None and fault["kind"] == "stop" else LONG)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
 import shutil
 import sys
 import threading
@@ -30,7 +29,6 @@ from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError
 
 _LOOK = 0.02  # seconds between looks for the others' parts
-_NICENESS = 10  # of the thread, where the system knows one: the run goes first
 _PART, _FAILED = "part-{}.json", "failed-{}.json"
 _log = logging.getLogger("shardwise")
 
@@ -55,7 +53,7 @@ class Saving:
             chunks: what this rank writes, in memory that nobody else changes.
             commit: makes the checkpoint of all ranks' parts; rank 0 calls it.
         """
-        self._what, self._staging, self._commit = what, staging, commit
+        self._what, self._staging = what, staging
         self._rank, self._size = rank_and_size()
         group = dist.group.WORLD if dist.is_initialized() else None
         self._patience = _compat.timeout_of(group).total_seconds() if group else 0.0
@@ -63,10 +61,8 @@ class Saving:
         self._problem: str | None = None
         self._given_up = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=([*chunks],), name="shardwise-save", daemon=True
+            target=self._run, args=([*chunks], commit), name="shardwise-save", daemon=True
         )
-        if not _in_flight:
-            atexit.register(_finish)
         _in_flight.append(self)
         self._thread.start()
 
@@ -104,14 +100,12 @@ class Saving:
             raise CheckpointError(self._problem)
         return self._path
 
-    def _run(self, chunks: list[tuple[Chunk, Tensor]]) -> None:
+    def _run(self, chunks: list[tuple[Chunk, Tensor]], commit: Callable[[list[Part]], Path]) -> None:
         try:
-            with suppress(AttributeError, OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             self._leave(_PART, write_part(self._staging, self._rank, chunks))
             chunks.clear()
             if self._rank == 0:
-                self._path = self._commit(self._parts())
+                self._path = commit(self._parts())
         except Exception as error:
             self._problem = (
                 str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -168,3 +162,6 @@ def _finish() -> None:
             saving._thread.join()
             if saving.failed:
                 _log.error("%s failed: %s", saving._what, saving._problem)
+
+
+atexit.register(_finish)
