@@ -34,7 +34,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients finetune test fuzz faults lint bench verify docs clean
+.PHONY: help train recommender clients finetune test fuzz faults soak lint bench verify docs clean
 .DEFAULT_GOAL := help
 
 SHOWN = $(foreach name,$(sort $(shell sed -nE 's/^[a-z]+:.*## .* : //p' Makefile)),$(name)=$($(name)))
@@ -88,6 +88,9 @@ fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and o
 faults: $(VENV)/.installed-dev ## TRIALS faults from SEED: ranks killed, stopped, slowed, disks full, bits flipped; then torchrun 4 -> 3 -> 4 ranks : TRIALS SEED
 	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults --trials $(TRIALS) --seed $(SEED)
 	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.elastic --seed $(SEED)
+
+soak: $(VENV)/.installed-dev ## STEPS steps with saves in the background: memory, open files and threads stay flat : RANKS STEPS
+	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.soak --steps $(STEPS) --ranks $(RANKS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .
