@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, list[str]] = {  # by name: script, arguments
     "memory": ["memory.py"],
     "steps": ["steps.py"],
     "padding": ["padding.py", "--write"],
+    "plan": ["plan.py", "--write"],
     "reshard": ["reshard.py", "--vs", "torch", "--write"],
     "checkpoint": ["checkpoint.py", "--write"],
     "compiled_step": ["compiled_step.py", "--world", "2", "--blocks", "4"],

@@ -170,7 +170,7 @@ def plan(
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
     optimizer: Annotated[
-        str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
+        str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits or SGD.")
     ] = "AdamW fused",
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences a rank computes at a time.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,

@@ -12,7 +12,7 @@ from shardwise.errors import ShardingError
 
 DType = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
-Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
+Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "SGD"]
 T = TypeVar("T")
 
 

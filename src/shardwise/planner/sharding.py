@@ -74,6 +74,4 @@ def optimizer_of(module: nn.Module, setup: Setup) -> torch.optim.Optimizer:
         return optim.flat(torch.optim.AdamW, module, lr=1e-3, fused=True)
     if setup.optimizer == "AdamW 8 bits":
         return optim.AdamW8bit(parameters, lr=1e-3)
-    if setup.optimizer == "Muon":
-        return optim.Muon(parameters, lr=1e-3)
     return torch.optim.SGD(parameters, lr=1e-3, foreach=True)

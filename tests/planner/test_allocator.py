@@ -1,0 +1,68 @@
+"""The caching allocator's model, against what is known of the real one, by hand; and times of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwise.comm.count import Collective
+from shardwise.planner.allocator import MIB, Allocator
+from shardwise.planner.events import COMPUTATION, Compute, Mark, Place, Record, Recording, Segment, Send, Wait
+from shardwise.planner.timing import hardware_of, send_seconds, time_of
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "segment"),
+    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB)]
+    + [(11 * MIB, 12 * MIB)],
+)
+def test_a_first_request_reserves_a_segment_of_its_kind(nbytes: int, segment: int) -> None:
+    allocator = Allocator()
+    allocator.allocate(nbytes, "a")
+    assert allocator.reserved == segment
+
+
+def test_what_is_left_of_a_segment_serves_the_next_and_neighbours_become_one_again() -> None:
+    allocator = Allocator()
+    pieces = [allocator.allocate(5 * MIB, "a") for _ in range(4)]
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate(5 * MIB, "another stream")
+    assert allocator.reserved == 40 * MIB
+    for i in (0, 2, 1):
+        allocator.free(pieces[i])
+    whole = allocator.allocate(15 * MIB, "a")
+    assert allocator.reserved == 40 * MIB
+    allocator.free(whole)
+    allocator.free(pieces[3])
+    allocator.allocate(20 * MIB, "a")
+    assert allocator.reserved == allocator.peak == 40 * MIB
+
+
+def test_fragments_too_small_for_a_request_are_no_use_but_to_segments_that_grow() -> None:
+    reserved = []
+    for expandable in (False, True):
+        allocator = Allocator(expandable=expandable)
+        first = allocator.allocate(100 * MIB, "a")
+        allocator.free(first)
+        allocator.allocate(120 * MIB, "a")
+        reserved.append(allocator.reserved)
+    assert reserved == [220 * MIB, 120 * MIB]
+
+
+def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> None:
+    hardware = replace(hardware_of("h100"), host_seconds=0.0)
+    call = Collective("all_gather", 8 * 10**9, torch.bfloat16, 8)
+    sends = send_seconds(call, hardware)
+    assert sends == pytest.approx(7 * 10**9 / hardware.host_link_bytes_per_s, rel=0.01)
+    assert send_seconds(replace(call, group_size=1), hardware) == 0
+    rate = hardware.memory_bytes_per_s * hardware.bandwidth_efficiency
+    for longer in (0.5, 2.0):
+        computes = Compute("add", 0, int(longer * sends * rate), "bfloat16", COMPUTATION)
+        mark = Mark()
+        events = [Send(call, "", "all-gather"), Record(mark, "all-gather"), computes, Wait(mark, COMPUTATION)]
+        segment = Segment(Place(0, 0, "forward", None), [*events, computes])
+        times = time_of(Recording(1, [segment], 0, 0, 0), hardware, 1)
+        assert times.exposed == pytest.approx(max(0.0, 1 - longer) * sends, rel=1e-6)
+        assert times.step == pytest.approx((max(1, longer) + longer) * sends, rel=1e-6)
