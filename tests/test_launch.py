@@ -76,12 +76,14 @@ def test_a_script_without_a_launcher_is_told_how_to_start_it(show: Any, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "status", "told"), [(3, 3, ""), (-9, 137, "rank 1 was ended by SIGKILL\n")]
+    ("exitcode", "status", "told"),
+    [(1, 1, ""), (3, 3, "rank 1 exited with status 3\n"), (-9, 137, "rank 1 was ended by SIGKILL\n")],
 )
 def test_the_status_is_that_of_the_first_rank_to_fail(
     exitcode: int, status: int, told: str, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(args: object) -> None:
+    def fail(args: Any) -> None:
+        assert args.training_script_args == ["--n", "4"]  # torchrun has options that begin so
         later = ProcessFailure(local_rank=0, pid=1, exitcode=-15, error_file="")
         first = ProcessFailure(local_rank=1, pid=2, exitcode=exitcode, error_file="")
         object.__setattr__(first, "timestamp", 0)
@@ -89,7 +91,7 @@ def test_the_status_is_that_of_the_first_rank_to_fail(
 
     monkeypatch.setattr("torch.distributed.run.run", fail)
     monkeypatch.setattr("logging.disable", lambda level: None)
-    assert launch.launch(["train.py"], ranks=2) == status
+    assert launch.launch(["train.py", "--n", "4"], ranks=2) == status
     assert capfd.readouterr().err == told
 
 

@@ -56,10 +56,14 @@ def launch(command: Sequence[str], *, ranks: int) -> int:
     if not shows_all():
         logging.disable(logging.ERROR)  # in this process, which does nothing else
     try:
-        run.run(run.parse_args(["--standalone", f"--nproc-per-node={ranks}", *command]))
+        parser = run.get_args_parser()
+        parser.allow_abbrev = False  # else it takes a script's own arguments that begin as its own do
+        run.run(parser.parse_args(["--standalone", f"--nproc-per-node={ranks}", *command]))
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode > 0:  # it has said why
+        if failure.exitcode > 0:
+            if failure.exitcode != 1:  # else it has said why
+                print(f"rank {rank} exited with status {failure.exitcode}", file=sys.stderr)
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
         print(f"rank {rank} was ended by {name}", file=sys.stderr)

@@ -112,6 +112,19 @@ def test_graphs_that_differ_on_one_rank_are_an_error_on_all() -> None:
 
 
 @on_ranks(2)
+def test_sizes_may_be_dynamic_from_the_first_call_on() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4))
+    made = shardwise.compile(model, backend="aot_eager", dynamic=True)
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        expected = model(x)
+        assert torch.equal(made(x), expected)
+    made(x).sum().backward()
+    assert model.weight.grad is not None
+
+
+@on_ranks(2)
 def test_a_bound_that_the_model_breaks_is_an_error_when_it_is_called() -> None:
     net = Net()
     for block in net.blocks:

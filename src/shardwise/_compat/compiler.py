@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,7 +224,13 @@ def why_untraceable(error: Exception) -> str | None:
     """Why a compiler cannot make one graph of a function, in a line; None if `error` does not say that."""
     from torch._dynamo.exc import Unsupported
 
-    return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
+    if not isinstance(error, Unsupported):
+        return None
+    text = str(error).strip()
+    found = [text.partition("\n")[0]]
+    found += re.findall(r"Developer debug context: (.+)", text)[:1]
+    found += [f"{file}:{line}" for file, line in re.findall(r'File "(.+)", line (\d+)', text)[-1:]]
+    return "; ".join(found)
 
 
 def compiled_frame() -> tuple[int, int] | None:

@@ -26,6 +26,7 @@ from shardwise import _compat
 from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import guard, interrupted
+from shardwise.fsdp.fast import Seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
@@ -38,6 +39,14 @@ _LOG = logging.getLogger("shardwise")
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
 
+# Segments in graphs of which nothing trained when they were traced, with their parameters.
+_frozen: weakref.WeakKeyDictionary[Segment, tuple[ShardedParam, ...]] = weakref.WeakKeyDictionary()
+
+
+class _Unfrozen:
+    looked_at = -1  # the count of optimizer steps when the frozen ones were looked at
+
+
 def prepare(state: ModuleState) -> None:
     """Make `state` and all others ready to be traced.
 
@@ -46,6 +55,11 @@ def prepare(state: ModuleState) -> None:
     if state.schedule is None:
         state.schedule = state.become_root()
     _prepare(state)
+    for group in state.groups:
+        if isinstance(group.traced, list):
+            for segment, params in zip(group.traced, group.members, strict=True):
+                if segment.assign is None:
+                    _frozen[segment] = tuple(params)
     for one in live_states():
         with suppress(ValueError):  # the process group of a model that nobody runs any more was destroyed
             _prepare(one)
@@ -55,12 +69,22 @@ def _prepare(state: ModuleState) -> None:
     guard.lift(state.guards)  # code of their own, which each graph would depend on
     state.guards = []
     for group, reducer in zip(state.groups, state.reducers, strict=True):
-        if group.traced is None:
+        if group.traced is None or _trains_otherwise(group):
+            for old in group.traced if isinstance(group.traced, list) else ():
+                _frozen.pop(old, None)
             group.traced = _refusal(group, reducer) or [
                 _segment(state, group, reducer, index) for index in range(len(group.members))
             ]
             if isinstance(group.traced, str):
                 _LOG.info("%s: '%s' runs outside of graphs: it has %s", here(), state.name, group.traced)
+
+
+def _trains_otherwise(group: ParamGroup) -> bool:
+    """Than when its segments were made, which is before `torch.compiler.reset()`."""
+    return isinstance(group.traced, list) and any(
+        [param.sharded.requires_grad for param in params] != list(segment.cut.trains)
+        for segment, params in zip(group.traced, group.members, strict=True)
+    )
 
 
 def refresh(state: ModuleState) -> None:
@@ -102,7 +126,7 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         how,
         reshard=_reshards(state, group),
         shard=group.shards[index].detach(),
-        route=_leaf(reduced // how.scatter_ranks, how.stored, how.device, trains),
+        route=_leaf(reduced // int(how.scatter_ranks), how.stored, how.device, trains),
         whole=_leaf(reduced, how.dtype, how.device, trains),
         places=[[(owner.parameters, owner.name) for owner in param.owners] for param in params],
         wraps=[_wrap(param) for param in params],
@@ -150,15 +174,16 @@ def _assign(
     interrupted.check_eager_gradients(owner)
     if owner.is_unsharded:  # by an eager forward before, whose backward never came
         owner.reshard()
-    trains = tuple(param.sharded.requires_grad for param in params)
-    if trains != alive.cut.trains:
-        changed = [
-            p.name for p, now, then in zip(params, trains, alive.cut.trains, strict=True) if now != then
-        ]
+    trains = zip(params, alive.cut.trains, strict=True)
+    changed = [param.name for param, then in trains if param.sharded.requires_grad != then]
+    if _Unfrozen.looked_at != Seen.steps:  # once a step: no gradient comes for these
+        changed += [p.name for members in _frozen.values() for p in members if p.sharded.requires_grad]
+    if changed:
         raise LifecycleError(
             f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
             " after freezing or unfreezing parameters"
         )
+    _Unfrozen.looked_at = Seen.steps
     try:
         assign(grad)
     except RuntimeError:
@@ -190,19 +215,23 @@ def _collectives(group: ParamGroup, reducer: GradReducer, segment: Gathered) -> 
     scatter, reduce = _name(plan.shard_group), _name(plan.replicate_group)
     return Collectives(
         gather_group=_name(group.shard_group),
-        gather_ranks=group.ranks,
+        gather_ranks=str(group.ranks),
         gather_dtype=segment.gather_dtype,
         scatter_group=scatter,
-        scatter_ranks=plan.shard_ranks,
+        scatter_ranks=str(plan.shard_ranks),
         scatter_op=_OPS[plan.factors.reduce_scatter_op],
         reduce_group=reduce,
         reduce_op=_OPS[plan.factors.all_reduce_op],
-        before=plan.factors.before,
-        after=plan.factors.after,
+        before=_text(plan.factors.before),
+        after=_text(plan.factors.after),
         dtype=plan.dtype,
         stored=segment.dtype,
         device=group.device,
     )
+
+
+def _text(number: float | None) -> str | None:
+    return None if number is None else repr(float(number))
 
 
 def _wrap(param: ShardedParam) -> dict[str, Any] | None:

@@ -120,18 +120,21 @@ class Cut:
 
 @dataclass(frozen=True)
 class Collectives:
-    """A segment's collectives, as constants of a graph; a group of None has no other ranks."""
+    """A segment's collectives, as constants of a graph; a group of None has no other ranks.
+
+    Numbers are text, as those of `Cut`.
+    """
 
     gather_group: str | None
-    gather_ranks: int
+    gather_ranks: str
     gather_dtype: torch.dtype
     scatter_group: str | None
-    scatter_ranks: int
+    scatter_ranks: str
     scatter_op: str
     reduce_group: str | None
     reduce_op: str
-    before: float | None  # divisors
-    after: float | None
+    before: str | None  # divisors
+    after: str | None
     dtype: torch.dtype  # of the reduction
     stored: torch.dtype
     device: torch.device
@@ -140,19 +143,19 @@ class Collectives:
         shard = shard.to(self.gather_dtype)
         if self.gather_group is None:
             return shard
-        return _compat.traced_all_gather(shard, self.gather_ranks, self.gather_group)
+        return _compat.traced_all_gather(shard, int(self.gather_ranks), self.gather_group)
 
     def reduce(self, grads: Tensor) -> Tensor:
         if self.before is not None:
-            grads = grads / self.before
+            grads = grads / float(self.before)
         if self.scatter_group is not None:
             grads = _compat.traced_reduce_scatter(
-                grads, self.scatter_op, self.scatter_ranks, self.scatter_group
+                grads, self.scatter_op, int(self.scatter_ranks), self.scatter_group
             )
         if self.reduce_group is not None:
             grads = _compat.traced_all_reduce(grads, self.reduce_op, self.reduce_group)
         if self.after is not None:
-            grads = grads / self.after
+            grads = grads / float(self.after)
         return grads.to(self.stored)
 
 

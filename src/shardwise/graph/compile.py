@@ -53,7 +53,7 @@ def compile(
         mode: "full" compiles the whole model into one graph, in which gathers overlap the compute of other
             groups. "regional" compiles each innermost sharded module in place, and equal ones once: that
             takes the time of one, but each gathers when it is called.
-        fullgraph: raise where a graph would break.
+        fullgraph: raise where a graph would break; the default, unlike torch's.
         dynamic: as `torch.compile` has it.
         prefetch: gather parameters this many groups ahead; 0: where they are needed.
         max_unsharded: gather no more groups than this at a time; None: as many as `prefetch` takes.

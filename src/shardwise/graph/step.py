@@ -77,8 +77,10 @@ def compile_step(
         dynamic, prefetch, max_unsharded, options: as of `shardwise.compile`.
 
     Raises:
-        ShardingError: options for another backend than inductor; (when called) what cannot be one graph.
+        ShardingError: options for another backend than inductor; an optimizer of other parameters, or whose
+            step takes a closure; (when called) what cannot be one graph.
     """
+    _check(model, optimizer)
     return CompiledStep(
         model,
         loss_fn,
@@ -91,6 +93,24 @@ def compile_step(
         passes=Passes(prefetch=prefetch, max_unsharded=max_unsharded),
         options=options,
     )
+
+
+def _check(model: nn.Module, optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise ShardingError(
+            f"{here()}: expected an optimizer whose step takes no closure, found {type(optimizer).__name__}"
+        )
+    mine = {id(param) for param in model.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    if (
+        held
+        and not any(id(param) in mine for param in held)
+        and type(optimizer).__module__.startswith("torch.")
+    ):
+        raise ShardingError(
+            f"{here()}: this {type(optimizer).__name__} would train nothing of this {type(model).__name__};"
+            " make it of model.parameters(), after fully_shard"
+        )
 
 
 class CompiledStep:

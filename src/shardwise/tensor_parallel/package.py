@@ -83,7 +83,9 @@ def save(
 
     def check() -> list[dict[str, Any]]:
         if place.exists() and not overwrite:
-            raise ShardingError(f"{place} is there already; choose another folder, or pass overwrite=True")
+            raise ShardingError(
+                f"{place} is there already; choose another folder, or pass overwrite=True (--overwrite)"
+            )
         return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
 
     _check_parts([record for each in told(check) for record in each])

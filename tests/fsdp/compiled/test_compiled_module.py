@@ -179,6 +179,27 @@ def test_parameters_that_are_frozen_later_are_named_and_moved_ones_are_followed(
 
 
 @on_ranks(2)
+def test_a_block_unfrozen_after_compilation_raises_and_trains_after_a_reset() -> None:
+    model, eager = (by_block(Transformer(depth=2), layout="interleaved") for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    words = batch(0, 4, 5)
+    model.blocks[0].requires_grad_(False)
+    loss_of(made, words).backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    model.requires_grad_(True)
+    with pytest.raises(LifecycleError, match=r"blocks.0.*changed after compilation"):
+        loss_of(made, words).backward()
+    torch.compiler.reset()
+    model.zero_grad()
+    model.reset_iter_state()
+    loss_of(made, words).backward()
+    loss_of(eager, words).backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(local(ours.grad), local(theirs.grad))
+
+
+@on_ranks(2)
 def test_settings_are_followed_without_compiling_again_where_they_are_what_they_were() -> None:
     model = by_block(Transformer(depth=1), layout="interleaved")
     made = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -59,7 +59,7 @@ class Passes:
             ("max_unsharded", self.max_unsharded, 1),
             ("merge_bytes", self.merge_bytes, 0),
         ):
-            if value is not None and value < least:
+            if value is not None and (not isinstance(value, int) or value < least):
                 raise ShardingError(f"{name} is {value!r}; expected a whole number of {least} or more")
 
     def __call__(self, graph: Graph) -> None:
