@@ -237,7 +237,7 @@ def test_a_step_like_the_last_one_compares_nothing() -> None:
             net(torch.ones(2, 4))
 
     assert newly(lambda: step(net)) == [
-        "run the forward of FSDPNet",
+        "run the forward of Net",
         *[f"gather 'blocks.{index}'" for index in range(3)],
         "gather 'blocks.1'",
         "reduce the gradients of 'blocks.2'",
@@ -246,11 +246,11 @@ def test_a_step_like_the_last_one_compares_nothing() -> None:
         "reduce the gradients of 'blocks.0'",
         "end the backward pass",
     ]
-    assert newly(lambda: step(net)) == ["run the forward of FSDPNet"]  # it follows a pass for the first time
+    assert newly(lambda: step(net)) == ["run the forward of Net"]  # it follows a pass for the first time
     assert newly(lambda: step(net)) == []
     assert newly(evaluate) == []
     # After a pass without backward; and a backward follows this forward again.
-    assert newly(lambda: step(net)) == ["run the forward of FSDPNet", "gather 'blocks.1'"]
+    assert newly(lambda: step(net)) == ["run the forward of Net", "gather 'blocks.1'"]
     assert newly(lambda: step(net)) == []
 
 
@@ -287,7 +287,7 @@ def test_collectives_outside_of_steps_do_not_meet_those_inside(ranks: RankPool, 
         assert seconds < SECONDS, (seconds, message)
         assert message.startswith("RankMismatchError"), message
         assert says in message, message
-        assert "run the forward of FSDPNet" in message, message
+        assert "run the forward of Net" in message, message
 
 
 def clips_otherwise(case: str, agreed_before: bool) -> tuple[str, float]:

@@ -247,7 +247,7 @@ class ContiguousGroup(ParamGroup):
             return
         self.refreshed_at = state
         if self.orders and self.refresh_group is not None:
-            self.announce(event_for(f"gather what the optimizer changed of '{self.name}'"))
+            self.announce(event_for(f"gather what the optimizer changed of '{self.name or 'the root'}'"))
         for buffer in self.buffers:
             if buffer.resident is buffer.shard:
                 continue

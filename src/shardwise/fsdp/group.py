@@ -286,11 +286,10 @@ class ParamGroup(ABC):
     def announce_gather(self) -> None:
         """Before an all-gather; see `comm.order`."""
         if self.gather_event is None:
-            sizes = [f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments]
+            sizes = ", ".join([f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments])
             trained = [f"trained: {p.name}" for p in self.params if p.sharded.requires_grad]
-            self.gather_event = event_for(
-                "\n".join([f"gather '{self.name}'", f"{', '.join(sizes)} from {self.ranks} ranks", *trained])
-            )
+            what = f"gather '{self.name or 'the root'}'"
+            self.gather_event = event_for("\n".join([what, f"{sizes} from {self.ranks} ranks", *trained]))
         self.announce(self.gather_event)
 
     def announce(self, what: Event) -> None:

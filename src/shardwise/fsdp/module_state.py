@@ -183,7 +183,8 @@ class ModuleState:
         """Compare with all ranks what was built and set, if that is not as it was at the last pass."""
         if not schedule.pass_events:
             groups = [group for group, _ in self.all_groups]
-            what = f"run the forward of {type(self.modules[0]()).__name__}"
+            kind = type(self.modules[0]()).__name__.removeprefix("FSDP")
+            what = f"run the forward of {kind}"
             for order in schedule.orders:
                 alike = [group.describe() for group in groups if order in group.orders]
                 schedule.pass_events.append(event_for("\n".join([what, *alike])))
@@ -242,7 +243,7 @@ class ModuleState:
                 group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
             result = group.wait_for_unshard()
         except RuntimeError as error:
-            raise explained(error, group.orders, f"gather '{group.name}'") from error
+            raise explained(error, group.orders, f"gather '{group.name or 'the root'}'") from error
         if result is not None:
             schedule.finish_gather(result, forward=forward)
 
