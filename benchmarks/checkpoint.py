@@ -1,7 +1,7 @@
 """Saving and loading, beside torch's distributed checkpoint on the same bytes; and steps while one is saved.
 
     python benchmarks/checkpoint.py            show the tables
-    python benchmarks/checkpoint.py --write    and replace their section of RESULTS.md
+    python benchmarks/checkpoint.py --write    and replace their section of TABLES.md
 
 The state is a model in either layout and its AdamW moments. Both libraries write to the same disk and take
 turns; ours also hashes every byte, both ways, and syncs. Files are in the system's cache when they are

@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter over gloo: c10d's own beside shardwise's direct exchange.
 
     python benchmarks/gloo_transport.py            show the tables
-    python benchmarks/gloo_transport.py --write    and replace their section of RESULTS.md
+    python benchmarks/gloo_transport.py --write    and replace their section of TABLES.md
 
 Ranks are local processes with one thread each. All cases run in turns, so that other load on the machine
 meets them alike. CPU time is the process's, gloo's own threads included: the mean over ranks. Wall time is

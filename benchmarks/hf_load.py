@@ -1,7 +1,7 @@
 """What `shardwise.hf.load` takes of each rank's memory: as it says beforehand, and as it is.
 
     python benchmarks/hf_load.py            # a table; about 3 minutes
-    python benchmarks/hf_load.py --write    # into RESULTS.md too
+    python benchmarks/hf_load.py --write    # into TABLES.md too
 
 Counted are bytes of tensors that are alive at a time, beside mapped files. Sampled is the anonymous memory of
 the process, every 2 ms, over what it was before: Python's objects are in it, memory not written yet is not.
@@ -85,7 +85,7 @@ def measure(rank: int, ranks: int, source: Any, layout: str, folder: str) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--write", action="store_true", help="rewrite the section of RESULTS.md too")
+    parser.add_argument("--write", action="store_true", help="rewrite the section of TABLES.md too")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096], help="shard ranks")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="rows in a block")
-    parser.add_argument("--write", action="store_true", help="rewrite the section of RESULTS.md too")
+    parser.add_argument("--write", action="store_true", help="rewrite the section of TABLES.md too")
     return parser.parse_args(arguments)
 
 

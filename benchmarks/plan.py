@@ -95,7 +95,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["llama3-8b", "mpt-7b"], help="rows of these models")
-    parser.add_argument("--write", action="store_true", help="replace the section of RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="replace the section of TABLES.md")
     options = parser.parse_args()
     made = tables([row for row in json.loads(ROWS.read_text()) if row["model"] in options.models])
     for table in made:

@@ -2,7 +2,7 @@
 
     python benchmarks/reshard.py                  show the tables
     python benchmarks/reshard.py --vs torch       with torch's deprecated ShardedTensor, where it works
-    python benchmarks/reshard.py --write          and replace their section of RESULTS.md
+    python benchmarks/reshard.py --write          and replace their section of TABLES.md
 
 Torch's reshards even chunks of one dim only, in place; a round there and back is measured, so that both
 begin equally each time. Ranks are local processes with one thread each, the two libraries take turns. CPU

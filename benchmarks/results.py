@@ -1,4 +1,4 @@
-"""Benchmark tables as text: the machine's facts, and one marked section per benchmark in RESULTS.md.
+"""Benchmark tables as text: the machine's facts, and one marked section per benchmark in TABLES.md.
 
 A section is replaced where it stands whenever its benchmark runs, so the file holds the latest figures of
 each.
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
+RESULTS = Path(__file__).with_name("TABLES.md")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every benchmark, one after another, then the plot. Tables go to RESULTS.md, figures to a folder.
+"""Every benchmark, one after another, then the plot. Tables go to TABLES.md, figures to a folder.
 
     python benchmarks/run_all.py
     python benchmarks/run_all.py --only memory steps

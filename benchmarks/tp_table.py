@@ -1,7 +1,7 @@
 """Which exported models are cut over ranks rightly: shardwise beside torch's experimental transformation.
 
     python benchmarks/tp_table.py             show the table
-    python benchmarks/tp_table.py --write     and replace its sections of RESULTS.md and README.md
+    python benchmarks/tp_table.py --write     and replace its sections of TABLES.md and README.md
 
 The models and plans are those of tests/tensor_parallel/zoo.py. Each is exported once, cut with the same plan
 by both, and run on local gloo ranks beside the whole model. A cell says what came of it: the collectives of
@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=list(zoo.CASES))
-    parser.add_argument("--write", action="store_true", help="replace sections of RESULTS.md and README.md")
+    parser.add_argument("--write", action="store_true", help="replace sections of TABLES.md and README.md")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results file to update")
     parser.add_argument("--readme", type=Path, default=README, help="the page with the same table")
     options = parser.parse_args()

@@ -35,6 +35,7 @@ ALSO = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/TABLES.md": "tables.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results.svg": "results.svg",
     "LICENSE": "LICENSE.txt",
