@@ -112,7 +112,8 @@ def main() -> None:
     rows = []
     for name, shape in SHAPES.items():
         for layout in ("interleaved", "contiguous"):
-            with tempfile.TemporaryDirectory(dir=".") as out:
+            Path("runs").mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir="runs") as out:
                 spent, size = run_ranks(
                     on_rank, layout, shape, args.turns, out, world_size=args.ranks, timeout=120
                 )[0]

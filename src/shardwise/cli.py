@@ -178,6 +178,12 @@ def plan(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the plan to this file.")
     ] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page to look at, in one file.")
+    ] = None,
+    trace_path: Annotated[
+        Path | None, typer.Option("--trace", help="Also write the step's streams for ui.perfetto.dev.")
+    ] = None,
     show_tracebacks: Traceback = False,
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
@@ -190,8 +196,13 @@ def plan(
         made = planner.plan(model, setup, hardware=hardware)
         console = Console()
         console.print(str(made), markup=False, highlight=False, soft_wrap=True)
-        if json_path is not None:
-            json_path.write_text(planner.to_json(made) + "\n")
+        for path, write in (
+            (json_path, planner.to_json),
+            (html_path, planner.page),
+            (trace_path, planner.trace),
+        ):
+            if path is not None:
+                path.write_text(write(made) + "\n")
         if made.fits:
             return
         for words, changed in planner.advise(model, setup, hardware=hardware):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.storages import Allocated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +25,7 @@ from shardwise.errors import ShardingError
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
 from shardwise.planner.models import model_of
+from shardwise.planner.noop_group import noop_world
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import recompute
@@ -163,3 +166,30 @@ def test_the_command_says_what_to_change_until_it_fits(tmp_path: Path) -> None:
     assert result.exit_code == 1, result.output
     assert "does not fit: short of" in result.output
     assert "fits, with" in result.output.splitlines()[-1]
+
+
+def test_a_plan_is_a_page_that_loads_nothing_and_a_trace_of_its_streams(tmp_path: Path) -> None:
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    command = ["plan", "gpt2", "--ranks", "8", "--sequence", "128", "--hardware", "a100-40gb"]
+    result = CliRunner().invoke(app, [*command, "--html", str(page), "--trace", str(trace)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "src=" not in text
+    assert "href=" not in text
+    assert "backward of block 3: gathered" in text
+    assert "all-gather: forward of block 2" in text
+    spans = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+    made = shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+    assert made.times is not None
+    assert max(one["ts"] + one["dur"] for one in spans) == pytest.approx(1e6 * made.times.step)
+    busy = sum(span.busy for span in made.times.spans)
+    assert busy >= made.times.computation + made.times.communication - 1e-9
+    with pytest.raises(ShardingError, match="needs hardware"):
+        planner.trace(shardwise.plan("gpt2", ranks=8, sequence=128))
+
+
+def test_groups_that_a_rank_makes_after_a_plan_have_the_names_that_other_ranks_give_them() -> None:
+    before = dist.distributed_c10d._world.group_count
+    with noop_world(4, replicas=2):
+        assert dist.distributed_c10d._world.group_count > before
+    assert dist.distributed_c10d._world.group_count == before

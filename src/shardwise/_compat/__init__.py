@@ -195,6 +195,12 @@ def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | Non
     return backend if backend.supports_tensor_alloc(device) else None
 
 
+def premultiplied_sum(factor: float) -> Any:
+    """NCCL's reduction that multiplies by `factor` first; before 2.13 torch has no public name for it."""
+    made: Any = dist.ReduceOp.PREMUL_SUM
+    return made(factor) if callable(made) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+
+
 def default_store() -> Store:
     """What the default process group's ranks met through; whoever has none raises ValueError."""
     return c10d._get_default_store()
@@ -412,7 +418,7 @@ def no_process_groups() -> Iterator[None]:
             one.clear()
             one.update(content)
         c10d._update_default_pg(default)
-        world.group_count = max(count, world.group_count)
+        world.group_count = count  # names of later groups follow from it, and must be equal on ranks
         sys.excepthook = told
 
 

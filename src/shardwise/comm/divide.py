@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from shardwise import _compat
 from shardwise.errors import ShardingError
 
 SUMMING_BACKENDS = ("mpi",)  # the rest averages
@@ -66,7 +67,7 @@ def divide_factors(
             if backend not in SUMMING_BACKENDS:
                 return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
         elif backend == "nccl":
-            op = ReduceOp.AVG if factor == shard_size else ReduceOp.PREMUL_SUM(1 / factor)
+            op = ReduceOp.AVG if factor == shard_size else _compat.premultiplied_sum(1 / factor)
             return DivideFactors(None, None, op, ReduceOp.SUM)
     total = float(ranks) if factor is None else factor
     if wide:

@@ -74,16 +74,17 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         """Of one device."""
-        return self.setup.tokens / self._times.step
+        return self.setup.tokens / self.step_times.step
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the model's operations over what the device could have done meanwhile."""
         assert self.hardware is not None
-        return self.model_flops / self._times.step / self.hardware.peak_flops[self.setup.param_dtype]
+        return self.model_flops / self.step_times.step / self.hardware.peak_flops[self.setup.param_dtype]
 
     @property
-    def _times(self) -> Times:
+    def step_times(self) -> Times:
+        """Raises ShardingError without hardware."""
         if self.times is None:
             raise ShardingError("how long a step takes needs hardware: plan(..., hardware='h100')")
         return self.times

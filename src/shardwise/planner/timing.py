@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
-from shardwise.planner.events import COMPUTATION, Compute, Mark, Record, Recording, Send, Wait
+from shardwise.planner.events import COMPUTATION, Compute, Mark, Place, Record, Recording, Send, Wait
 from shardwise.planner.measure import last_step
 
 
@@ -54,6 +54,22 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class Span:
+    """What a stream does for one block in one phase; seconds from the step's beginning.
+
+    Attributes:
+        busy: seconds of it in which the stream does not wait.
+    """
+
+    stream: str
+    phase: str
+    layer: int | None
+    begin: float
+    end: float
+    busy: float
+
+
+@dataclass(frozen=True)
 class Times:
     """Of a step, in seconds. Exposed communication is what computation waits for."""
 
@@ -62,6 +78,7 @@ class Times:
     communication: float
     exposed: float
     host: float
+    spans: list[Span]
 
 
 def hardware_of(name: str) -> Hardware:
@@ -81,18 +98,23 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
     """Of the recording's last step."""
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
+    spans: dict[tuple[str, Place], Span] = {}
     host = computation = communication = exposed = 0.0
-    for _, event, times in last_step(recording, accumulation):
-        if isinstance(event, Compute):
+    for place, event, times in last_step(recording, accumulation):
+        if isinstance(event, Compute | Send):
             host += hardware.host_seconds * times
-            takes = times * _compute_seconds(event, hardware)
-            clocks[event.stream] = max(clocks.get(event.stream, 0.0), host) + takes
-            computation += takes if event.stream == COMPUTATION else 0.0
-        elif isinstance(event, Send):
-            host += hardware.host_seconds * times
-            takes = times * send_seconds(event.collective, hardware)
-            clocks[event.stream] = max(clocks.get(event.stream, 0.0), host) + takes
-            communication += takes
+            begin = max(clocks.get(event.stream, 0.0), host)
+            if isinstance(event, Send):
+                takes = times * send_seconds(event.collective, hardware)
+                communication += takes
+            else:
+                takes = times * _compute_seconds(event, hardware)
+                computation += takes if event.stream == COMPUTATION else 0.0
+            clocks[event.stream] = begin + takes
+            known = spans.get(
+                (event.stream, place), Span(event.stream, place.phase, place.layer, begin, 0, 0)
+            )
+            spans[event.stream, place] = replace(known, end=begin + takes, busy=known.busy + takes)
         elif isinstance(event, Record):
             marks[event.mark] = clocks.get(event.stream, 0.0)
         elif isinstance(event, Wait):
@@ -101,7 +123,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
                 exposed += until - now if event.stream == COMPUTATION else 0.0
                 clocks[event.stream] = until
     step = max([host, *clocks.values()])
-    return Times(step, computation, communication, exposed, host)
+    return Times(step, computation, communication, exposed, host, list(spans.values()))
 
 
 def _compute_seconds(event: Compute, hardware: Hardware) -> float:

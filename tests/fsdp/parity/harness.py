@@ -408,6 +408,11 @@ def train(cases: Mapping[str, tuple[tuple[int, ...], Case]], name: str) -> None:
     compare(case, contiguous=dist.get_world_size() != 4 or 3 not in worlds)
 
 
+def has(method: str) -> bool:
+    """Is it among the module methods of the installed torch?"""
+    return hasattr(torch_fsdp.FSDPModule, method)
+
+
 def no_options(api: ModuleType) -> dict[str, Any]:
     return {}
 

@@ -20,6 +20,7 @@ from fsdp.parity.harness import (
     Rounding,
     by_block,
     compare_with_one_process,
+    has,
     one_axis,
     protocols,
     run_training,
@@ -185,7 +186,10 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     ),
     "summed by force": ((3,), Case(LANGUAGE, force_sum)),
     "replicas summed by force": ((4,), Case(RESIDUAL, force_sum, mesh=two_axes(2, 2))),
-    "more buffers and a group for reductions": ((2,), Case(RESIDUAL, more_buffers)),
+    "more buffers and a group for reductions": (
+        (2,),
+        Case(RESIDUAL, more_buffers, torchs=has("set_reduce_scatter_max_input_buffers")),
+    ),
     "weights sent in bf16": (
         (2,),
         Case(RESIDUAL.but(wrap_weights(Narrowed)), by_block(), rounding=BF16, contiguous="no"),

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.parity.harness import Case, by_block, compare_with_one_process, one_pass, train
+from fsdp.parity.harness import Case, by_block, compare_with_one_process, has, one_pass, train
 from fsdp.parity.models import BRANCHES, DEEP, LANGUAGE, RESIDUAL, ROWS, Batch, Residual, Task, pairs, seeded
 from ranks import RankPool, on_ranks
 
@@ -267,9 +267,20 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     "wrong prefetch": ((2,), Case(DEEP, wrong_prefetch)),
     "not gathered in backward": ((2,), Case(RESIDUAL, not_gathered_in_backward)),
     "siblings sharing streams": ((2,), Case(RESIDUAL, shared_context)),
-    "each rank its own branch": ((2,), Case(routed, reduce_unused, alone=both_routes_zeros_for_unused)),
+    "each rank its own branch": (
+        (2,),
+        Case(
+            routed,
+            reduce_unused,
+            alone=both_routes_zeros_for_unused,
+            torchs=has("set_reduce_scatter_unused_params"),
+        ),
+    ),
     "frozen in turns": ((2,), Case(RESIDUAL, by_block(), after_backward=alternate_frozen_block)),
-    "recovery from a failed forward": ((2,), Case(RESIDUAL, by_block(), step=raising("forward"))),
+    "recovery from a failed forward": (
+        (2,),
+        Case(RESIDUAL, by_block(), step=raising("forward"), torchs=has("reset_iter_state")),
+    ),
 }
 
 
