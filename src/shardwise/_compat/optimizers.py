@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ def change_step_lists(
     def filled(group: dict[str, Any], *lists: list[Any]) -> Any:
         owner = found()
         assert owner is not None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _in_compiled_call():
             return fill(owner, group, *lists)
         with plain_attributes():
             said = fill(owner, group, *lists)
@@ -36,6 +38,17 @@ def change_step_lists(
         return said
 
     optimizer._init_group = filled  # type: ignore[attr-defined]
+
+
+def _in_compiled_call() -> bool:
+    """Has a compiled function called this, maybe through code that it does not compile?"""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != dynamo.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def drop_gradients_unread(optimizer: Optimizer) -> None:
