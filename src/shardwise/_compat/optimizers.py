@@ -30,7 +30,7 @@ def change_step_lists(
     def filled(group: dict[str, Any], *lists: list[Any]) -> Any:
         owner = found()
         assert owner is not None
-        if torch.compiler.is_compiling() or _in_compiled_call():
+        if torch.compiler.is_compiling() or in_compiled_call():
             return fill(owner, group, *lists)
         with plain_attributes():
             said = fill(owner, group, *lists)
@@ -40,7 +40,7 @@ def change_step_lists(
     optimizer._init_group = filled  # type: ignore[attr-defined]
 
 
-def _in_compiled_call() -> bool:
+def in_compiled_call() -> bool:
     """Has a compiled function called this, maybe through code that it does not compile?"""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
@@ -71,3 +71,9 @@ def drop_gradients_unread(optimizer: Optimizer) -> None:
                     param.grad = None
 
     optimizer.zero_grad = zeroed  # type: ignore[method-assign]
+
+
+def as_torch_made_it(optimizer: Optimizer) -> None:
+    """Undo `change_step_lists` and `drop_gradients_unread`."""
+    for name in ("_init_group", "zero_grad"):
+        vars(optimizer).pop(name, None)

@@ -181,6 +181,12 @@ def step_locally(optimizer: Optimizer) -> None:
         _compat.drop_gradients_unread(optimizer)
 
 
+def step_in_graphs(optimizer: Optimizer) -> None:
+    """Leave its steps to a compiler, which trips over what was put in their place."""
+    if _local_steps.pop(optimizer, None) is not None:
+        _compat.as_torch_made_it(optimizer)
+
+
 def settle_state(optimizer: Optimizer) -> None:
     """After a step."""
     if (steps := _local_steps.get(optimizer)) is not None and steps.moved:

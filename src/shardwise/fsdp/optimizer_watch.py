@@ -100,10 +100,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for param in (param for options in optimizer.param_groups for param in options["params"]):
             if isinstance(param.grad, DTensor) and not isinstance(param.grad, ShardedRows):
                 _compat.set_local_tensor(param.grad, own_storage(_compat.local_tensor(param.grad)))
+    compiled = _compat.in_compiled_call()
+    if compiled:
+        fast.step_in_graphs(optimizer)
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
         fast.separate_counts(optimizer)
-        fast.step_locally(optimizer)
+        if not compiled:
+            fast.step_locally(optimizer)
     fast.put_aside(optimizer)
 
 
