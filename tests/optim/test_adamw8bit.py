@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -107,6 +107,7 @@ def test_the_table_finds_the_nearest_number_for_every_fp32_between_neighbours(si
     st.integers(0, 100),
     st.floats(-30, 30),
 )
+@example(rows=5, columns=29, block=1, signed=True, seed=40, exponent=20.106058008038637)
 def test_a_round_trip_is_exact_to_half_a_cell_of_the_decade(
     rows: int, columns: int, block: int, signed: bool, seed: int, exponent: float
 ) -> None:
@@ -131,7 +132,8 @@ def test_a_round_trip_is_exact_to_half_a_cell_of_the_decade(
     half_cell = 0.45 * 10**-decade / 2 ** ((6 if signed else 7) - decade)
     half_cell = torch.where(share < 1e-7, 0.275e-6 if signed else 0.325e-6, half_cell)
     error = (found.double() - values.double()).abs()
-    assert bool((error <= scale * half_cell * (1 + 1e-5)).all())  # 1e-5: decades' ends and products in fp32
+    slack = 1e-5 * half_cell + 2**-23 * share  # decades' ends, and the product of code and scale, in fp32
+    assert bool((error <= scale * (half_cell + slack)).all())
     assert found[0, 0] == 0
     if not signed:
         assert torch.equal(found > 0, values > 0)  # the second moment never rounds to zero
