@@ -227,3 +227,18 @@ def test_a_post_optim_event_replaces_the_wait_for_the_compute_stream_once() -> N
     finally:
         for patch in patches:
             patch.stop()
+
+
+def test_who_gathers_again_has_its_memory_back_whatever_buffers_others_left() -> None:
+    """Buffers of different sizes cannot be compared element by element; a gather must not try to."""
+    recorder = Recorder()
+    stream: Any = FakeStream("all_gather", recorder)
+    streams = CommStreams(stream, stream, stream, stream)
+    memory = [torch.zeros(size) for size in (2, 3)]
+    owners = [[one] for one in memory]
+    for owner, one in zip(owners, memory, strict=True):
+        streams.free_later(owner, [one.untyped_storage()], stream)
+    streams.reclaim(owners[1], keep=1)
+    assert [one.untyped_storage().nbytes() for one in memory] == [8, 12]
+    streams.reclaim(keep=0)
+    assert [one.untyped_storage().nbytes() for one in memory] == [0, 12]

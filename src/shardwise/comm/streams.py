@@ -57,9 +57,9 @@ class CommStreams:
         What the all-gather stream does next runs after the computation that used that memory.
         """
         waiting = self._freed
-        for entry in [entry for entry in waiting if entry[0] is owner]:
-            waiting.remove(entry)
-            self.all_gather.wait_event(entry[2])
+        for place in reversed(range(len(waiting))):
+            if waiting[place][0] is owner:  # never by ==, which would compare tensors
+                self.all_gather.wait_event(waiting.pop(place)[2])
         while len(waiting) > keep:
             _, storages, event = waiting.pop(0)
             self.all_gather.wait_event(event)

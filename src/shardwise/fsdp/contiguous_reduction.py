@@ -31,6 +31,8 @@ from shardwise.layout import ContiguousSegment
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.rows.shard import declare
 
+_MANY = 8  # ranks: so many copies of a slice cost the host more than one strided copy
+
 
 @dataclass
 class _Members:
@@ -290,15 +292,32 @@ class ContiguousReducer(GradReducer):
 def _fill_slice(
     out: Tensor, sources: dict[int, Tensor], *, ranks: int, width: int, begin: int, size: int
 ) -> None:
-    """Elements [begin, begin + size) of every rank's range of the gradients, one after another."""
+    """Elements [begin, begin + size) of every rank's range of the gradients, one after another.
+
+    A gradient that lies over the slices of many ranks is copied to all of them at once.
+    """
+    rows = out.view(ranks, size)
+    wide: list[tuple[Tensor, Tensor]] = []
     targets, grads = [], []
-    for rank in range(ranks):
-        low = rank * width + begin
-        for start, grad in sources.items():
-            first, last = max(low, start), min(low + size, start + grad.numel())
-            if first < last:
-                targets.append(out.narrow(0, rank * size + first - low, last - first))
-                grads.append(grad.narrow(0, first - start, last - first))
-    if sum(grad.numel() for grad in grads) < out.numel():
+    for start, grad in sources.items():
+        end = start + grad.numel()
+        touched = range(max(0, (start - begin) // width), min(ranks, (end - begin) // width + 1))
+        first, last = max(0, -((begin - start) // width)), min(ranks, (end - begin - size) // width + 1)
+        if last - first >= _MANY:
+            offset = grad.storage_offset() + first * width + begin - start
+            wide.append((rows[first:last], grad.as_strided((last - first, size), (width, 1), offset)))
+            edges = [*range(touched.start, first), *range(last, touched.stop)]
+        else:
+            edges = [*touched]
+        for rank in edges:
+            at = rank * width + begin
+            low, high = max(at, start), min(at + size, end)
+            if low < high:
+                targets.append(out.narrow(0, rank * size + low - at, high - low))
+                grads.append(grad.narrow(0, low - start, high - low))
+    if sum(one.numel() for one in (*grads, *(part for _, part in wide))) < out.numel():
         out.zero_()
-    _compat.foreach_copy(targets, grads)
+    for target, part in wide:
+        target.copy_(part)
+    if targets:
+        _compat.foreach_copy(targets, grads)

@@ -16,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fsdp.models import Net, sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise._compat import foreach_copy
 from shardwise.comm import DefaultReduceScatter
 from shardwise.comm.count import CommCounter
+from shardwise.fsdp import contiguous_reduction
 from shardwise.fsdp.contiguous import ContiguousGroup
+from shardwise.fsdp.contiguous_reduction import _fill_slice
 from shardwise.fsdp.module_state import state_of
 
 COPIES = {"copy_", "_foreach_copy_", "split", "split_with_sizes", "split_with_sizes_copy", "cat", "clone"}
@@ -379,3 +382,18 @@ def test_slices_of_bounded_size_reduce_to_the_same_gradients(cast: bool) -> None
                 assert torch.equal(mine, unsliced[name]), (name, staging_bytes)
             else:
                 torch.testing.assert_close(mine, unsliced[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(3, 7), (40, 5), (200, 12)])
+def test_a_slice_of_many_ranks_takes_a_few_copies_of_each_gradient(ranks: int, width: int) -> None:
+    whole = torch.arange(1.0, ranks * width + 1)
+    ends = [(2, width + 3), (width + 3, ranks * width - 4)]
+    sources = {start: whole[start:end].clone() for start, end in ends}  # and padding at either end
+    whole[:2] = whole[-4:] = 0
+    for begin in range(0, width, 3):
+        size = min(3, width - begin)
+        out = torch.full((ranks * size,), -1.0)
+        with mock.patch.object(contiguous_reduction._compat, "foreach_copy", wraps=foreach_copy) as copy:
+            _fill_slice(out, sources, ranks=ranks, width=width, begin=begin, size=size)
+        assert torch.equal(out.view(ranks, size), whole.view(ranks, width)[:, begin : begin + size])
+        assert sum(len(call.args[0]) for call in copy.mock_calls) <= 2 * len(ends)
