@@ -92,9 +92,14 @@ def prune(path: Path, keep: int | None, keep_every: int | None, *, written: Path
     kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
     for _, _, folder in checkpoints(path):
         if folder not in kept and folder != written:
-            doomed = folder.with_name(f"{folder.name}.tmp-{uuid4().hex[:6]}")
-            os.rename(folder, doomed)
-            shutil.rmtree(doomed)
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, which is whole or not one at any moment. One rank calls it."""
+    doomed = folder.with_name(f"{folder.name}.tmp-{uuid4().hex[:6]}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:

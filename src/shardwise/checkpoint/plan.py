@@ -31,7 +31,11 @@ class Plan:
     """Of one save."""
 
     chunks: list[Chunk]  # of all ranks, each once
-    mine: list[int]  # numbers of those that this rank writes
+    writers: list[int]  # of each, the rank that writes it
+
+    def of(self, rank: int) -> list[Chunk]:
+        """What a rank writes."""
+        return [chunk for chunk, writer in zip(self.chunks, self.writers, strict=True) if writer == rank]
 
 
 class Held:
@@ -64,8 +68,8 @@ class Held:
         return plain
 
 
-def plan(held: Sequence[Sequence[Chunk]], *, rank: int) -> Plan:
-    """Who writes what, as this rank needs to know it.
+def plan(held: Sequence[Sequence[Chunk]]) -> Plan:
+    """Who writes what.
 
     Args:
         held: by rank, the chunks that each holds.
@@ -78,15 +82,19 @@ def plan(held: Sequence[Sequence[Chunk]], *, rank: int) -> Plan:
         for chunk in chunks:
             key = chunk[0], tuple(chunk[1])
             holders.setdefault(key, (chunk, []))[1].append(owner)
-    written, mine = [0] * len(held), []
-    for number, (chunk, owners) in enumerate(holders.values()):
+    written, writers = [0] * len(held), []
+    for chunk, owners in holders.values():
         writer = min(owners, key=lambda owner: (written[owner], owner))
-        written[writer] += torch.Size(chunk[2]).numel() * getattr(torch, chunk[4]).itemsize
-        if writer == rank:
-            mine.append(number)
-    found = Plan([chunk for chunk, _ in holders.values()], mine)
+        written[writer] += bytes_of(chunk)
+        writers.append(writer)
+    found = Plan([chunk for chunk, _ in holders.values()], writers)
     _check_covered(found.chunks)
     return found
+
+
+def bytes_of(chunk: Chunk) -> int:
+    itemsize: int = getattr(torch, chunk[4]).itemsize
+    return torch.Size(chunk[2]).numel() * itemsize
 
 
 def metadata_of(chunks: Sequence[Chunk]) -> Metadata:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
@@ -65,7 +65,11 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
 
     asked = together(what, ask)
     alike(what, asked, {"call": "Load the same step on every rank"})
-    whole = _newest_whole(asked[0]["found"])
+    return fill(_newest_whole(asked[0]["found"]), state)
+
+
+def fill(whole: Whole, state: dict[str, Any]) -> int:
+    """Load a checkpoint whose files are whole into `state`; its step. Collective; errors as of `load`."""
     what = f"loading {whole.folder}"
     checked: list[_Checked] = []
 
@@ -95,7 +99,7 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class Whole:
     """A checkpoint all of whose files are there, as they were written."""
 
     folder: Path
@@ -124,13 +128,13 @@ class _Checked:
                 leaf.put(from_json(self.manifest["values"][name]))
 
 
-def _newest_whole(folders: Sequence[str]) -> _Whole:
+def _newest_whole(folders: Sequence[str]) -> Whole:
     """The first of `folders` that is whole. Collective."""
     damaged: list[str] = []
     for folder in folders:
-        found: list[_Whole] = []
+        found: list[Whole] = []
         try:
-            together(f"loading {folder}", lambda: found.append(_whole(Path(folder))))  # noqa: B023
+            together(f"loading {folder}", lambda: found.append(open_checkpoint(Path(folder), _check_files)))  # noqa: B023
         except CheckpointError as error:
             damaged.append(str(error))
             continue
@@ -140,23 +144,36 @@ def _newest_whole(folders: Sequence[str]) -> _Whole:
     raise CheckpointError("\n".join(damaged))
 
 
-def _whole(folder: Path) -> _Whole:
+def open_checkpoint(folder: Path, check: Callable[[Path, Mapping[str, dict[str, Any]]], None]) -> Whole:
+    """What a checkpoint's manifest and index say, where `check` finds nothing wrong with its files. Local."""
     manifest = manifest_of(folder)
     own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    _check_files(folder, manifest["files"])
-    return _Whole(folder, manifest, own, read_index(folder, manifest["tensors"], manifest["files"]))
+    check(folder, manifest["files"])
+    return Whole(folder, manifest, own, read_index(folder, manifest["tensors"], manifest["files"]))
 
 
-def _check(whole: _Whole, state: dict[str, Any]) -> _Checked:
+def files_for(whole: Whole, state: dict[str, Any]) -> list[str]:
+    """The names of the files that hold what this rank's state is filled from. Local; errors as of `load`."""
+    _, tensors = _fitting(whole.manifest, state)
+    items = create_default_local_load_plan(tensors, whole.index.metadata).items
+    keys = [(item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items]
+    return sorted({whole.index.places[key].file.name for key in keys})
+
+
+def _check(whole: Whole, state: dict[str, Any]) -> _Checked:
+    flat, tensors = _fitting(whole.manifest, state)
+    return _Checked(whole.manifest, flat, _reads(tensors, whole.index))
+
+
+def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, dict[str, Any]]:
+    """The state's leaves, all of which the checkpoint has, and the tensors among them."""
     rank, size = rank_and_size()
-    manifest = whole.manifest
     flat = flatten(state, rank=rank, ranks=size)
     for name in flat.optional:
         if manifest["world_size"] != size or name not in manifest["per_rank"]:
             flat.leave_out(name)
     _check_leaves(flat, manifest)
-    tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
-    return _Checked(manifest, flat, _reads(tensors, whole.index))
+    return flat, {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
 
 
 def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,8 @@ def save(
     differ between ranks; earlier checkpoints are untouched.
     """
     rank, _ = rank_and_size()
-    job = _begun(path, state, step, keep, keep_every)
+    settle()
+    job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
         parts = together(job.what, lambda: write_part(job.staging, rank, job.mine()))
         return Path(together(job.what, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
@@ -76,7 +77,8 @@ def save_async(
     next waits for it. If it fails, the next save, load, `Saving.wait` or `StopSignals.asked` raises, on
     every rank. A process that ends waits for it, unless it ends by an error.
     """
-    job = _begun(path, state, step, keep, keep_every)
+    settle()
+    job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
     copies: list[tuple[Chunk, Tensor]] = []
     with job.cleaning():
         together(job.what, lambda: copies.extend((chunk, staged(tensor)) for chunk, tensor in job.mine()))
@@ -84,7 +86,7 @@ def save_async(
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """A save that all ranks have agreed on."""
 
     what: str
@@ -95,19 +97,27 @@ class _Job:
     step: int
     keep: int | None
     keep_every: int | None
+    keeper: int  # the rank that makes and removes the folder
 
     def mine(self) -> Iterator[tuple[Chunk, Tensor]]:
         """What this rank writes, one after the other."""
-        for number in self.plan.mine:
-            yield self.plan.chunks[number], self.held.tensor(self.plan.chunks[number])
+        for chunk in self.plan.of(rank_and_size()[0]):
+            yield chunk, self.held.tensor(chunk)
+
+    def index(self, parts: list[Part]) -> dict[str, Any]:
+        """Write the index of all ranks' parts; its digest, by name. One rank calls it."""
+        return write_index(self.staging, self.plan.chunks, parts)
+
+    def publish(self, parts: list[Part], index: dict[str, Any]) -> Path:
+        """Make the folder a checkpoint, once index and parts are in it. One rank calls it."""
+        _, size = rank_and_size()
+        files = {name: digest for part in parts for name, digest in part["files"].items()} | index
+        manifest = {"format": FORMAT, "step": self.step, "world_size": size, **self.contents, "files": files}
+        return publish(self.staging, self.step, manifest)
 
     def commit(self, parts: list[Part]) -> Path:
-        """Make the checkpoint of all ranks' parts; one rank calls it."""
-        _, size = rank_and_size()
-        files = {name: digest for part in parts for name, digest in part["files"].items()}
-        files |= write_index(self.staging, self.plan.chunks, parts)
-        manifest = {"format": FORMAT, "step": self.step, "world_size": size, **self.contents, "files": files}
-        final = publish(self.staging, self.step, manifest)
+        """Make the checkpoint of all ranks' parts, and remove what is not kept. One rank calls it."""
+        final = self.publish(parts, self.index(parts))
         prune(final.parent, self.keep, self.keep_every, written=final)
         return final
 
@@ -117,16 +127,30 @@ class _Job:
         try:
             yield
         except CheckpointError:
-            if rank_and_size()[0] == 0:
+            if rank_and_size()[0] == self.keeper:
                 shutil.rmtree(self.staging, ignore_errors=True)
             raise
 
 
-def _begun(path: Any, state: dict[str, Any], step: int, keep: int | None, keep_every: int | None) -> _Job:
-    """What all ranks agree on, and a folder to write in. Collective."""
+def begun(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    step: int,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    hosts: Sequence[int] | None = None,
+    fits: Callable[[Plan], None] = lambda plan: None,
+) -> Job:
+    """What all ranks agree on, and a folder to write in. Collective.
+
+    Args:
+        hosts: by rank, the one that makes its folder, where `path` is not the same folder on all ranks;
+            None is rank 0 for all.
+        fits: raises for a plan that this rank has no room for.
+    """
     rank, size = rank_and_size()
     what = f"saving step {step} to {path}"
-    settle()
     own: list[Held] = []
 
     def tell() -> dict[str, Any]:
@@ -134,19 +158,22 @@ def _begun(path: Any, state: dict[str, Any], step: int, keep: int | None, keep_e
         flat = flatten(state, rank=rank, ranks=size)
         tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
         own.append(Held(tensors))
-        call = {"path": os.fspath(path), "step": step, "keep": keep, "keep_every": keep_every}
+        call: dict[str, Any] = {"step": step, "keep": keep, "keep_every": keep_every}
+        call |= {"path": os.fspath(path)} if hosts is None else {}
         return {"call": call, "chunks": own[0].chunks, **_told(flat, compare=size > 1)}
 
     told = together(what, tell)
     contents = _agreed(what, told)
+    keeper = hosts[rank] if hosts else 0
     plans: list[Plan] = []
 
     def make_room() -> str:
-        plans.append(plan([each["chunks"] for each in told], rank=rank))
-        return str(open_staging(Path(path), step)) if rank == 0 else ""
+        plans.append(plan([each["chunks"] for each in told]))
+        fits(plans[0])
+        return str(open_staging(Path(path), step)) if rank == keeper else ""
 
-    staging = Path(together(what, make_room)[0])
-    return _Job(what, contents, own[0], plans[0], staging, step, keep, keep_every)
+    staging = Path(together(what, make_room)[keeper])
+    return Job(what, contents, own[0], plans[0], staging, step, keep, keep_every, keeper)
 
 
 def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:

@@ -1,0 +1,357 @@
+"""Copies of a run's state in its hosts' memory: where a host is lost, ranks go on without storage.
+
+A copy is a checkpoint like any other, in a folder of which every host has its own, in memory (tmpfs):
+
+    /dev/shm/run on host A     step-00000050/   __0_0.distcp  __1_0.distcp    its own ranks' parts
+                                                __2_0.distcp  __3_0.distcp    those of the host before it
+                                                .metadata  manifest.json      of all
+    /dev/shm/run on host B     step-00000050/   __2_0.distcp  __3_0.distcp  __0_0.distcp  __1_0.distcp  ...
+
+A host's memory outlives the processes of its ranks. The copy before goes once all hosts have the new one,
+so what any one host loses, the others have.
+
+    write     each rank its part, into its own host's folder: what the run waits for
+    send      to the next host, from file to file: in a thread, over a gloo group of its own
+    commit    on each host (`commit.py`); then the copy before goes
+    load      the newest copy of which every file is on some host. A host is sent what its ranks read
+              and it lacks; then as from storage (`read.py`)
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.commit import checkpoints, manifest_of, open_staging, rank_and_size, remove
+from shardwise.checkpoint.index import INDEX
+from shardwise.checkpoint.part import Part, write_part
+from shardwise.checkpoint.plan import Plan, bytes_of
+from shardwise.checkpoint.read import Whole, files_for, fill, open_checkpoint
+from shardwise.checkpoint.write import Job, begun
+from shardwise.comm.agree import together
+from shardwise.comm.watch import announced
+from shardwise.errors import CheckpointError
+from shardwise.files.manifest import MANIFEST, whole_file
+
+_TAG = 0x7B100000
+_CHUNK_BYTES = 4096  # that a chunk in a file takes beside its numbers, at most
+_WHAT = "copying to memory"
+
+
+class Message(NamedTuple):
+    """A file that goes from rank to rank."""
+
+    sender: int
+    receiver: int
+    name: str
+    bytes: int
+
+
+class _Copy(NamedTuple):
+    """One that the hosts have together."""
+
+    step: int
+    digest: str  # of its manifest
+    folders: dict[int, str]  # by host
+    files: dict[int, dict[str, int]]  # names and bytes, by host
+
+
+class HostMemory:
+    """Copies of a state in the memory of hosts; the newest, and the one before until it is complete.
+
+    Collective over the default process group, to make one and in every call; without one a process is alone.
+
+    Args:
+        path: a folder in memory that a host's ranks share, and no other host's or run's: `/dev/shm/NAME`.
+            What is in it outlives the ranks; end a run with `clear`.
+        limit_bytes: the most that this host's files may take. A copy takes what its ranks write, and what
+            those of the host before it write; while a new one is made, the one before is there too.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
+        self._path, self._limit = Path(path), limit_bytes
+        self._rank, size = rank_and_size()
+        self._group = dist.new_group(backend="gloo") if size > 1 else None
+        hosts = together("sharing memory", lambda: f"{socket.gethostname()}:{self._path.absolute()}")
+        self._hosts = [hosts.index(host) for host in hosts]
+        self._host = self._hosts[self._rank]
+        self._sending: threading.Thread | None = None
+        self._problem: str | None = None
+        _all.add(self)
+
+    def save(self, state: dict[str, Any], *, step: int) -> None:
+        """Copy `state`, as `checkpoint.save` takes it; return once this rank's part is in its host's memory.
+
+        It is sent to the next host while the run goes on. One copy is under way at a time: the next waits.
+
+        Raises:
+            CheckpointError: on every rank, if any fails or has no room, or the copy before failed; the newest
+                that is complete is untouched.
+        """
+        self.wait()
+        job = begun(self._path, state, step=step, hosts=self._hosts, fits=self._check_room)
+        with job.cleaning():
+            parts = together(job.what, lambda: write_part(job.staging, self._rank, job.mine()))
+        self._sending = threading.Thread(
+            target=self._send, args=(job, parts), name="shardwise-memory", daemon=True
+        )
+        self._sending.start()
+
+    def wait(self) -> None:
+        """Return once the copy under way is complete on all hosts. Errors as of `save`."""
+        together(_WHAT, self._ended)
+
+    def load(self, state: dict[str, Any], *, newer_than: int | None = None) -> int | None:
+        """Fill `state` from the newest copy that is whole, as `checkpoint.load` does; its step.
+
+        None, with the state untouched, if hosts have no copy whose every file is on one of them, or none of a
+        later step than `newer_than`, such as the newest in storage. A damaged one is named in a warning.
+
+        Raises:
+            CheckpointError: on every rank, if the names, shapes or dtypes of state and copy differ.
+        """
+        self.wait()
+        listed = together("looking for copies", lambda: self._listed() if self._rank == self._host else {})
+        for copy in _complete(listed):
+            if newer_than is not None and copy.step <= newer_than:
+                break
+            whole = self._fetched(copy, state)
+            if whole is not None:
+                return fill(whole, state)
+        return None
+
+    def clear(self) -> None:
+        """Remove all copies, once a run is over."""
+        self.wait()
+        together("removing copies", lambda: self._keep_only(None))
+
+    # Saving
+
+    def _check_room(self, plan: Plan) -> None:
+        if self._limit is None:
+            return
+        kept = [rank for rank, keeper in enumerate(neighbours(self._hosts)) if self._is_here(keeper)]
+        own = [rank for rank in range(len(self._hosts)) if self._is_here(rank)]
+        chunks = [chunk for rank in {*own, *kept} for chunk in plan.of(rank)]
+        there = sum(
+            file.stat().st_size for *_, folder in checkpoints(self._path) for file in folder.iterdir()
+        )
+        needed = there + sum(bytes_of(chunk) + _CHUNK_BYTES for chunk in chunks)
+        if needed > self._limit:
+            raise CheckpointError(
+                f"{self._path}: a copy takes this host to {needed} bytes of memory, more than limit_bytes="
+                f"{self._limit}; allow more, or spread the state over more ranks"
+            )
+
+    def _is_here(self, rank: int | None) -> bool:
+        return rank is not None and self._hosts[rank] == self._host
+
+    def _send(self, job: Job, parts: list[Part]) -> None:
+        """What is left of a copy once every rank's part is on its own host. Runs in a thread."""
+        try:
+            sizes = {name: file["bytes"] for part in parts for name, file in part["files"].items()}
+            wanted: list[list[str]] = [[] for _ in self._hosts]
+            there: dict[int, dict[str, int]] = {host: {} for host in self._hosts}
+            for rank, keeper in enumerate(neighbours(self._hosts)):
+                there[self._hosts[rank]] |= {name: sizes[name] for name in parts[rank]["files"]}
+                if keeper is not None:
+                    wanted[keeper] += parts[rank]["files"]
+            self._carry(job.staging, messages(wanted, there=there, hosts=self._hosts))
+            index = together(_WHAT, lambda: job.index(parts) if self._rank == 0 else {}, group=self._group)[0]
+            size = index[INDEX]["bytes"]
+            wanted = [[INDEX] if rank == host else [] for rank, host in enumerate(self._hosts)]
+            self._carry(job.staging, messages(wanted, there={0: {INDEX: size}}, hosts=self._hosts))
+            is_first = self._rank == self._host
+            made = together(
+                _WHAT, lambda: str(job.publish(parts, index)) if is_first else "", group=self._group
+            )
+            together(_WHAT, lambda: self._keep_only(made[self._rank]), group=self._group)
+        except Exception as error:
+            self._problem = str(error)
+
+    def _keep_only(self, newest: str | None) -> None:
+        """Remove this host's other copies."""
+        for *_, folder in checkpoints(self._path):
+            if self._rank == self._host and str(folder) != newest:
+                remove(folder)
+
+    def _ended(self) -> None:
+        if self._sending is not None:
+            self._sending.join()
+        problem, self._problem, self._sending = self._problem, None, None
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    # Loading
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        """This host's copies, or parts of such: by digest, what is there and what there should be."""
+        found = {}
+        for step, version, folder in checkpoints(self._path):
+            with suppress(CheckpointError, OSError):
+                digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+                names = {*manifest_of(folder)["files"], MANIFEST}
+                sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
+                entry = {"step": step, "version": version, "folder": str(folder)}
+                found[digest] = {**entry, "files": sizes, "names": sorted(names)}
+        return found
+
+    def _fetched(self, copy: _Copy, state: dict[str, Any]) -> Whole | None:
+        """The copy in this host's folder, with all files that its ranks read; None if one is damaged."""
+        what = f"loading step {copy.step} from {self._path}"
+        lacks = self._rank == self._host and self._host not in copy.folders
+        made = together(what, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
+        folder = Path(copy.folders.get(self._host) or made[self._host])
+        wanted: list[list[str]] = [[INDEX, MANIFEST] if name else [] for name in made]
+        self._carry(folder, messages(wanted, there=copy.files, hosts=self._hosts))
+        found: list[Whole] = []
+        if not _sound(what, lambda: found.append(open_checkpoint(folder, _check_index))):
+            return None
+        wanted = together(what, lambda: files_for(found[0], state))
+        self._carry(folder, messages(wanted, there=copy.files, hosts=self._hosts))
+        files = found[0].manifest["files"]
+        read = wanted[self._rank]
+        sound = _sound(what, lambda: all(whole_file(folder, name, files[name]) for name in read))
+        return found[0] if sound else None
+
+    # Both
+
+    def _carry(self, folder: Path, sent: Sequence[Message]) -> None:
+        """Send files of `folder` to other hosts' and receive theirs. Collective."""
+        if not sent:
+            return
+        mine = [message for message in sent if self._rank in (message.sender, message.receiver)]
+        received = [message for message in mine if message.receiver == self._rank]
+        together(_WHAT, lambda: _reserve(folder, received), group=self._group)
+        works = []
+        assert self._group is not None
+        with announced(self._group, "send copies"):
+            for message in mine:
+                if message.bytes and message.sender == self._rank:
+                    numbers = _mapped(folder / message.name, message.bytes)
+                    works.append((self._group.send([numbers], message.receiver, _TAG), numbers))
+                elif message.bytes:
+                    numbers = _mapped(folder / f"{message.name}.new", message.bytes)
+                    works.append((self._group.recv([numbers], message.sender, _TAG), numbers))
+            for work, _ in works:
+                work.wait()
+        for message in received:
+            (folder / f"{message.name}.new").rename(folder / message.name)
+        together(_WHAT, lambda: None, group=self._group)
+
+
+def neighbours(hosts: Sequence[int]) -> list[int | None]:
+    """By rank, the rank of the next host that keeps a copy of its part; None on a host alone.
+
+    Args:
+        hosts: by rank, the first rank of its host.
+    """
+    ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in hosts}
+    if len(ranks) == 1:
+        return [None] * len(hosts)
+    following = dict(zip(ranks, [*list(ranks)[1:], next(iter(ranks))], strict=True))
+    found: list[int | None] = []
+    for rank, host in enumerate(hosts):
+        there = ranks[following[host]]
+        found.append(there[ranks[host].index(rank) % len(there)])
+    return found
+
+
+def messages(
+    wanted: Sequence[Sequence[str]], *, there: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
+) -> list[Message]:
+    """Who sends which file to whom, so that every host has what its ranks want: equally on every rank.
+
+    Args:
+        wanted: by rank, names of files.
+        there: by host, the files it has, and their bytes.
+        hosts: by rank, the first rank of its host.
+    """
+    sent, going, found = [0] * len(hosts), set(), []
+    for receiver, names in enumerate(wanted):
+        for name in names:
+            if name in there.get(hosts[receiver], ()) or (hosts[receiver], name) in going:
+                continue
+            going.add((hosts[receiver], name))
+            holders = [rank for rank, host in enumerate(hosts) if name in there.get(host, ())]
+            sender = min(holders, key=lambda rank: (sent[rank], rank))
+            size = there[hosts[sender]][name]
+            sent[sender] += size
+            found.append(Message(sender, receiver, name, size))
+    return found
+
+
+def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
+    """Those of the hosts' copies of which every file is somewhere, the newest first."""
+    known: dict[str, dict[int, Any]] = {}
+    for host, copies in enumerate(listed):
+        for digest, entry in copies.items():
+            known.setdefault(digest, {})[host] = entry
+    newest = {digest: max((e["step"], e["version"]) for e in on.values()) for digest, on in known.items()}
+    for digest in sorted(known, key=lambda digest: (newest[digest], digest), reverse=True):
+        on = known[digest]
+        files = {host: entry["files"] for host, entry in on.items()}
+        names = next(iter(on.values()))["names"]
+        if {*names} <= {name for each in files.values() for name in each}:
+            folders = {host: entry["folder"] for host, entry in on.items()}
+            yield _Copy(newest[digest][0], digest, folders, files)
+
+
+def _check_index(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    whole_file(folder, INDEX, files[INDEX])
+
+
+def _sound(what: str, look: Callable[[], object]) -> bool:
+    """Does no rank find damage? Collective; what is found is said in a warning."""
+
+    def looked() -> None:
+        look()
+
+    try:
+        together(what, looked)
+    except CheckpointError as error:
+        warnings.warn(f"{error}\nGoing on from an older copy, if there is one", stacklevel=4)
+        return False
+    return True
+
+
+def _reserve(folder: Path, received: Sequence[Message]) -> None:
+    """Make room for files: memory that is mapped and is not there ends the process when it is written."""
+    for message in received:
+        with (folder / f"{message.name}.new").open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, message.bytes))
+                file.truncate(message.bytes)
+            except OSError as error:
+                raise CheckpointError(f"{folder}: {error}; no room for {message.bytes} bytes") from error
+
+
+def _mapped(file: Path, size: int) -> torch.Tensor:
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+
+
+_all: WeakSet[HostMemory] = WeakSet()
+
+
+def _finish() -> None:
+    """At the end of a process that ends well: let the copy under way end."""
+    if getattr(sys, "last_value", None) is None:
+        for memory in list(_all):
+            if memory._sending is not None:
+                memory._sending.join()
+
+
+atexit.register(_finish)
