@@ -110,12 +110,20 @@ def test_what_goes_wrong_on_one_rank_raises_on_all_and_the_next_save_works(
     assert latest_step(tmp_path) == 3
 
 
-def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+def test_a_process_that_ends_waits_for_its_save_which_may_still_start_threads(tmp_path: Path) -> None:
     state = "{'w': torch.ones(1 << 20)}"
     script = f"""
-import torch
-from shardwise.checkpoint import save_async
+import threading, time, torch
+from concurrent.futures import ThreadPoolExecutor
+from shardwise.checkpoint import background, save_async
+write_part, ended = background.write_part, threading.Event()
+def over_a_client_with_threads(*args):
+    ended.wait()
+    time.sleep(0.3)
+    return ThreadPoolExecutor().submit(write_part, *args).result()
+background.write_part = over_a_client_with_threads
 save_async({str(tmp_path)!r}, {state}, step=4)
+ended.set()
 """
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
     assert latest_step(tmp_path) == 4

@@ -190,6 +190,6 @@ class _Fault:
             (os, "rename"),
             (Path, "rename"),
             (Path, "mkdir"),
-            (Path, "write_text"),
+            (Path, "write_bytes"),
         ):
             self.patch.setattr(owner, name, counted(getattr(owner, name)))

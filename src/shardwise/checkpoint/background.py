@@ -8,9 +8,9 @@ How it went is told where all ranks come together anyway: at the next save, load
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - what is registered later is called first
 import json
 import logging
-import shutil
 import sys
 import threading
 import time
@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.checkpoint.commit import rank_and_size
+from shardwise.checkpoint.commit import discard, rank_and_size
 from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Chunk
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError
+from shardwise.files.stores import Location, location, write_whole
 
-_LOOK = 0.02  # seconds between looks for the others' parts
+_LOOK, _LOOK_IN_STORE = 0.02, 0.2  # seconds between looks for the others' parts
 _PART, _FAILED = "part-{}.json", "failed-{}.json"
 _log = logging.getLogger("shardwise")
 
@@ -43,9 +44,9 @@ class Saving:
     def __init__(
         self,
         what: str,
-        staging: Path,
+        staging: Location,
         chunks: Sequence[tuple[Chunk, Tensor]],
-        commit: Callable[[list[Part]], Path],
+        commit: Callable[[list[Part]], Location],
     ) -> None:
         """Begin. Local.
 
@@ -57,7 +58,7 @@ class Saving:
         self._rank, self._size = rank_and_size()
         group = dist.group.WORLD if dist.is_initialized() else None
         self._patience = _compat.timeout_of(group).total_seconds() if group else 0.0
-        self._path: Path | None = None
+        self._path: Location | None = None
         self._problem: str | None = None
         self._given_up = threading.Event()
         self._thread = threading.Thread(
@@ -75,7 +76,7 @@ class Saving:
         """Is it known on this rank that the save failed? Local."""
         return self._problem is not None
 
-    def wait(self) -> Path:
+    def wait(self) -> Location:
         """Return the checkpoint's directory once it is there. Collective over the default process group.
 
         Raises:
@@ -90,17 +91,17 @@ class Saving:
             self._given_up.set()
             self._thread.join()
             if self._rank == 0:
-                shutil.rmtree(self._staging, ignore_errors=True)
+                discard(self._staging)
             raise
-        return Path(paths[0])
+        return location(paths[0])
 
-    def _ended(self) -> Path | None:
+    def _ended(self) -> Location | None:
         self._thread.join()
         if self._problem is not None:
             raise CheckpointError(self._problem)
         return self._path
 
-    def _run(self, chunks: list[tuple[Chunk, Tensor]], commit: Callable[[list[Part]], Path]) -> None:
+    def _run(self, chunks: list[tuple[Chunk, Tensor]], commit: Callable[[list[Part]], Location]) -> None:
         try:
             self._leave(_PART, write_part(self._staging, self._rank, chunks))
             chunks.clear()
@@ -110,28 +111,27 @@ class Saving:
             self._problem = (
                 str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             )
-            with suppress(OSError):
+            with suppress(Exception):  # whatever a store raises
                 self._leave(_FAILED, {"problem": self._problem})
 
     def _leave(self, name: str, content: Part) -> None:
-        file = self._staging / name.format(self._rank)
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(content))
-        new.rename(file)
+        write_whole(self._staging / name.format(self._rank), json.dumps(content).encode())
 
     def _parts(self) -> list[Part]:
         """All ranks' parts, once they are there; the files that told of them are gone then."""
         begun, parts = time.monotonic(), dict[int, Part]()
+        look = _LOOK if isinstance(self._staging, Path) else _LOOK_IN_STORE
         while len(parts) < self._size:
-            for rank in [rank for rank in range(self._size) if rank not in parts]:
-                with suppress(FileNotFoundError):
+            there = {file.name for file in self._staging.iterdir()}
+            for rank in [rank for rank in range(self._size) if _PART.format(rank) in there]:
+                if rank not in parts:
                     parts[rank] = json.loads((self._staging / _PART.format(rank)).read_text())
-            failed = [rank for rank in range(self._size) if (self._staging / _FAILED.format(rank)).exists()]
+            failed = [rank for rank in range(self._size) if _FAILED.format(rank) in there]
             late = time.monotonic() - begun > self._patience and len(parts) < self._size
             if failed or late or self._given_up.is_set():
                 which = failed or [rank for rank in range(self._size) if rank not in parts]
                 raise CheckpointError(f"rank {which[0]} has not written its part")
-            self._given_up.wait(_LOOK)
+            self._given_up.wait(look)
         for rank in parts:
             (self._staging / _PART.format(rank)).unlink()
         return [parts[rank] for rank in range(self._size)]
@@ -164,4 +164,5 @@ def _finish() -> None:
                 _log.error("%s failed: %s", saving._what, saving._problem)
 
 
-atexit.register(_finish)
+# Before executors refuse work, which clients of stores need to the end; `atexit` would be after.
+getattr(threading, "_register_atexit", atexit.register)(_finish)

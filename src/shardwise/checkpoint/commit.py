@@ -3,11 +3,15 @@
     PATH/step-00000050/                 complete: tensor files, .metadata, manifest.json
     PATH/step-00000100.tmp-5f1c09/      being written, or left by a save that was killed
     PATH/step-00000050.1/               step 50 saved again; the older version goes afterwards
+    URL/step-00000050.0-5f1c09/         in a store: a checkpoint once manifest.json is there
 
 Files are written and fsynced in a `.tmp-` directory, then the manifest, then one rename makes
 the directory a checkpoint. Only after that do older ones go, and they too leave by a rename
 first, so that every directory with a checkpoint's name is whole at any moment.
-One job saves to a PATH at a time; PATH is a file system that all ranks see.
+
+A store has no rename. There the manifest, one small object, is written last and goes first: without it
+nothing is a checkpoint. Names that nobody else draws keep what a killed save still sends out of later ones.
+One job saves to a PATH at a time; PATH is a file system, or a store, that all ranks see.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -24,11 +30,12 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, sync, write_manifest
+from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, write_manifest
+from shardwise.files.stores import At, Location, StorePath, location, remove_folder, sync
 
 FORMAT = 3
 _READ = (3, 2)  # 2 has files hashed by sha256
-_COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the last in stores only
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -36,23 +43,23 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def checkpoints(path: Path) -> list[tuple[int, int, Path]]:
+def checkpoints(path: At) -> list[tuple[int, int, At]]:
     """(step, version, directory) of every complete checkpoint under `path`, oldest first."""
-    found = []
+    found: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         match = _COMPLETE.fullmatch(folder.name)
         if match and (folder / MANIFEST).is_file():
-            found.append((int(match[1]), int(match[2] or 0), folder))
-    return sorted(found)
+            found.append((int(match[1]), int(match[2] or 0), cast(At, folder)))
+    return sorted(found, key=lambda each: (*each[:2], each[2].name))
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The newest complete checkpoint's step, or None. Reads this rank's file system only."""
-    found = checkpoints(Path(path))
+    """The newest complete checkpoint's step, or None. Asks this rank's file system, or the store, only."""
+    found = checkpoints(location(path))
     return found[-1][0] if found else None
 
 
-def find(path: Path, step: int | None) -> list[Path]:
+def find(path: Location, step: int | None) -> list[Location]:
     """The directories of `step`, newest version first; of all steps, newest first, for None."""
     found = checkpoints(path)
     fitting = [folder for number, _, folder in found if step in (None, number)]
@@ -63,29 +70,49 @@ def find(path: Path, step: int | None) -> list[Path]:
     raise CheckpointError(f"{path}: expected {wanted}, found steps {steps}. Check the path and the step")
 
 
-def open_staging(path: Path, step: int) -> Path:
+def open_staging(path: Location, step: int) -> Location:
     """A fresh directory to write in. Also removes what killed saves left. One rank calls it."""
+    if isinstance(path, StorePath):
+        whole = checkpoints(path)
+        for folder in set(path.iterdir()).difference(folder for *_, folder in whole):
+            if (name := _COMPLETE.fullmatch(folder.name)) and name[3]:
+                remove_folder(folder)
+        return path / f"step-{step:08d}.{_next_version(whole, step)}-{uuid4().hex[:6]}"
     path.mkdir(parents=True, exist_ok=True)
     for leftover in path.glob("step-*.tmp-*"):
-        shutil.rmtree(leftover)
+        remove_folder(leftover)
     staging = path / f"step-{step:08d}.tmp-{uuid4().hex[:6]}"
     staging.mkdir()
     return staging
 
 
-def publish(staging: Path, step: int, manifest: dict[str, Any]) -> Path:
-    """Write the manifest and rename `staging` to a checkpoint's name. One rank calls it."""
+def _next_version(found: Sequence[tuple[int, int, Location]], step: int) -> int:
+    return max((version + 1 for number, version, _ in found if number == step), default=0)
+
+
+def publish(staging: Location, step: int, manifest: dict[str, Any]) -> Location:
+    """Make `staging` a checkpoint: the manifest, and a rename where there are any. One rank calls it."""
     write_manifest(staging, manifest)
+    if isinstance(staging, StorePath):
+        return staging
     path = staging.parent
-    taken = [version for number, version, _ in checkpoints(path) if number == step]
-    version = f".{max(taken) + 1}" if taken else ""
-    final = path / f"step-{step:08d}{version}"
+    version = _next_version(checkpoints(path), step)
+    final = path / (f"step-{step:08d}.{version}" if version else f"step-{step:08d}")
     os.rename(staging, final)
     sync(path)
     return final
 
 
-def prune(path: Path, keep: int | None, keep_every: int | None, *, written: Path) -> None:
+def discard(staging: Location) -> None:
+    """Remove what a save that failed has written, unless it is a checkpoint by now. One rank calls it."""
+    with suppress(Exception):  # what went wrong before is told
+        if isinstance(staging, Path):
+            shutil.rmtree(staging, ignore_errors=True)
+        elif not (staging / MANIFEST).is_file():
+            remove_folder(staging)
+
+
+def prune(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
     """Remove older versions of a step, and all but what `save` says is kept. By one rank."""
     newest = {step: folder for step, _, folder in checkpoints(path)}
     kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
@@ -95,14 +122,18 @@ def prune(path: Path, keep: int | None, keep_every: int | None, *, written: Path
             remove(folder)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Location) -> None:
     """Remove a checkpoint, which is whole or not one at any moment. One rank calls it."""
-    doomed = folder.with_name(f"{folder.name}.tmp-{uuid4().hex[:6]}")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    if isinstance(folder, StorePath):
+        (folder / MANIFEST).unlink()
+        remove_folder(folder)
+    else:
+        doomed = folder.with_name(f"{folder.name}.tmp-{uuid4().hex[:6]}")
+        os.rename(folder, doomed)
+        remove_folder(doomed)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Location) -> dict[str, Any]:
     """The manifest of a checkpoint, checked: see `files.manifest`. Of this format are
 
     step, world_size             int

@@ -10,7 +10,7 @@ import copyreg
 import dataclasses
 import enum
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.files.paths import inside, regular
+from shardwise.files.stores import Location
 from shardwise.layout import Box, cover
 
 INDEX = ".metadata"
@@ -34,7 +35,7 @@ INDEX = ".metadata"
 class Place(NamedTuple):
     """Bytes of a file."""
 
-    file: Path
+    file: Location
     begin: int
     length: int
 
@@ -47,7 +48,7 @@ class Index:
     places: Mapping[tuple[str, tuple[int, ...]], Place]  # by name and the chunk's offsets
 
 
-def read_index(folder: Path, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
+def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
     """The index of a checkpoint, which must fit the manifest's `tensors` and `files`.
 
     Raises:
@@ -66,7 +67,7 @@ def read_index(folder: Path, tensors: Mapping[str, Any], files: Mapping[str, Any
         ) from error
 
 
-def _checked(folder: Path, found: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
+def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
     if not isinstance(found, Metadata):
         raise CheckpointError(f"expected an index, found {type(found).__name__}")
     if differing := sorted(set(found.state_dict_metadata) ^ set(tensors), key=str):
@@ -94,7 +95,7 @@ def _checked(folder: Path, found: Any, tensors: Mapping[str, Any], files: Mappin
     return Index(Metadata(entries), places)
 
 
-def _place(folder: Path, stored: Any, files: Mapping[str, Any]) -> Place:
+def _place(folder: Location, stored: Any, files: Mapping[str, Any]) -> Place:
     name, begin, length = stored.relative_path, stored.offset, stored.length
     if getattr(stored, "transform_descriptors", None):
         raise CheckpointError(f"{name!r:.100} is stored in a form that is not read: {stored!r:.200}")

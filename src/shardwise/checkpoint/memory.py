@@ -169,11 +169,11 @@ class HostMemory:
                 there[self._hosts[rank]] |= {name: sizes[name] for name in parts[rank]["files"]}
                 if keeper is not None:
                     wanted[keeper] += parts[rank]["files"]
-            self._carry(job.staging, messages(wanted, there=there, hosts=self._hosts))
+            self._carry(Path(job.staging), messages(wanted, there=there, hosts=self._hosts))
             index = together(_WHAT, lambda: job.index(parts) if self._rank == 0 else {}, group=self._group)[0]
             size = index[INDEX]["bytes"]
             wanted = [[INDEX] if rank == host else [] for rank, host in enumerate(self._hosts)]
-            self._carry(job.staging, messages(wanted, there={0: {INDEX: size}}, hosts=self._hosts))
+            self._carry(Path(job.staging), messages(wanted, there={0: {INDEX: size}}, hosts=self._hosts))
             is_first = self._rank == self._host
             made = together(
                 _WHAT, lambda: str(job.publish(parts, index)) if is_first else "", group=self._group

@@ -8,37 +8,35 @@ not malice, and costs less than a tenth of writing.
 from __future__ import annotations
 
 import io
-import os
+import pickle
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise import _compat
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.plan import Chunk, metadata_of
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import HASHES, digest, sync
+from shardwise.files.manifest import HASHES
+from shardwise.files.stores import Location, new_file, write_whole
 
 HASH = "xxh3_128"
 _BUFFER_BYTES = 1 << 20
 Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offsets, file, begin, length
 
 
-def write_part(staging: Path, rank: int, chunks: Iterable[tuple[Chunk, Tensor]]) -> Part:
-    """Write chunks to a file in `staging`; return once it is on disk.
+def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tensor]]) -> Part:
+    """Write chunks to a file in `staging`; return once it is on disk, or in the store.
 
     Raises:
         CheckpointError: the system refused, or a chunk is no dense plain tensor.
     """
     file, places = staging / f"__{rank}_0.distcp", []
     try:
-        with file.open("wb", buffering=0) as raw:
+        with new_file(file) as raw:
             hashed = _Hashed(raw)
             stream = io.BufferedWriter(hashed, _BUFFER_BYTES)
             for (name, offsets, *_), tensor in chunks:
@@ -46,7 +44,6 @@ def write_part(staging: Path, rank: int, chunks: Iterable[tuple[Chunk, Tensor]])
                 _save(tensor, stream)
                 places.append([name, offsets, file.name, begin, stream.tell() - begin])
             stream.flush()
-            os.fsync(raw.fileno())
     except CheckpointError:
         raise
     except Exception as error:  # torch's own message buries what the system refused
@@ -54,17 +51,16 @@ def write_part(staging: Path, rank: int, chunks: Iterable[tuple[Chunk, Tensor]])
     return {"files": {file.name: hashed.digest()}, "places": places}
 
 
-def write_index(staging: Path, chunks: list[Chunk], parts: Iterable[Part]) -> dict[str, Any]:
+def write_index(staging: Location, chunks: list[Chunk], parts: Iterable[Part]) -> dict[str, Any]:
     """Write the index of all ranks' chunks, as torch's distributed checkpoint has it; its digest, by name."""
-    writer = FileSystemWriter(staging, sync_files=True)
-    writer.set_up_storage_writer(True)
-    results = []
-    for name, offset, path, begin, length in (place for part in parts for place in part["places"]):
-        place = _compat.StorageInfo(relative_path=path, offset=begin, length=length)
-        results.append(WriteResult(MetadataIndex(name, offset), length, place))
-    writer.finish(metadata_of(chunks), [results])
-    sync(staging / INDEX)
-    return {INDEX: digest(staging / INDEX, HASH)}
+    metadata = metadata_of(chunks)
+    metadata.storage_data = {
+        MetadataIndex(name, offset): _compat.StorageInfo(relative_path=path, offset=begin, length=length)
+        for name, offset, path, begin, length in (place for part in parts for place in part["places"])
+    }
+    content = pickle.dumps(metadata)
+    write_whole(staging / INDEX, content)
+    return {INDEX: {"bytes": len(content), HASH: HASHES[HASH](content).hexdigest()}}
 
 
 def staged(tensor: Tensor) -> Tensor:
@@ -73,11 +69,10 @@ def staged(tensor: Tensor) -> Tensor:
 
 
 def _first_cause(error: BaseException) -> str:
-    """The system error at the start of a chain of errors, else the error itself."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    found = cause or error
+    """The first system error of a chain of errors, else what began it."""
+    found = error
+    while not isinstance(found, OSError) and (cause := found.__cause__ or found.__context__):
+        found = cause
     return f"{type(found).__name__}: {found}"
 
 
@@ -91,14 +86,14 @@ def _save(tensor: Tensor, stream: Any) -> None:
 class _Hashed(io.RawIOBase):
     """A file that is written from its beginning to its end, and hashed meanwhile."""
 
-    def __init__(self, raw: io.FileIO) -> None:
+    def __init__(self, raw: Any) -> None:
         self._raw, self._hash, self._at = raw, HASHES[HASH](), 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        count = self._raw.write(data)
+        count: int = self._raw.write(data)
         self._hash.update(memoryview(data)[:count])
         self._at += count
         return count

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, whole_file
 from shardwise.files.paths import inside, regular
+from shardwise.files.stores import Location, location
 
 
 def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | None = None) -> int:
@@ -49,6 +49,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     (of whole tensors) and dtypes must be equal; plain values replace the state's. Each rank finds
     its own values in `PerRank`s, if as many ranks load as saved.
 
+    path: a folder, or an `fsspec` URL.
     step: which checkpoint under `path`; None takes the newest that is whole, with a warning on every
         rank about each newer one that is damaged.
 
@@ -60,7 +61,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     settle()
 
     def ask() -> dict[str, Any]:
-        found = [str(folder) for folder in find(Path(path), step)] if rank == 0 else []
+        found = [str(folder) for folder in find(location(path), step)] if rank == 0 else []
         return {"call": {"step": step}, "found": found}
 
     asked = together(what, ask)
@@ -92,7 +93,7 @@ _FIX_SHAPE = "Build the model with the sizes and dtypes it was saved with"
 class _Read:
     """A box of a chunk in a file, and the memory it goes to."""
 
-    file: Path
+    file: Location
     stored: Stored
     offsets: Sequence[int]
     target: Tensor
@@ -102,7 +103,7 @@ class _Read:
 class Whole:
     """A checkpoint all of whose files are there, as they were written."""
 
-    folder: Path
+    folder: Location
     manifest: dict[str, Any]
     digest: str  # of the manifest
     index: Index
@@ -118,7 +119,7 @@ class _Checked:
 
     def write(self) -> None:
         with ExitStack() as stack:
-            opened: dict[Path, BufferedReader] = {}
+            opened: dict[Location, BufferedReader] = {}
             for read in self.reads:
                 if read.file not in opened:
                     opened[read.file] = stack.enter_context(read.file.open("rb"))
@@ -134,7 +135,8 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
     for folder in folders:
         found: list[Whole] = []
         try:
-            together(f"loading {folder}", lambda: found.append(open_checkpoint(Path(folder), _check_files)))  # noqa: B023
+            at = location(folder)
+            together(f"loading {at}", lambda: found.append(open_checkpoint(at, _check_files)))  # noqa: B023
         except CheckpointError as error:
             damaged.append(str(error))
             continue
@@ -144,7 +146,7 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
     raise CheckpointError("\n".join(damaged))
 
 
-def open_checkpoint(folder: Path, check: Callable[[Path, Mapping[str, dict[str, Any]]], None]) -> Whole:
+def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], None]) -> Whole:
     """What a checkpoint's manifest and index say, where `check` finds nothing wrong with its files. Local."""
     manifest = manifest_of(folder)
     own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
@@ -193,7 +195,7 @@ def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str 
     return {0: "\n".join(lines)} if lines else {}
 
 
-def _check_files(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
+def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
     """All files are inside the folder; this rank's part of them is there and unchanged."""
     rank, size = rank_and_size()
     problems = []
@@ -265,7 +267,7 @@ def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
     planner.set_up_planner(tensors, index.metadata)
     found: list[_Read] = []
     with ExitStack() as stack:
-        opened: dict[Path, BufferedReader] = {}
+        opened: dict[Location, BufferedReader] = {}
         located: dict[MetadataIndex, Stored] = {}
         for item in create_default_local_load_plan(tensors, index.metadata).items:
             key = item.storage_index
@@ -281,7 +283,7 @@ def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {place.file} at {place.begin}: {error}") from error
             found.append(_Read(place.file, located[key], item.storage_offsets, target))
-    return sorted(found, key=lambda read: (read.file, read.stored.begin))
+    return sorted(found, key=lambda read: (str(read.file), read.stored.begin))
 
 
 def _check_stored(stored: Stored, index: Index, key: MetadataIndex) -> None:

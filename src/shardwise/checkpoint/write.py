@@ -11,11 +11,9 @@ A problem on one rank, say a full disk, ends the save on every rank with one err
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -23,13 +21,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.background import Saving, settle
-from shardwise.checkpoint.commit import FORMAT, open_staging, prune, publish, rank_and_size
+from shardwise.checkpoint.commit import FORMAT, discard, open_staging, prune, publish, rank_and_size
 from shardwise.checkpoint.part import Part, staged, write_index, write_part
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError
+from shardwise.files.stores import Location, location
 
 
 def save(
@@ -39,12 +38,14 @@ def save(
     step: int,
     keep: int | None = None,
     keep_every: int | None = None,
-) -> Path:
+) -> Location:
     """Save `state` as the checkpoint of `step` under `path`; returns its directory.
 
     Collective over the default process group: every rank calls it with the same path, step and
     structure. Without a process group one process saves alone.
 
+    path: a folder that all ranks see, or an `fsspec` URL of one in a store, "s3://bucket/run": then what
+        is returned has the URL as its text, and of a `Path`'s methods those that read.
     state: nested dicts and lists of tensors and plain values. A DTensor is saved as its shards;
         a plain tensor counts as replicated, and one rank's copy is saved. What every rank has its
         own of is marked by `PerRank`.
@@ -60,7 +61,7 @@ def save(
     job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
         parts = together(job.what, lambda: write_part(job.staging, rank, job.mine()))
-        return Path(together(job.what, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
+        return location(together(job.what, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
 
 
 def save_async(
@@ -93,7 +94,7 @@ class Job:
     contents: dict[str, Any]  # the manifest's
     held: Held
     plan: Plan
-    staging: Path
+    staging: Location
     step: int
     keep: int | None
     keep_every: int | None
@@ -108,14 +109,14 @@ class Job:
         """Write the index of all ranks' parts; its digest, by name. One rank calls it."""
         return write_index(self.staging, self.plan.chunks, parts)
 
-    def publish(self, parts: list[Part], index: dict[str, Any]) -> Path:
+    def publish(self, parts: list[Part], index: dict[str, Any]) -> Location:
         """Make the folder a checkpoint, once index and parts are in it. One rank calls it."""
         _, size = rank_and_size()
         files = {name: digest for part in parts for name, digest in part["files"].items()} | index
         manifest = {"format": FORMAT, "step": self.step, "world_size": size, **self.contents, "files": files}
         return publish(self.staging, self.step, manifest)
 
-    def commit(self, parts: list[Part]) -> Path:
+    def commit(self, parts: list[Part]) -> Location:
         """Make the checkpoint of all ranks' parts, and remove what is not kept. One rank calls it."""
         final = self.publish(parts, self.index(parts))
         prune(final.parent, self.keep, self.keep_every, written=final)
@@ -128,7 +129,7 @@ class Job:
             yield
         except CheckpointError:
             if rank_and_size()[0] == self.keeper:
-                shutil.rmtree(self.staging, ignore_errors=True)
+                discard(self.staging)
             raise
 
 
@@ -170,14 +171,14 @@ def begun(
     def make_room() -> str:
         plans.append(plan([each["chunks"] for each in told]))
         fits(plans[0])
-        return str(open_staging(Path(path), step)) if rank == keeper else ""
+        return str(open_staging(location(path), step)) if rank == keeper else ""
 
-    staging = Path(together(what, make_room)[keeper])
+    staging = location(together(what, make_room)[keeper])
     return Job(what, contents, own[0], plans[0], staging, step, keep, keep_every, keeper)
 
 
 def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:
-    Path(path)
+    location(path)
     for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
         optional = name != "step" and value is None
         if not optional and (type(value) is not int or value < least):

@@ -11,32 +11,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from shardwise.errors import CheckpointError
 from shardwise.files.paths import inside, regular
+from shardwise.files.stores import At, Location, StorePath, write_whole
 
 MANIFEST = "manifest.json"
 Types = Mapping[str, tuple[Callable[[Any], bool], str]]
-HASHES: Mapping[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
-_CHUNK_BYTES = 1 << 20
+HASHES: Mapping[str, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
+_CHUNK_BYTES, _REQUEST_BYTES = 1 << 20, 16 << 20  # read at a time, of a file and of an object in a store
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
     """Write the manifest of `folder`, all of it or nothing; return once it is on disk."""
-    new = folder / f"{MANIFEST}.new"
-    new.write_text(json.dumps({**manifest, "sha256": _own_digest(manifest)}, indent=1) + "\n")
-    sync(new)
-    new.rename(folder / MANIFEST)
-    sync(folder)
+    text = json.dumps({**manifest, "sha256": _own_digest(manifest)}, indent=1) + "\n"
+    write_whole(folder / MANIFEST, text.encode())
 
 
-def read_manifest(folder: Path, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
+def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
     """The manifest of `folder`, of this format or one of these, without its own digest.
 
     Raises:
@@ -53,7 +49,7 @@ def read_manifest(folder: Path, *, format: int | str | tuple[int, ...], types: T
     return manifest
 
 
-def whole_file(folder: Path, name: str, expected: Mapping[str, Any]) -> Path:
+def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
     """The file `name` of `folder`, which must be inside it and have the digest expected.
 
     Raises:
@@ -78,26 +74,18 @@ def _kind(entry: Mapping[str, Any]) -> str:
     return next((kind for kind in HASHES if kind in entry), "sha256")
 
 
-def digest(file: Path, kind: str = "sha256") -> dict[str, Any]:
+def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
     """Size in bytes and hash of a file, of one of the kinds in `HASHES`."""
-    found, size, chunk = HASHES[kind](), 0, bytearray(_CHUNK_BYTES)
-    with file.open("rb", buffering=0) as stream:
+    found, size = HASHES[kind](), 0
+    chunk = bytearray(_REQUEST_BYTES if isinstance(file, StorePath) else _CHUNK_BYTES)
+    with file.open("rb") as stream:
         while count := stream.readinto(chunk):
             found.update(memoryview(chunk)[:count])
             size += count
     return {"bytes": size, kind: found.hexdigest()}
 
 
-def sync(path: Path) -> None:
-    """Return once a file's bytes, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_json(file: Path) -> Any:
+def read_json(file: Location) -> Any:
     """What a file of JSON holds. Raises CheckpointError for one that is missing or damaged."""
     try:
         return json.loads(regular(file).read_text())
@@ -105,7 +93,7 @@ def read_json(file: Path) -> Any:
         raise CheckpointError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
 
 
-def check_types(file: Path, manifest: Any, types: Types) -> None:
+def check_types(file: Location, manifest: Any, types: Types) -> None:
     """Raise CheckpointError for an entry of `manifest` that is missing or not what it should be.
 
     Args:

@@ -7,13 +7,14 @@ read. What a user names, a folder or a file, is followed as it is.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 from shardwise.errors import CheckpointError
+from shardwise.files.stores import At
 
 
-def inside(folder: Path, name: Any) -> Path:
+def inside(folder: At, name: Any) -> At:
     """The file `name` of `folder`, which may be missing.
 
     Raises:
@@ -21,22 +22,27 @@ def inside(folder: Path, name: Any) -> Path:
     """
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{folder}: expected the name of a file in it, found {name!r}; not read")
+    lexical = PurePosixPath(name)
+    if lexical.is_absolute() or ".." in lexical.parts:
+        raise CheckpointError(f"{folder}: {name!r} lies outside the folder; not read")
+    if isinstance(folder, Path):
+        _check_links(folder, name)
+    return cast(At, folder / name)
+
+
+def _check_links(folder: Path, name: str) -> None:
     try:
         real, home = (folder / name).resolve(), folder.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
         raise CheckpointError(f"{folder}: {name!r} cannot be a file in it ({error}); not read") from error
-    lexical = Path(name)
-    if lexical.is_absolute() or ".." in lexical.parts:
-        raise CheckpointError(f"{folder}: {name!r} lies outside the folder; not read")
     if not real.is_relative_to(home):
         raise CheckpointError(
             f"{folder}: {name!r} is a link to {real}, outside the folder; not read. Copy the file to"
             " where the link is, or name the files themselves"
         )
-    return folder / name
 
 
-def regular(file: Path) -> Path:
+def regular(file: At) -> At:
     """`file`, which must be there. Of anything else, a pipe say, reading might never end."""
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; expected a file. Copy it again, or use another checkpoint")

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import agree, together
 from shardwise.errors import CheckpointError, ShardingError, here
-from shardwise.files.manifest import sync
+from shardwise.files.stores import sync
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
 from shardwise.layout import Box

@@ -28,7 +28,7 @@ from shardwise.checkpoint.state import as_bytes
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import sync
+from shardwise.files.stores import sync
 from shardwise.files.tensors import DTYPES, NAMES
 from shardwise.layout import Box
 from shardwise.sharded_tensor.dtensor import from_dtensor

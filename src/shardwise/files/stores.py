@@ -1,0 +1,168 @@
+"""Where checkpoints lie: a folder of the file system, or objects in a store that an `fsspec` URL names.
+
+    a path, file://...      a `Path`: renames are atomic, files are synced
+    s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is there whole or not at all
+
+Both are asked in the words of `Path`. What differs is here: how a file is written so that it is whole or
+absent, how it is known to be kept, how a folder goes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+_LOCAL = ("file", "local")
+_SMALL_BYTES = 1 << 16  # what is asked for at least where places in a file are read
+
+
+@dataclass(frozen=True)
+class StorePath:
+    """An object of a store, or all whose names begin with it. `str` and `os.fspath` give its URL."""
+
+    path: PurePosixPath  # within the store, as fsspec names it
+    system: Any = field(compare=False, repr=False)  # fsspec's file system
+
+    def __str__(self) -> str:
+        return str(self.system.unstrip_protocol(str(self.path)))
+
+    __fspath__ = __str__
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(self.path / name, self.system)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def parent(self) -> StorePath:
+        return StorePath(self.path.parent, self.system)
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """What is directly in it, as the store says now; nothing where it is no folder."""
+        self.system.invalidate_cache()
+        try:
+            found = self.system.ls(str(self.path), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        names = {PurePosixPath(str(each)).name for each in found}
+        yield from (self / name for name in sorted(names - {self.name, ""}))
+
+    def is_dir(self) -> bool:
+        return any(True for _ in self.iterdir())
+
+    def is_file(self) -> bool:
+        self.system.invalidate_cache()
+        return bool(self.system.isfile(str(self.path)))
+
+    def read_bytes(self) -> bytes:
+        return bytes(self.system.cat_file(str(self.path)))
+
+    def read_text(self) -> str:
+        return self.read_bytes().decode()
+
+    def open(self, mode: str = "rb") -> Any:
+        """A stream: `rb` asks for the places that are read; `wb` makes the object when it is closed."""
+        if mode == "rb":
+            return io.BufferedReader(_Ranges(self), _SMALL_BYTES)
+        return self.system.open(str(self.path), mode)
+
+    def unlink(self) -> None:
+        self.system.rm_file(str(self.path))
+
+
+Location = Path | StorePath
+At = TypeVar("At", bound=Location)
+
+
+def location(path: str | os.PathLike[str]) -> Location:
+    """Where a path or an `fsspec` URL leads. Keys and endpoints are from the store's own environment."""
+    text = os.fspath(path)
+    if not isinstance(text, str) or "://" not in text:
+        return Path(text)
+    from fsspec.core import url_to_fs
+
+    system, inside = url_to_fs(text)
+    protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
+    return Path(inside) if set(_LOCAL) & set(protocols) else StorePath(PurePosixPath(inside), system)
+
+
+@contextmanager
+def new_file(file: Location) -> Iterator[Any]:
+    """An unbuffered stream into a new file; it is on disk, or in the store, when the context ends well."""
+    if isinstance(file, StorePath):
+        with file.open("wb") as stream:
+            yield stream
+        return
+    with file.open("wb", buffering=0) as stream:
+        yield stream
+        os.fsync(stream.fileno())
+
+
+def write_whole(file: Location, content: bytes) -> None:
+    """Write a file, all of it or nothing; return once it is on disk, or in the store."""
+    if isinstance(file, StorePath):
+        file.system.pipe_file(str(file.path), content)
+        return
+    new = file.with_name(f"{file.name}.new")
+    new.write_bytes(content)
+    sync(new)
+    new.rename(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Return once a file's bytes, or a directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_folder(folder: Location) -> None:
+    """Remove a folder with all that is in it."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder)
+    else:
+        with suppress(FileNotFoundError):
+            folder.system.rm(str(folder.path), recursive=True)
+
+
+class _Ranges(io.RawIOBase):
+    """An object of a store, each read of which is one request for as many bytes."""
+
+    def __init__(self, file: StorePath) -> None:
+        self.name = str(file)
+        self._path, self._system, self._at = str(file.path), file.system, 0
+        self._size = int(self._system.size(self._path))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer).cast("B")
+        end = min(self._at + len(room), self._size)
+        if end <= self._at:
+            return 0
+        found = self._system.cat_file(self._path, start=self._at, end=end)
+        room[: len(found)] = found
+        self._at += len(found)
+        return len(found)
