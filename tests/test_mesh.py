@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
@@ -221,3 +222,12 @@ def test_an_info_without_the_axis_it_stands_for_is_refused() -> None:
     assert f"replicate_mesh_dim -2 is not a dim of {mesh}" in message_of(
         DDPMeshInfo, mesh, replicate_mesh_dim=-2
     )
+
+
+@on_ranks(4)
+def test_smaller_shards_are_made_once_for_each_mesh_as_they_take_groups() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    before = dist.distributed_c10d._world.group_count
+    models = [shardwise.fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=2) for _ in range(3)]
+    assert len(models) == 3
+    assert dist.distributed_c10d._world.group_count - before <= 4

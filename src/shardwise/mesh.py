@@ -160,6 +160,20 @@ def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None)
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
+def smaller_shards(mesh: DeviceMesh, ranks: int, *, made: DeviceMesh | None = None) -> DeviceMesh:
+    """The ranks of `mesh` as (replicate, shard), so many to a shard; made once for each mesh, of its groups.
+
+    Args:
+        made: what to take for it from now on.
+    """
+    known: dict[int, DeviceMesh] = vars(mesh).setdefault("_shardwise_smaller_shards", {})
+    if made is not None:
+        known[ranks] = made
+    if ranks not in known:
+        known[ranks] = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, ranks))
+    return known[ranks]
+
+
 def default_mesh() -> DeviceMesh:
     """A 1-D mesh of every rank, on the accelerator if there is one, else on CPU."""
     if not dist.is_initialized():

@@ -13,7 +13,7 @@ from shardwise.planner.measure import moments, reserved_bytes, sent
 from shardwise.planner.models import model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.unroll import RECORDED, NotRegular, unroll
+from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
 
 
 class Block(nn.Module):
@@ -63,7 +63,7 @@ def figures(recording: Recording) -> list[Any]:
         Setup(sequence=16, clip_norm=True),
         Setup(sequence=16, layout="contiguous", checkpointing="full", optimizer="AdamW"),
         Setup(sequence=16, layout="contiguous", checkpointing="selective", reshard_after_forward=False),
-        Setup(sequence=16, ranks=16, replicas=4, accumulation=2, device="cpu"),
+        Setup(sequence=16, ranks=16, replicas=4, reshard_after_forward=2, accumulation=2, device="cpu"),
     ],
     ids=["interleaved", "contiguous", "stays gathered", "two axes"],
 )
@@ -84,3 +84,13 @@ def test_a_block_that_does_something_of_its_own_is_noticed() -> None:
     few, more = (record(model, Setup(sequence=16), layers=RECORDED + i) for i in (0, 1))
     with pytest.raises(NotRegular, match="with 9 blocks"):
         unroll(few, more, 12)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_two_sizes_of_micro_batches_tell_exactly_what_larger_ones_do(layout: Any) -> None:
+    model = model_of(tiny, sequence=16)
+    small, large, third = (
+        record(model, Setup(sequence=16, layout=layout, checkpointing="full", micro_batch=size), layers=4)
+        for size in (1, 2, 4)
+    )
+    assert figures(grown(small, large, 3)) == figures(third)

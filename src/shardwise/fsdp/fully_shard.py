@@ -39,6 +39,7 @@ from shardwise.mesh import (
     HSDPMeshInfo,
     mesh_device,
     mesh_info,
+    smaller_shards,
 )
 
 _LOG = logging.getLogger("shardwise")
@@ -399,9 +400,7 @@ def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -
         )
     if reshard in (1, size):
         return None if reshard == 1 else info
-    ranks = info.mesh.mesh.reshape(-1, reshard)
-    smaller = DeviceMesh(info.mesh.device_type, ranks)
-    return HSDPMeshInfo(smaller, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return HSDPMeshInfo(smaller_shards(info.mesh, reshard), shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None:

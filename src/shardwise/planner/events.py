@@ -96,3 +96,8 @@ class Recording:
     parameters: int
     block_parameters: int
     embedding_parameters: int  # of tables that are looked up
+
+    @property
+    def middle(self) -> int:
+        """The block that stands for all between the ends."""
+        return (self.layers - 1) // 2

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise import _compat
 from shardwise.comm.count import Collective, collective, tensors_in
 from shardwise.comm.kinds import NATIVE, form_of
+from shardwise.mesh import smaller_shards
 
 # Methods of a process group, with the operators of `comm.kinds` whose arguments they have.
 # `dist.all_gather_into_tensor` reaches the group by the first name from torch 2.13 on, else by the second.
@@ -134,18 +135,24 @@ def listening(heard: Callable[[Collective, list[torch.Tensor]], None]) -> Iterat
 
 
 @contextmanager
-def noop_world(size: int, *, device_type: str = "cpu", replicas: int = 1) -> Iterator[DeviceMesh]:
+def noop_world(
+    size: int, *, device_type: str = "cpu", replicas: int = 1, reshard: int = 0
+) -> Iterator[DeviceMesh]:
     """Make this process rank 0 of a default group of `size` ranks, apart from one that it has already.
 
     Yields its mesh: one axis, or (replicate, shard) where there are replicas.
+
+    Args:
+        reshard: a number that `reshard_after_forward` will be.
     """
     _register()
     with _compat.no_process_groups():
         dist.init_process_group("noop", rank=0, world_size=size, store=dist.HashStore())  # type: ignore[attr-defined]
-        if replicas == 1:
-            yield init_device_mesh(device_type, (size,))
-        else:
-            yield _two_axes(device_type, size, replicas)
+        one_axis = replicas == 1
+        mesh = init_device_mesh(device_type, (size,)) if one_axis else _two_axes(device_type, size, replicas)
+        if reshard > 1 and size % reshard == 0:
+            smaller_shards(mesh, reshard, made=_two_axes(device_type, size, size // reshard))
+        yield mesh
 
 
 def _two_axes(device_type: str, size: int, replicas: int) -> DeviceMesh:

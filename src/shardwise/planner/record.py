@@ -44,7 +44,8 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         Whatever the model raises on fake tensors.
     """
     with ExitStack() as stack:
-        mesh = stack.enter_context(noop_world(setup.ranks, replicas=setup.replicas))
+        reshard = int(setup.reshard_after_forward or 0)
+        mesh = stack.enter_context(noop_world(setup.ranks, replicas=setup.replicas, reshard=reshard))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         module = _built(model, layers, getattr(torch, setup.stored_dtype))
         parameters = sum(p.numel() for p in module.parameters())

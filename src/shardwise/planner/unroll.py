@@ -34,7 +34,7 @@ from shardwise.planner.events import (
     Wait,
 )
 
-RECORDED, MIDDLE = 8, 3  # blocks; at either end as many as prefetches and late frees reach
+RECORDED = 8  # blocks: at either end as many as prefetches and late frees reach
 # Of memory or a mark: its loop, its block, its kind, its number among those of the segment.
 Birth = tuple[int, int | None, type, int]
 
@@ -58,7 +58,7 @@ def unroll(small: Recording, large: Recording, layers: int) -> Recording:
     """The recording of the same model with so many blocks.
 
     Args:
-        small: of `RECORDED` blocks.
+        small: of a few blocks, `RECORDED` for a model of which nothing is known.
         large: of one more.
 
     Raises:
@@ -72,7 +72,7 @@ def unroll(small: Recording, large: Recording, layers: int) -> Recording:
         theirs = {segment.place.layer: segment for segment in other.segments}
         for segment in one.segments:
             layer = segment.place.layer
-            if layer is not None and layer > MIDDLE:
+            if layer is not None and layer > small.middle:
                 layer += 1
             if layer not in theirs or len(theirs[layer].events) != len(segment.events):
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
@@ -116,17 +116,64 @@ def _growth(small: Event, large: Event) -> Any:
     return 0
 
 
+def _grown(event: Event, growth: Any, times: int) -> Event:
+    if isinstance(event, Compute):
+        flops, nbytes = (now + one * times for now, one in zip(event[1:3], growth, strict=True))
+        return event._replace(flops=flops, nbytes=nbytes)
+    if isinstance(event, Allocate):
+        event.memory.nbytes += growth * times
+    elif isinstance(event, Send):
+        return event._replace(
+            collective=replace(event.collective, bytes=event.collective.bytes + growth * times)
+        )
+    return event
+
+
+def grown(small: Recording, large: Recording, times: int) -> Recording:
+    """What `small` is with its change to `large` made so many times: of larger micro-batches, say.
+
+    Raises:
+        NotRegular: other things happen in the two.
+    """
+    made: dict[int, tuple[Any, Any]] = {}  # memory and marks by those of `small`: the new ones, `large`'s
+    segments = []
+    for mine, theirs in zip(small.segments, large.segments, strict=False):
+        if mine.place != theirs.place or len(mine.events) != len(theirs.events):
+            raise NotRegular(f"{mine.place}: something else")
+        segments.append(Segment(mine.place))
+        for event, other in zip(mine.events, theirs.events, strict=True):
+            new: Any = event
+            if type(event) is not type(other):
+                raise NotRegular(f"{mine.place}: {event} is {other}")
+            if isinstance(event, (Allocate, Record)):
+                old: Any = event[0]
+                fresh: Any = replace(old)
+                made[id(old)] = (fresh, other[0])
+                new = type(event)(fresh, *event[1:])
+            elif isinstance(event, (Free, Wait)):
+                fresh, expected = made[id(event[0])]
+                if other[0] is not expected:
+                    raise NotRegular(f"{mine.place}: frees or waits for something else")
+                new = type(event)(fresh, *event[1:])
+            growth = _growth(event, other)
+            segments[-1].events.append(_grown(new, growth, times) if growth else new)
+    if len(small.segments) != len(large.segments):
+        raise NotRegular(f"{len(small.segments)} segments are {len(large.segments)}")
+    return replace(small, segments=segments)
+
+
 def _unrolled(small: Recording, loops: list[_Loop], growths: dict[int, list[Any]], layers: int) -> Recording:
-    copier = _Copier(small.layers, layers - small.layers, _births(loops), growths)
+    copier = _Copier(small.middle, layers - small.layers, _births(loops), growths)
     segments = []
     for number, loop in enumerate(loops):
         if not loop.repeats:
             segments.append(copier.copy_single(loop, number))
             continue
         ordered = sorted(loop.segments, key=lambda segment: segment.place.layer or 0)
-        copies = list(zip(ordered[:MIDDLE], range(MIDDLE), strict=True))
-        copies += [(ordered[MIDDLE], MIDDLE + i) for i in range(copier.more + 1)]
-        copies += [(ordered[i], i + copier.more) for i in range(MIDDLE + 1, small.layers)]
+        middle = small.middle
+        copies = list(zip(ordered[:middle], range(middle), strict=True))
+        copies += [(ordered[middle], middle + i) for i in range(copier.more + 1)]
+        copies += [(ordered[i], i + copier.more) for i in range(middle + 1, small.layers)]
         if loop.segments[0] is not ordered[0]:
             copies.reverse()
         segments += [copier.copy(segment, number, layer) for segment, layer in copies]
@@ -148,9 +195,9 @@ class _Copier:
     """Copies segments, whose memory and marks are those of the deeper model."""
 
     def __init__(
-        self, recorded: int, more: int, births: dict[int, Birth], growths: dict[int, list[Any]]
+        self, middle: int, more: int, births: dict[int, Birth], growths: dict[int, list[Any]]
     ) -> None:
-        self.recorded, self.more, self.births, self.growths = recorded, more, births, growths
+        self.middle, self.more, self.births, self.growths = middle, more, births, growths
         self.made: dict[Birth, Any] = {}
 
     def copy_single(self, loop: _Loop, number: int) -> Segment:
@@ -158,20 +205,9 @@ class _Copier:
         layer = segment.place.layer
         return self.copy(segment, number, None if layer is None else layer + self._shift(layer))
 
-    def _grown(self, event: Event, growth: Any) -> Event:
-        if isinstance(event, Compute):
-            flops, nbytes = (now + one * self.more for now, one in zip(event[1:3], growth, strict=True))
-            return event._replace(flops=flops, nbytes=nbytes)
-        if isinstance(event, Allocate):
-            event.memory.nbytes += growth * self.more
-        elif isinstance(event, Send):
-            call = replace(event.collective, bytes=event.collective.bytes + growth * self.more)
-            return event._replace(collective=call)
-        return event
-
     def _shift(self, layer: int) -> int:
         """Seen from around the blocks: the first stay, the last move."""
-        return self.more if layer > MIDDLE else 0
+        return self.more if layer > self.middle else 0
 
     def copy(self, segment: Segment, number: int, layer: int | None) -> Segment:
         """`segment` as that of block `layer` of the deeper model: whatever it is about is as far away."""
@@ -202,7 +238,7 @@ class _Copier:
             else:
                 events.append(event)
         growths = self.growths[id(segment)]
-        events = [self._grown(e, by) if by else e for e, by in zip(events, growths, strict=True)]
+        events = [_grown(e, by, self.more) if by else e for e, by in zip(events, growths, strict=True)]
         return Segment(segment.place._replace(layer=layer), events)
 
 
