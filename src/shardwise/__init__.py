@@ -5,6 +5,7 @@ from shardwise import torch_version  # isort: skip  # noqa: F401  # first: it sa
 from importlib import metadata
 
 from shardwise.adapters import install, uninstall
+from shardwise.comm.join import join
 from shardwise.errors import CheckpointError, LifecycleError, RankMismatchError, ShardingError, ShardwiseError
 from shardwise.fsdp import (
     CPUOffloadPolicy,
@@ -65,6 +66,7 @@ __all__ = [
     "fully_shard",
     "inspect_graph",
     "install",
+    "join",
     "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",

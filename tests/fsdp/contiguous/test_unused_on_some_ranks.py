@@ -30,8 +30,9 @@ def _model() -> Routed:
 
 
 @on_ranks(2)
-def test_ranks_that_use_different_parameters_are_told_of_both() -> None:
-    model, used = fully_shard(_model(), layout="contiguous"), dist.get_rank()
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_ranks_that_use_different_parameters_are_told_of_both(layout: str) -> None:
+    model, used = fully_shard(_model(), layout=layout), dist.get_rank()
     with pytest.raises(RankMismatchError, match=r"experts\.0\.weight") as error:
         model(torch.ones(1, 4), used).sum().backward()
     assert "experts.1.weight" in str(error.value)

@@ -1,0 +1,61 @@
+"""Ranks with different numbers of batches end together.
+
+A training step is collective. A rank that has run out goes over its last batch again, with a loss of weight
+zero: what it sends is what the others wait for, and adds nothing. Nothing of the model, the layout or the
+schedule need know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from shardwise.comm.agree import raise_all, together
+from shardwise.errors import RankMismatchError
+
+_T = TypeVar("_T")
+_WHAT, _NONE = "taking the next batch", "has no batch; each rank needs one at least"
+
+
+def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
+    """This rank's batches until no rank has one left, each with the weight of its loss:
+
+        for batch, weight in shardwise.join(loader):
+            (loss_of(model, batch) * weight).backward()
+
+    The weight is 1.0 while every rank has a batch. Of a rank that has run out it is 0.0, and its last batch
+    comes again. Of the others it is ranks / ranks with a batch: gradients, which are divided by the number of
+    ranks, are the mean over the ranks that had a batch.
+
+    Collective over the default process group, once a batch: a few bytes over gloo, in a group of its own.
+    Hosts wait for each other there, accelerators do not. Every rank takes every batch, or all leave the loop
+    at the same one. Without a process group this process is alone.
+
+    Raises:
+        RankMismatchError: on every rank, if one has no batch at all, or fails to make one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield from ((batch, 1.0) for batch in batches)
+        return
+    group, left = dist.new_group(backend="gloo"), iter(batches)
+    held: list[_T] = []  # the last batch
+
+    def take() -> bool:
+        try:
+            held[:] = [next(left)]
+        except StopIteration:
+            return False
+        return True
+
+    try:
+        begun = False
+        while any(there := together(_WHAT, take, group=group, kind=RankMismatchError)):
+            if not begun:
+                missing = {rank: _NONE for rank, has in enumerate(there) if not has}
+                raise_all(_WHAT, missing, kind=RankMismatchError)
+            begun = True
+            yield held[0], len(there) / sum(there) if there[dist.get_rank()] else 0.0
+    finally:
+        dist.destroy_process_group(group)
