@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Options of the process group's own collectives (below), exported nowhere else.
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions, Store
 
 # comm.count: the one subclass that cannot run below an active mode that steps aside for it.
 # hf.generate: a model that has shapes and no memory.

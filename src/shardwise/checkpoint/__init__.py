@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.commit import latest_step
+from shardwise.checkpoint.living import LivingRanks
 from shardwise.checkpoint.memory import HostMemory
 from shardwise.checkpoint.read import load
 from shardwise.checkpoint.slices import load_slices, save_slices
@@ -13,6 +14,7 @@ from shardwise.checkpoint.write import save, save_async
 
 __all__ = [
     "HostMemory",
+    "LivingRanks",
     "PerRank",
     "Saving",
     "StopSignals",

@@ -171,8 +171,10 @@ def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, 
     """The state's leaves, all of which the checkpoint has, and the tensors among them."""
     rank, size = rank_and_size()
     flat = flatten(state, rank=rank, ranks=size)
+    saved = [name for kind in ("tensors", "values", "lists") for name in manifest[kind]]
     for name in flat.optional:
-        if manifest["world_size"] != size or name not in manifest["per_rank"]:
+        own = f"{name}.rank-{rank}-of-{size}"
+        if not any(each == own or each.startswith(f"{own}.") for each in saved):
             flat.leave_out(name)
     _check_leaves(flat, manifest)
     return flat, {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.background import failed_here, settle
-from shardwise.comm.watch import explained, order_of
+from shardwise.comm.watch import explained, look_into, order_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TWICE = 3.0  # seconds after which another signal means "at once": launchers pass one on within less
@@ -51,6 +51,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
+            look_into(self._group)
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self

@@ -65,6 +65,13 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
     return _orders[group]
 
 
+def look_into(group: dist.ProcessGroup) -> None:
+    """End waiting in `group`, which has all ranks, where it is in vain in the default group. Local."""
+    order = order_of(dist.group.WORLD)
+    if order is not None:
+        order.groups.add(group)
+
+
 def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> RuntimeError:
     """What a transport's failure means, in words: which rank has left, ended, or means something else.
 
@@ -80,7 +87,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
         return error
     verdict = next((order.verdict for order in orders if order.verdict is not None), None)
     if verdict is None:
-        if not any(word in str(error) for word in _OF_TRANSPORTS):
+        if not of_transport(error):
             return error
         verdict = next((found for order in orders if (found := _roll_call(order)) is not None), None)
         verdict = verdict or orders[0].account(f"failed: {first_line(str(error))}")
@@ -91,6 +98,11 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
             order.post()
     write_report(orders[0], first_line(str(error)))
     return RankMismatchError(f"{here()}: could not {what}: {verdict}")
+
+
+def of_transport(error: RuntimeError) -> bool:
+    """Is it a transport's failure?"""
+    return any(word in str(error) for word in _OF_TRANSPORTS)
 
 
 @contextmanager

@@ -1,0 +1,299 @@
+"""A run that goes on while ranks are lost and replaced: those that live keep their processes and their state.
+
+    a rank is lost      what the others are in raises, and ends their attempt at the step
+    they meet           through a store that outlives them, with whoever has come to replace it
+    they agree          on the last step: who has all gradients of one that another has taken takes it too
+    state moves         from copies in the living ranks' memory (`memory.py`) to a model built anew
+    the step is tried   again
+
+A step is taken (`commit`) in two parts: all ranks say that they have its gradients, then each steps alone. So
+where one rank has stepped, every other can, whatever has been lost since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise._compat import PrefixStore, Store
+from shardwise.checkpoint.memory import HostMemory
+from shardwise.comm.agree import together
+from shardwise.comm.watch import explained, look_into, of_transport, order_of
+from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
+
+_LOOK = 0.02  # seconds between looks into the store
+_START = "Start all ranks again from a checkpoint"
+_LOST = f"A lost rank had what no living one has, or living ranks differ. {_START}"
+
+
+class Training(Protocol):
+    """What `LivingRanks` keeps: a model, its optimizer and whatever else goes on with them."""
+
+    def state(self) -> dict[str, Any]:
+        """As `checkpoint.save` takes it. `PerRank` must be optional: a new rank has none. Local."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take what was filled of such a state."""
+
+
+_T = TypeVar("_T", bound=Training)
+
+
+class LivingRanks(Generic[_T]):
+    """Train on the ranks that live:
+
+        run = LivingRanks(build, store=store, ranks=4, folder="/dev/shm/my-run")
+        while run.training.step < 1000:
+            with run.attempt() as training:
+                training.loss(batch).backward()
+                run.commit(training.advance)
+
+    It makes the default process group, and makes another whenever ranks are lost or come; `build` is called
+    after each, on every rank. Started again, the same script is a replacement: it joins those that live. A
+    lost rank's shard must be on another rank too, as with HSDP or where parameters are replicated.
+
+    Attributes:
+        training: what `build` made last. Meshes and process groups are new with it.
+        fresh: whether no rank had a state to go on with, so that one may be loaded from storage.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], _T],
+        *,
+        store: Store,
+        ranks: int,
+        rank: int | None = None,
+        folder: str | os.PathLike[str],
+        wait_s: float = 60.0,
+        backend: str = "gloo",
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        """Meet the other ranks; collective over all that `ranks` counts.
+
+        Args:
+            build: makes a model on meshes of the default process group, whatever its size.
+            store: that every process reaches and that outlives each: the launcher's TCPStore, a FileStore.
+            ranks: of the whole run.
+            rank: that this process would be; None takes one that is free.
+            folder: as of `HostMemory`, for what ranks hand on. The rank's own, where hosts have no folder.
+            wait_s: how long ranks wait for a replacement before those that live go on without. As long as it
+                takes for all of them to notice, at least.
+            backend: of the process groups.
+            timeout: of the process groups.
+
+        Raises:
+            CheckpointError: on every rank, where a part of the state was lost with those that had it.
+        """
+        self._store = PrefixStore("shardwise/living", store)
+        self._build, self._ranks, self._folder = build, ranks, Path(folder, "handed-on")
+        self._wait_s, self._backend, self._timeout = wait_s, backend, timeout
+        self._rank = rank
+        self._size = 0
+        self._round, self._met_at = -1, -1
+        self._training: _T | None = None
+        self._taken: int | None = None  # steps; None while this process has no state
+        self._ready: Sequence[Callable[[], object]] = ()  # takes the step, once this rank has its gradients
+        self._random: list[torch.Tensor] = []
+        self.fresh = False
+        self._go_on(None)
+
+    @property
+    def training(self) -> _T:
+        assert self._training is not None
+        return self._training
+
+    @contextmanager
+    def attempt(self) -> Iterator[_T]:
+        """One step, which may end without being taken: ask `training` what it has reached. Collective.
+
+        What a lost rank makes others raise ends here, with ranks that have met anew. Random numbers that an
+        attempt drew are drawn again. Any other error is raised.
+        """
+        self._random = _random_state()
+        try:
+            yield self.training
+        except _NewRanks:
+            self._go_on(None)
+        except RuntimeError as error:
+            if not _is_loss(error):
+                raise
+            self._go_on(error)
+
+    def commit(self, *actions: Callable[[], object]) -> None:
+        """Take the step: call `actions`, which communicate nothing, on every rank or on none. Collective.
+
+        Costs an all-reduce of 8 bytes that all ranks wait for.
+        """
+        self._ready = actions
+        flag = torch.tensor([self._has_new_ranks()])
+        try:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            order = order_of(dist.group.WORLD)
+            raise explained(error, [order] if order else [], "commit the step") from error
+        self._take()
+        if flag.item():
+            raise _NewRanks
+
+    def _take(self) -> None:
+        for action in self._ready:
+            action()
+        self._ready, self._random = (), _random_state()
+        assert self._taken is not None
+        self._taken += 1
+
+    # Meeting
+
+    def _go_on(self, error: RuntimeError | None) -> None:
+        """Meet, until all that met have the state."""
+        while True:
+            try:
+                if self._meet(error is not None):
+                    return
+            except RuntimeError as another:
+                if not _is_loss(another):
+                    raise
+                error = another
+            else:
+                assert error is not None
+                raise error  # the same ranks failed at the same step again
+
+    def _meet(self, failed: bool) -> bool:
+        """Make a process group of those who are there, and go on from their state; False if that is vain."""
+        before = self._size
+        self._rank, self._size = self._join()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            self._backend,
+            store=PrefixStore(f"{self._round}/group", self._store),
+            rank=self._rank,
+            world_size=self._size,
+            timeout=self._timeout,
+        )
+        self._group = dist.new_group(backend="gloo")
+        look_into(self._group)
+        own = [self._taken, bool(self._ready), self._training is not None]
+        told = [tuple(each) for each in together("meeting", lambda: own)]
+        steps = [taken for taken, *_ in told if taken is not None]
+        self.fresh = not steps
+        if steps:
+            self._catch_up(told, max(steps))
+            if failed and len(steps) == before and self._taken == self._met_at:
+                return False
+        self._met_at = self._taken or 0
+        self._move(keeps=all(has for taken, _, has in told if taken is not None))
+        return True
+
+    def _join(self) -> tuple[int, int]:
+        """This rank and how many there are, once all are there or `wait_s` is over."""
+        while True:
+            newest = int(self._store.get("round")) if self._store.check(["round"]) else -1
+            if newest > self._round:  # the others have gone on without this rank
+                self._training = self._taken = None
+                self._ready, self._random = (), []
+            self._round = newest + 1
+            at = f"{self._round}/"
+            number = self._store.add(f"{at}came", 1)
+            self._store.set(f"{at}{number}", json.dumps(self._rank))
+            begun = time.monotonic()
+            while not self._store.check([f"{at}closed"]):
+                came = self._store.add(f"{at}came", 0)
+                if came >= self._ranks or time.monotonic() - begun > self._wait_s:
+                    self._store.compare_set(f"{at}closed", "", str(came))
+                time.sleep(_LOOK)
+            size = int(self._store.get(f"{at}closed"))
+            if number > size:
+                continue
+            self._store.set("round", str(self._round))
+            members = [json.loads(self._store.get(f"{at}{each}")) for each in range(1, size + 1)]
+            return places(members)[number - 1], size
+
+    def _has_new_ranks(self) -> bool:
+        return dist.get_rank() == 0 and self._store.check([f"{self._round + 1}/came"])
+
+    def _catch_up(self, told: Sequence[Any], newest: int) -> None:
+        """Make sure that all have taken the same steps."""
+        for rank, (taken, ready, *_) in enumerate(told):
+            if taken is not None and taken != newest and not (ready and taken == newest - 1):
+                raise CheckpointError(
+                    f"rank {rank} has taken {taken} steps and cannot take the last of {newest}. {_START}"
+                )
+        if self._taken is not None and self._taken < newest:
+            self._take()
+        self._ready, self._taken = (), newest
+
+    def _move(self, *, keeps: bool) -> None:
+        """Build, and fill what was built with the state of those that had one."""
+        memory = HostMemory(self._folder)
+        if not self.fresh and keeps:
+            state = {"state": self._training.state()} if self._training is not None else {}
+            try:
+                memory.save(state, step=self._round)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}\n{_LOST}") from error
+            memory.wait()
+        self._training = None  # the copy has it: two models need not be there
+        training = self._build()
+        if not self.fresh:
+            state = {"state": training.state()}
+            if memory.load(state) is None:
+                raise CheckpointError(
+                    f"{self._folder}: what ranks handed on is gone; start from a checkpoint"
+                )
+            training.load(state["state"])
+            if self._random:
+                _set_random_state(self._random)
+        memory.clear()
+        self._training, self._taken = training, self._taken or 0
+
+
+class _NewRanks(Exception):  # noqa: N818 - a reason to meet, no error
+    """Ranks wait to join."""
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Is it what a lost rank makes others raise?"""
+    return isinstance(error, RankMismatchError) or (
+        not isinstance(error, ShardwiseError) and of_transport(error)
+    )
+
+
+def places(old: Sequence[int | None]) -> list[int]:
+    """The rank of each who came: the old one where it fits, else the lowest that is free.
+
+    Args:
+        old: in the order in which they came, the rank that each had; None for a new one.
+    """
+    size, found, taken = len(old), dict[int, int](), set[int]()
+    for number, rank in enumerate(old):
+        if rank is not None and rank < size and rank not in taken:
+            found[number] = rank
+            taken.add(rank)
+    free = iter(sorted({*range(size)} - taken))
+    rest = sorted(
+        (each for each in range(size) if each not in found),
+        key=lambda each: (old[each] is None, old[each] or 0),
+    )
+    return [rank for _, rank in sorted({**found, **{each: next(free) for each in rest}}.items())]
+
+
+def _random_state() -> list[torch.Tensor]:
+    devices = [torch.get_device_module()] if torch.accelerator.is_available() else []
+    return [each.get_rng_state() for each in (torch, *devices)]
+
+
+def _set_random_state(states: Sequence[torch.Tensor]) -> None:
+    devices = [torch.get_device_module()] if torch.accelerator.is_available() else []
+    for each, state in zip((torch, *devices), states, strict=True):
+        each.set_rng_state(state)
