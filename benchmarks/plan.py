@@ -87,7 +87,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
         print(name, flush=True)
         if row["reserved_gib"]:
             memory.append((name, row["reserved_gib"], made.reserved_bytes / GIB, gib))
-        speed.append((name, row["tokens_per_s"], made.tokens_per_s, rate))
+        if row["tokens_per_s"]:
+            speed.append((name, row["tokens_per_s"], made.tokens_per_s, rate))
     found = [errors("Tokens/s of a device", speed), errors(CALIBRATED, calibrated(rows, speed))]
     return [errors("Most memory reserved, GiB", memory), *found] if memory else found
 

@@ -51,6 +51,33 @@ def test_fragments_too_small_for_a_request_are_no_use_but_to_segments_that_grow(
     assert reserved == [220 * MIB, 120 * MIB]
 
 
+def test_the_end_of_a_segment_that_grows_is_left_for_what_fits_nowhere_else() -> None:
+    allocator = Allocator(expandable=True)
+    first, _ = allocator.allocate(60 * MIB, "a"), allocator.allocate(15 * MIB, "a")
+    allocator.free(first)
+    allocator.allocate(4 * MIB, "a")  # of the 60 MiB that are free, not of the 5 MiB at the end
+    allocator.allocate(56 * MIB, "a")
+    assert allocator.reserved == 80 * MIB
+    allocator.allocate(5 * MIB, "a")
+    assert allocator.reserved == 80 * MIB
+
+
+@pytest.mark.parametrize(("expandable", "kept"), [(False, 40 * MIB), (True, 20 * MIB)])
+def test_before_it_takes_more_than_there_is_an_allocator_gives_back_what_is_free(
+    expandable: bool, kept: int
+) -> None:
+    allocator = Allocator(expandable=expandable, limit=100 * MIB)
+    for piece in [allocator.allocate(40 * MIB, stream) for stream in "ab"]:
+        allocator.free(piece)
+    allocator.allocate(20 * MIB, "a")
+    assert allocator.given_back == 0
+    allocator.allocate(60 * MIB, "a")
+    assert allocator.given_back == 1
+    assert allocator.reserved == kept + 60 * MIB
+    allocator.allocate(100 * MIB, "a")
+    assert allocator.peak > 100 * MIB
+
+
 def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> None:
     hardware = replace(hardware_of("h100"), host_seconds=0.0)
     call = Collective("all_gather", 8 * 10**9, torch.bfloat16, 8)

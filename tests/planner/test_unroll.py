@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.planner.events import Allocate, Free, Recording
-from shardwise.planner.measure import moments, reserved_bytes, sent
+from shardwise.planner.measure import allocated, moments, sent
 from shardwise.planner.models import model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
@@ -54,7 +54,7 @@ def figures(recording: Recording) -> list[Any]:
         for event in segment.events
         if isinstance(event, (Allocate, Free))
     ]
-    return [moments(recording), sent(recording, 1), reserved_bytes(recording, expandable=False), sizes]
+    return [moments(recording), sent(recording, 1), allocated(recording, expandable=False).peak, sizes]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 Sizes are rounded to 512 bytes. Up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20
 MiB, more from a segment of its own, rounded to 2 MiB. A request takes the smallest free piece that is large
-enough, of its own stream; what is left over stays a piece where it is worth it; neighbours that are free
-become one. Nothing is given back. With expandable segments there is one segment for each stream and kind,
-which grows.
+enough, of its own stream, and of equal ones the first in memory; what is left over stays a piece where it is
+worth it; neighbours that are free become one. With expandable segments there is one segment for each stream
+and kind, which grows; its end counts as the largest piece. Before it takes more than `limit`, the allocator
+gives back all that is free in whole segments, or whole pages of expandable ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SMALL_SEGMENT, LARGE_SEGMENT, LARGE_ROUND = 2 * MIB, 20 * MIB, 2 * MIB
 class Piece:
     size: int
     pool: Pool
-    number: int
+    address: int
     free: bool = False
     before: Piece | None = None
     after: Piece | None = None
@@ -35,27 +36,32 @@ class Pool:
 
 
 class Allocator:
-    """`reserved` bytes now and at most (`peak`)."""
+    """`reserved` bytes now and at most (`peak`), which is above `limit` only where there is not enough."""
 
-    def __init__(self, *, expandable: bool = False) -> None:
+    def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.reserved = self.peak = 0
-        self.expandable = expandable
+        self.expandable, self.limit = expandable, limit
+        self.given_back = 0  # times; the device waits for all of its work each time
+        self._addresses = 0
         self._pools: dict[tuple[str, bool], Pool] = {}
-        self._count = 0
 
     def allocate(self, nbytes: int, stream: str) -> Piece:
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
         small = size <= SMALL
         pool = self._pools.setdefault((stream, small), Pool(small))
         at = bisect_left(pool.pieces, (size, -1))
+        if at + 1 < len(pool.pieces) and pool.pieces[at][2] is pool.last:
+            at += 1
         if at < len(pool.pieces):
             piece = pool.pieces.pop(at)[2]
         else:
-            piece = self._grow(pool, size) if self.expandable else self._segment(pool, size)
+            if self.limit is not None and self.reserved + self._missing(pool, size) > self.limit:
+                self._give_back()
+            piece = self._grow(pool, size)
         piece.free = False
         left = piece.size - size
-        if left >= (ROUND if small else SMALL + 1):
-            rest = self._piece(left, pool)
+        if left >= (ROUND if small or self.expandable else SMALL + 1):
+            rest = Piece(left, pool, piece.address + size)
             piece.size = size
             self._link(rest, piece.after)
             self._link(piece, rest)
@@ -69,6 +75,7 @@ class Allocator:
         if before is not None and before.free:
             self._take(before)
             piece.size += before.size
+            piece.address = before.address
             piece.before = before.before
             if piece.before is not None:
                 piece.before.after = piece
@@ -80,36 +87,55 @@ class Allocator:
                 piece.pool.last = piece
         self._put(piece)
 
-    def _segment(self, pool: Pool, size: int) -> Piece:
+    def _missing(self, pool: Pool, size: int) -> int:
+        """Bytes to reserve for a request of `size` that no piece is large enough for."""
+        if self.expandable:
+            page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+            there = pool.last.size if pool.last is not None and pool.last.free else 0
+            return -(-(size - there) // page) * page
         if pool.small:
-            whole = SMALL_SEGMENT
-        else:
-            whole = LARGE_SEGMENT if size < MEDIUM else -(-size // LARGE_ROUND) * LARGE_ROUND
-        return self._reserve(whole, pool)
+            return SMALL_SEGMENT
+        return LARGE_SEGMENT if size < MEDIUM else -(-size // LARGE_ROUND) * LARGE_ROUND
 
     def _grow(self, pool: Pool, size: int) -> Piece:
-        """Add pages at the end of the pool's segment, to what is free there."""
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        end = pool.last
-        there = end.size if end is not None and end.free else 0
-        piece = self._reserve(-(-(size - there) // page) * page, pool)
-        if end is not None and end.free:
-            self._take(end)
-            piece.size += end.size
-            end = end.before
-        if end is not None:
-            self._link(end, piece)
-        pool.last = piece
+        """A segment; or pages at the end of the pool's, joined with what is free there."""
+        whole = self._missing(pool, size)
+        piece = Piece(whole, pool, self._addresses)
+        self._addresses += whole
+        self.reserved += whole
+        self.peak = max(self.peak, self.reserved)
+        if self.expandable:
+            end, pool.last = pool.last, piece
+            if end is not None and end.free:
+                self._take(end)
+                piece.size += end.size
+                piece.address = end.address
+                end = end.before
+            if end is not None:
+                self._link(end, piece)
         return piece
 
-    def _reserve(self, size: int, pool: Pool) -> Piece:
-        self.reserved += size
-        self.peak = max(self.peak, self.reserved)
-        return self._piece(size, pool)
-
-    def _piece(self, size: int, pool: Pool) -> Piece:
-        self._count += 1
-        return Piece(size, pool, self._count)
+    def _give_back(self) -> None:
+        self.given_back += 1
+        for pool in self._pools.values():
+            page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+            for _, _, piece in pool.pieces[:]:
+                alone = piece.before is None and piece.after is None
+                given = piece.size // page * page if self.expandable else piece.size * alone
+                if not given:
+                    continue
+                self.reserved -= given
+                self._take(piece)
+                piece.size -= given
+                if piece.size:
+                    self._put(piece)
+                    continue
+                if pool.last is piece:
+                    pool.last = piece.before
+                if piece.before is not None:
+                    piece.before.after = None
+                if piece.after is not None:
+                    piece.after.before = None
 
     @staticmethod
     def _link(first: Piece, second: Piece | None) -> None:
@@ -120,10 +146,10 @@ class Allocator:
     @staticmethod
     def _put(piece: Piece) -> None:
         piece.free = True
-        insort(piece.pool.pieces, (piece.size, piece.number, piece))
+        insort(piece.pool.pieces, (piece.size, piece.address, piece))
 
     @staticmethod
     def _take(piece: Piece) -> None:
-        at = bisect_left(piece.pool.pieces, (piece.size, piece.number))
+        at = bisect_left(piece.pool.pieces, (piece.size, piece.address))
         piece.pool.pieces.pop(at)
         piece.free = False

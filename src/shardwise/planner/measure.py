@@ -60,9 +60,9 @@ def moments(recording: Recording) -> list[Moment]:
     return found
 
 
-def reserved_bytes(recording: Recording, *, expandable: bool) -> int:
-    """The most that a caching allocator reserves from the beginning on."""
-    allocator = Allocator(expandable=expandable)
+def allocated(recording: Recording, *, expandable: bool, limit: int | None = None) -> Allocator:
+    """A caching allocator that all of it went through, from the beginning on."""
+    allocator = Allocator(expandable=expandable, limit=limit)
     pieces: dict[int, Piece] = {}
     for segment in recording.segments:
         for event in segment.events:
@@ -71,7 +71,7 @@ def reserved_bytes(recording: Recording, *, expandable: bool) -> int:
                 pieces[id(memory)] = allocator.allocate(memory.nbytes, memory.stream)
             elif isinstance(event, Free):
                 allocator.free(pieces.pop(id(event.memory)))
-    return allocator.peak
+    return allocator
 
 
 def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, Event, int]]:

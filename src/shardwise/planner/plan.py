@@ -25,7 +25,8 @@ class Plan:
 
     Attributes:
         moments: the most bytes alive in each phase of each block, in order.
-        reserved_bytes: the most that a caching allocator holds, from the beginning on.
+        reserved_bytes: the most that a caching allocator holds, from the beginning on. Where the device has
+            less, it gives back what it can first, which takes time: so often (`given_back`).
         sent: what the rank sends in a step.
         model_flops: three times forward's operations: a multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
@@ -39,6 +40,7 @@ class Plan:
     setup: Setup
     moments: list[Moment]
     reserved_bytes: int
+    given_back: int
     sent: list[Sent]
     model_flops: int
     computed_flops: int
@@ -65,7 +67,7 @@ class Plan:
         """What the device has left; less than nothing if the plan does not fit."""
         if self.hardware is None:
             raise ShardingError("whether a plan fits needs hardware: plan(..., hardware='h100')")
-        return self.hardware.memory_bytes - self.hardware.context_bytes - self.reserved_bytes
+        return self.hardware.usable_bytes - self.reserved_bytes
 
     @property
     def fits(self) -> bool:
@@ -116,13 +118,16 @@ def plan(
     recording, whole = _recording(asked, setup)
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
+    limit = None if device is None else device.usable_bytes
+    allocator = measure.allocated(recording, expandable=setup.expandable_segments, limit=limit)
     return Plan(
         model=asked.name,
         layers=asked.layers,
         parameters=recording.parameters,
         setup=setup,
         moments=measure.moments(recording),
-        reserved_bytes=measure.reserved_bytes(recording, expandable=setup.expandable_segments),
+        reserved_bytes=allocator.peak,
+        given_back=allocator.given_back,
         sent=measure.sent(recording, setup.accumulation),
         model_flops=model_flops,
         computed_flops=computed_flops,
@@ -202,6 +207,8 @@ def _lines(made: Plan) -> Iterator[str]:
         if category in peak.alive:
             yield f"  {category:<16}{peak.alive[category] / GIB:8.2f}"
     yield f"  {'reserved':<16}{made.reserved_bytes / GIB:8.2f}   by the allocator's model"
+    if made.given_back:
+        yield "  The allocator gives back what it keeps before it asks for more: slower than planned"
     if made.hardware is not None:
         verdict = "fits, with" if made.fits else "does not fit: short of"
         yield f"  {verdict} {abs(made.free_bytes) / GIB:.2f} on {made.hardware.name}"

@@ -52,6 +52,11 @@ class Hardware:
     host_seconds: float
     context_bytes: int  # of the driver and of communicators, outside the allocator
 
+    @property
+    def usable_bytes(self) -> int:
+        """By the allocator."""
+        return self.memory_bytes - self.context_bytes
+
 
 @dataclass(frozen=True)
 class Span:
