@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from typer.testing import CliRunner
 
-from ranks import RankPool
+from ranks import RankFailure, RankPool
 from shardwise import fully_shard
 from shardwise.cli import FOUND, NOT_RUN, app
-from shardwise.comm import watch
+from shardwise.comm import order, watch
 from shardwise.comm.report import read_reports, verdict
 
 
@@ -55,6 +57,43 @@ def test_a_rank_that_stands_still_is_named_by_the_files_with_its_line(
     assert any("reduce the gradients of '0'" in line for line in rest)
     record = read_reports(tmp_path)[0]["record"]
     assert any(re.match(r"gather '1'\n\d+ torch.float32 from 3 ranks\n", event["what"]) for event in record)
+
+
+def go_different_ways(folder: Path) -> None:
+    """Rank 2 is ended by a signal, rank 1 is stuck and too slow to say that it lives, rank 0 goes on."""
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_REPORTS", str(folder))
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if dist.get_rank() == 1:
+            patch.setattr(order.Order, "post", lambda _: None)
+            be_stuck()
+        model(torch.ones(2, 4))
+
+
+def be_stuck() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def test_a_rank_that_is_stuck_outside_of_a_collective_is_ended_once_the_others_gave_up(
+    mortal_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ranks.GRACE_SECONDS", 15.0)
+    with pytest.raises(RankFailure) as failure:
+        mortal_ranks(go_different_ways, tmp_path, world_size=3, timeout=60.0)
+    said = str(failure.value)
+    assert "rank 0 of 3: raised RankMismatchError" in said
+    assert f"rank 1 of 3: died with exit code {watch.STUCK}" in said
+    assert f"rank 2 of 3: died with exit code {-signal.SIGTERM}" in said
+    found = read_reports(tmp_path)
+    assert "ended by shardwise" in found[1]["why"]
+    assert any("in be_stuck" in call for call in found[1]["stacks"]["MainThread"])
+    assert all("no sign of life from rank 2" in found[rank]["verdict"] for rank in (0, 1))
 
 
 def report(rank: int, *, event: int, doing: str = "gather 'x'", digest: str = "a") -> dict[str, Any]:

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from shardwise._compat import PrefixStore, Store
 from shardwise.checkpoint.memory import HostMemory
 from shardwise.comm.agree import together
-from shardwise.comm.watch import explained, look_into, of_transport, order_of
+from shardwise.comm.order import first_line
+from shardwise.comm.watch import explained, leave_all, look_into, of_transport, order_of
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
 
 _LOOK = 0.02  # seconds between looks into the store
@@ -127,6 +128,7 @@ class LivingRanks(Generic[_T]):
         except RuntimeError as error:
             if not _is_loss(error):
                 raise
+            leave_all(f"failed, and meets those that live: {first_line(str(error))}")
             self._go_on(error)
 
     def commit(self, *actions: Callable[[], object]) -> None:

@@ -107,6 +107,7 @@ class Order:
         backward_thread: where a backward runs.
         asking: whether it waits for the others' words, over no connection that could break.
         verdict: what was found wrong; every later announcement raises it.
+        raised: whether one has.
         groups: process groups of these ranks, in which this one may be waiting.
     """
 
@@ -128,6 +129,7 @@ class Order:
         self.backward_thread: int | None = None
         self.asking = False
         self.verdict: str | None = None
+        self.raised = False
         self._posted: str | None = None
         self._told: Node | None = None
         self._posts = itertools.count()
@@ -224,6 +226,7 @@ class Order:
             pause = min(2 * pause, _PATIENCE)
         self.asking = False
         if self.verdict is not None:
+            self.raised = True
             raise RankMismatchError(f"{here()}: {self.verdict}")
 
     # Where ranks stand

@@ -10,13 +10,16 @@ the others stand:
     at the same place, or before it     it is late, or slow: wait
 
 In all but the last case the rank's pending messages are ended, and the call that waits for them raises what
-was found. A transport's own failure, such as a dead peer, is explained in the same way.
+was found. A transport's own failure, such as a dead peer, is explained in the same way. A rank that raises
+nothing then waits for none: it is stuck in something else. Where reports are asked for it writes its own, and
+its process ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -32,12 +35,14 @@ from shardwise import _compat
 from shardwise.comm.auto import over_gloo
 from shardwise.comm.differences import differences, named
 from shardwise.comm.order import STORE_GONE, TIME_TO_READ, Node, Order, Record, event_for, first_line
-from shardwise.comm.report import write_report
+from shardwise.comm.report import FOLDER, write_report
 from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
 _NEARLY = 0.9  # of the timeout: before those who wait give up, and end
+STUCK = 70  # status of a process that is ended because it is stuck
+_TO_RAISE = 2.0  # seconds from a verdict until a rank that waits has raised it
 _LAST_LOOK = 5.0  # seconds that the end of a process may wait for
 _NOBODYS_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
@@ -70,6 +75,14 @@ def look_into(group: dist.ProcessGroup) -> None:
     order = order_of(dist.group.WORLD)
     if order is not None:
         order.groups.add(group)
+
+
+def leave_all(why: str) -> None:
+    """Tell the others that this rank will come to nothing that they wait for. Local."""
+    for order in list(_orders.values()):
+        order.left = order.left or why
+        with suppress(RuntimeError):
+            order.post()
 
 
 def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> RuntimeError:
@@ -174,6 +187,7 @@ def _roll_call(order: Order) -> str | None:
         return STORE_GONE
     if not silent:
         return None
+    silent = silent & _broken(order) or silent  # one that is only slow to answer still has its connection
     return (
         f"no sign of life from {named([order.ranks[rank] for rank in sorted(silent)])} for {_ROLL_CALL:g} s,"
         f" after a connection broke while this rank waited to {order.doing()}: it has ended, after"
@@ -181,16 +195,16 @@ def _roll_call(order: Order) -> str | None:
     )
 
 
-def _broken(order: Order) -> bool:
-    """Has a peer's connection ended? gloo says so to whoever sends; nobody receives this."""
-    try:
-        for group in list(order.groups):
-            for peer in range(group.size()):
-                if peer != group.rank():
-                    group.send([_PROBE], peer, _NOBODYS_TAG)
-    except RuntimeError:
-        return True
-    return False
+def _broken(order: Order) -> set[int]:
+    """Peers whose connection has ended. gloo says so to whoever sends; nobody receives this."""
+    found = set()
+    for group in list(order.groups):
+        for peer in set(range(group.size())) - {group.rank()}:
+            try:
+                group.send([_PROBE], peer, _NOBODYS_TAG)
+            except RuntimeError:
+                found.add(peer)
+    return found
 
 
 def _interrupt(order: Order) -> None:
@@ -204,11 +218,23 @@ def _interrupt(order: Order) -> None:
             group.recv([_PROBE], peer, _NOBODYS_TAG).wait(_SOON)
 
 
+def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
+    """End the process, if it has not raised what was found and reports are asked for."""
+    if FOLDER not in os.environ or any(each.raised or each.left for each in orders):
+        return
+    why = f"ended by shardwise, with status {STUCK}: it was stuck, and no other rank waits for it any more"
+    write_report(order, why)
+    _log.error("%s: %s", here(), why)
+    logging.shutdown()
+    os._exit(STUCK)
+
+
 class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="shardwise-watch", daemon=True)
         self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
         self.moved: tuple[float, ref[Order]] | None = None  # when and which was last seen to
+        self.judged: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when
         self.lock = threading.Lock()
         self.ended = threading.Event()
 
@@ -235,6 +261,8 @@ class _Watch(threading.Thread):
                 # At the end of a run the store may go first.
                 with suppress(RuntimeError, ValueError, KeyError):
                     self._judge(order, stood)
+            elif time.monotonic() - self.judged.get(order, math.inf) > _TO_RAISE:
+                _end_if_stuck(order, [each for each, _ in orders])
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
             write_report(order_moved, f"stood still for {_NEARLY * order_moved.timeout:g} s")
@@ -248,6 +276,7 @@ class _Watch(threading.Thread):
         if found is None or stood != (order.passes, order.at):
             return
         order.verdict = found
+        self.judged[order] = time.monotonic()
         if order.left is None:
             _log.error("%s: %s", here(), found)
         order.post()
