@@ -5,7 +5,8 @@
 checks every block of docs/recipes: shell by `bash -n`, and shellcheck where it is installed; lines of
 `#SBATCH` by name and form; commands by the parsers of torchrun and of shardwise; Python by compiling it, and
 its imports where the package is installed; YAML of a TrainJob by the models of Kubeflow Trainer's API where
-they are installed, else by the fields that this file knows. `check_command` serves all pages.
+they are installed, else by the fields that this file knows; other YAML by Kubernetes's schemas, where
+kubernetes-validate is installed. `check_command` serves all pages.
 """
 
 from __future__ import annotations
@@ -138,6 +139,18 @@ def _yaml(text: str) -> Iterator[str]:
         elif document["kind"] == "TrainJob":
             models = importlib.util.find_spec("kubeflow_trainer_api") is not None
             yield from _by_models(document) if models else _by_fields(document)
+        elif importlib.util.find_spec("kubernetes_validate") is not None:
+            yield from _by_schema(document)
+
+
+def _by_schema(document: dict[str, Any]) -> Iterator[str]:
+    """What Kubernetes's own schemas say of one of its objects."""
+    import kubernetes_validate
+
+    try:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    except kubernetes_validate.ValidationError as error:
+        yield f"{document['kind']}: {error.message}"
 
 
 def _by_models(document: dict[str, Any]) -> Iterator[str]:

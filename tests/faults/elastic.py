@@ -19,11 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
-
-from examples import train_gpt
+from typing import Any
 
 from training_report import read_run
 
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_gpt.py")
 TINY = [
     *("--batch", "12", "--seq", "16", "--width", "12", "--depth", "2", "--heads", "2"),
     *("--eval-windows", "12", "--sample", "4", "--log-every", "1"),
@@ -35,20 +35,28 @@ CLOSE = 0.05  # nats a byte: sums over other numbers of ranks round otherwise
 class Run:
     """Agents over one c10d rendezvous, the first of which keeps its store."""
 
-    def __init__(self, folder: Path, *, steps: int) -> None:
+    endpoint = "localhost"
+
+    def __init__(self, folder: Path, *, steps: int, save_every: int = 20) -> None:
         self.folder = folder
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = free.getsockname()[1]
-        self.script = [train_gpt.__file__, *TINY, "--steps", str(steps), "--save-every", "20", "--out", "run"]
+        self.script = [SCRIPT, *TINY, "--steps", str(steps), "--save-every", str(save_every), "--out", "run"]
         self.agents: list[subprocess.Popen[bytes]] = []
+
+    def where(self, number: int) -> tuple[list[str], str, str, str]:
+        """What an agent's command begins with; its address, interface, and settings of its rendezvous."""
+        return [], "localhost", "lo", "last_call_timeout=10"
 
     def start_agent(self) -> None:
         number = len(self.agents)
+        prefix, address, interface, rendezvous = self.where(number)
         options = ["--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d"]
-        options += [f"--rdzv-endpoint=localhost:{self.port}", "--rdzv-id=elastic", "--monitor-interval=0.5"]
-        options += ["--rdzv-conf=last_call_timeout=10,join_timeout=120", "--local-addr=localhost"]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, *self.script]
+        options += [f"--rdzv-endpoint={self.endpoint}:{self.port}", "--rdzv-id=elastic"]
+        options += ["--monitor-interval=0.5", f"--rdzv-conf=join_timeout=120,{rendezvous}"]
+        options += [f"--local-addr={address}"]
+        command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, *self.script]
         with (self.folder / f"agent-{number}.log").open("wb") as log:
             self.agents.append(
                 subprocess.Popen(
@@ -59,7 +67,7 @@ class Run:
                     env={
                         **os.environ,
                         "OMP_NUM_THREADS": "1",
-                        "GLOO_SOCKET_IFNAME": "lo",
+                        "GLOO_SOCKET_IFNAME": interface,
                         "PYTHONWARNINGS": "ignore",
                         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else attempts share keys
                     },
@@ -69,8 +77,7 @@ class Run:
 
     def kill(self, number: int) -> None:
         """The agent and its rank, at once."""
-        os.killpg(self.agents[number].pid, signal.SIGKILL)  # its session
-        for pid in self._ranks_of(number):
+        for pid in [self.agents[number].pid, *self._ranks_of(number)]:
             os.kill(pid, signal.SIGKILL)
 
     def _ranks_of(self, number: int) -> list[int]:
@@ -89,7 +96,7 @@ class Run:
     def wait_for_steps(self, ranks: int, *, after: int, count: int) -> int:
         """Until `ranks` ranks have started after step `after` and done `count` steps; the last step."""
         end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
+        while time.monotonic() < end and any(agent.poll() is None for agent in self.agents):
             for log in self.folder.glob("agent-*.log"):
                 latest = log.read_text(errors="replace").rpartition(" parameters over ")[2]
                 steps = [int(step) for step in re.findall(r"^step +(\d+) ", latest, flags=re.M)]
@@ -104,6 +111,29 @@ class Run:
                 agent.send_signal(signal.SIGTERM)
         for agent in self.agents:
             agent.wait(90)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The steps of a run, of which each must be there once."""
+    rows = read_run(folder / "run").steps
+    there = [int(row["step"]) for row in rows]
+    assert there == list(range(1, len(rows) + 1)), f"a step is missing, or there twice: {there}"
+    return rows
+
+
+def judged(folder: Path) -> tuple[int, float]:
+    """The last step, and how far losses are from those of a run alone."""
+    rows = steps_of(folder)
+    last = len(rows)
+    alone = Run(folder / "alone", steps=last)
+    (folder / "alone").mkdir()
+    subprocess.run(
+        [sys.executable, *alone.script, "--ranks", "1"], cwd=folder / "alone", check=True, capture_output=True
+    )
+    expected = read_run(folder / "alone" / "run").steps
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, expected, strict=True))
+    assert apart < CLOSE, f"losses are {apart} apart"
+    return last, apart
 
 
 def main() -> None:
@@ -126,17 +156,7 @@ def main() -> None:
         step = run.wait_for_steps(4, after=step, count=30)
     finally:
         run.stop()
-    rows = read_run(folder / "run").steps
-    last = int(rows[-1]["step"])
-    assert [int(row["step"]) for row in rows] == list(range(1, last + 1)), "a step is missing, or there twice"
-    alone = Run(folder / "alone", steps=last)
-    (folder / "alone").mkdir()
-    subprocess.run(
-        [sys.executable, *alone.script, "--ranks", "1"], cwd=folder / "alone", check=True, capture_output=True
-    )
-    expected = read_run(folder / "alone" / "run").steps
-    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, expected, strict=True))
-    assert apart < CLOSE, f"losses are {apart} apart"
+    last, apart = judged(folder)
     print(
         f"4 -> 3 -> 4 ranks: {last} steps, each once; losses at most {apart:.1e} from an uninterrupted run's;"
     )

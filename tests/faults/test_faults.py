@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from faults import elastic, hosts, network
 from faults.campaign import Campaign, Trial, blames
 from ranks import RankPool
 
@@ -37,3 +38,10 @@ def test_only_the_rank_that_is_named_is_blamed() -> None:
     assert not blames("no sign of life from ranks 0, 1 for 2.5 s", 1)
     assert blames("  rank 2 has not come: it was about to\n  rank 0 is there", 2)
     assert not blames("rank 1 waited", 1)
+
+
+def test_a_host_that_dies_in_silence_leaves_the_other_to_go_on(tmp_path: Path) -> None:
+    if reason := network.why_not():
+        pytest.skip(reason)
+    hosts.run_inside(tmp_path, hosts=2, partition=False, steps=6, seed=0)
+    assert len(elastic.steps_of(tmp_path)) >= 6
