@@ -175,8 +175,12 @@ def plan(
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences a rank computes at a time.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Compare meshes, layouts, checkpointing, micro-batches and so on."),
+    ] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the plan to this file.")
+        Path | None, typer.Option("--json", help="Also write the plan, or what was found, to this file.")
     ] = None,
     html_path: Annotated[
         Path | None, typer.Option("--html", help="Also write a page to look at, in one file.")
@@ -193,19 +197,18 @@ def plan(
     choices |= {"strategy": strategy, "replicas": replicas, "sequence": sequence}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
-        made = planner.plan(model, setup, hardware=hardware)
+        found = planner.search(model, setup, hardware=hardware) if search else None
+        made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
         console = Console()
-        console.print(str(made), markup=False, highlight=False, soft_wrap=True)
-        for path, write in (
-            (json_path, planner.to_json),
-            (html_path, planner.page),
-            (trace_path, planner.trace),
-        ):
+        console.print(str(found or made), markup=False, highlight=False, soft_wrap=True)
+        if json_path is not None:
+            json_path.write_text(planner.to_json(found or made) + "\n")
+        for path, write in ((html_path, planner.page), (trace_path, planner.trace)):
             if path is not None:
                 path.write_text(write(made) + "\n")
         if made.fits:
             return
-        for words, changed in planner.advise(model, setup, hardware=hardware):
+        for words, changed in planner.advise(model, made.setup, hardware=hardware):
             verdict = "fits, with" if changed.fits else "short of"
             line = f"{words}: {verdict} {abs(changed.free_bytes) / 2**30:.2f} GiB"
             console.print(line, markup=False, highlight=False, soft_wrap=True)

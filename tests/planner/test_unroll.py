@@ -89,8 +89,12 @@ def test_a_block_that_does_something_of_its_own_is_noticed() -> None:
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_two_sizes_of_micro_batches_tell_exactly_what_larger_ones_do(layout: Any) -> None:
     model = model_of(tiny, sequence=16)
-    small, large, third = (
-        record(model, Setup(sequence=16, layout=layout, checkpointing="full", micro_batch=size), layers=4)
-        for size in (1, 2, 4)
-    )
-    assert figures(grown(small, large, 3)) == figures(third)
+    kept: dict[str, Any] = {"layout": layout, "reshard_after_forward": False}
+
+    def recorded(size: int, layers: int) -> Recording:
+        setup = Setup(sequence=16, checkpointing="full", micro_batch=size, **kept)
+        return record(model, setup, layers=layers)
+
+    few, more = recorded(1, 4), recorded(1, 5)
+    small, large = unroll(few, more, 6), unroll(few, more, 6, instead=recorded(2, 4))
+    assert figures(grown(small, large, 3)) == figures(recorded(4, 6))

@@ -116,13 +116,20 @@ def plan(
     setup = replace(setup or Setup(), **changes)
     asked = model_of(model, sequence=setup.sequence)
     recording, whole = _recording(asked, setup)
-    model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
+    return plan_of(recording, asked, setup, device, whole=whole)
+
+
+def plan_of(
+    recording: Recording, model: Model, setup: Setup, device: Hardware | None, *, whole: str = ""
+) -> Plan:
+    """What a recording of all blocks says."""
+    model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
     allocator = measure.allocated(recording, expandable=setup.expandable_segments, limit=limit)
     return Plan(
-        model=asked.name,
-        layers=asked.layers,
+        model=model.name,
+        layers=model.layers,
         parameters=recording.parameters,
         setup=setup,
         moments=measure.moments(recording),
@@ -139,19 +146,20 @@ def plan(
 
 def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
     """With all of the model's blocks; and why they were all run, if they were."""
-    short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     if model.layers <= RECORDED + 1:
-        return _recorded(model, short, model.layers), ""
+        return recorded(model, setup, model.layers), ""
     try:
-        few, more = (_recorded(model, short, layers) for layers in (RECORDED, RECORDED + 1))
+        few, more = (recorded(model, setup, layers) for layers in (RECORDED, RECORDED + 1))
         return unroll(few, more, model.layers), ""
     except NotRegular as error:
-        return _recorded(model, short, model.layers), str(error)
+        return recorded(model, setup, model.layers), str(error)
 
 
-def _recorded(model: Model, setup: Setup, layers: int) -> Recording:
+def recorded(model: Model, setup: Setup, layers: int) -> Recording:
+    """A few micro-batches of it stand for all of a step."""
+    short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     try:
-        return record(model, setup, layers=layers)
+        return record(model, short, layers=layers)
     except ShardwiseError:
         raise
     except Exception as error:  # of the user's model, on fake tensors

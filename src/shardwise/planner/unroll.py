@@ -54,12 +54,13 @@ class _Loop:
         return len(self.segments) > 1
 
 
-def unroll(small: Recording, large: Recording, layers: int) -> Recording:
+def unroll(small: Recording, large: Recording, layers: int, *, instead: Recording | None = None) -> Recording:
     """The recording of the same model with so many blocks.
 
     Args:
         small: of a few blocks, `RECORDED` for a model of which nothing is known.
         large: of one more.
+        instead: what to unroll in the place of `small`: the same of other sizes, of larger micro-batches say.
 
     Raises:
         NotRegular: it cannot be told from these two.
@@ -82,6 +83,10 @@ def unroll(small: Recording, large: Recording, layers: int) -> Recording:
     for mine, theirs in zip(_words(made), _words(large), strict=False):
         if mine != theirs:
             raise NotRegular(f"with {large.layers} blocks: expected {mine}, found {theirs}")
+    if instead is not None:
+        both = zip(small.segments, instead.segments, strict=True)
+        growths |= {id(theirs): growths[id(mine)] for mine, theirs in both}
+        return _unrolled(instead, list(_loops(instead)), growths, layers)
     return made if layers == large.layers else _unrolled(small, loops, growths, layers)
 
 

@@ -1,0 +1,414 @@
+"""Which settings are worth it: for each amount of memory, the fastest.
+
+There are hundreds of settings, and recording one takes seconds. So all are estimated, from the nearest plan
+and from what each strategy keeps and sends. What then looks better than all plans by more than a little is
+planned as `plan` does it, until nothing does. Settings that differ in the micro-batch alone share recordings
+of the two smallest; whether a few blocks stand for all is asked once.
+
+    planned           each checkpointing, cut as asked; each layout
+    estimated         memory: + what this cut keeps, - what the nearest plan's does
+                      time: the longer of computation and communication, + what else that plan's step took
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from shardwise._compat import dtensors
+from shardwise.comm.count import Collective
+from shardwise.planner.code import python
+from shardwise.planner.events import Recording
+from shardwise.planner.models import Factory, Model, model_of
+from shardwise.planner.plan import GIB, Plan, plan_of, recorded
+from shardwise.planner.setup import Setup
+from shardwise.planner.timing import Hardware, hardware_of, send_seconds
+from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
+
+FEW = 4  # blocks that stand for all of a model of which that is known
+WORTH = 0.98  # of another's time or memory, at most, for a point of its own
+MICRO_BATCHES = (1, 2, 4, 8)
+PRECISIONS = (("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16",) * 3)
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan that no other of the same precision beats in both time and memory, and why it is there."""
+
+    plan: Plan
+    why: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found.
+
+    Attributes:
+        points: fastest first; then those of other precisions that beat them.
+        settings: how many were compared.
+        planned: how many of them from recordings; others were estimated, and looked worse.
+        recordings: how many were made.
+        code: Python that builds what was chosen.
+    """
+
+    points: list[Point]
+    settings: int
+    planned: int
+    recordings: int
+    code: str
+
+    @property
+    def chosen(self) -> Plan:
+        """The fastest that fits, in the precision asked for; the smallest if none fits."""
+        return self.points[0].plan
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def search(
+    model: str | Model | Factory,
+    setup: Setup | None = None,
+    *,
+    hardware: str | Hardware,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
+    **changes: Any,
+) -> Search:
+    """Look for the fastest training of `model`, for each amount of memory.
+
+    Compared are meshes (shards within a host, over some and over all), layouts, strategies, whether
+    parameters stay gathered, checkpointing, micro-batches and precision. Only what fits is told, if anything.
+
+    Args:
+        model: as `plan` takes it.
+        setup: what is not looked for: ranks, sequence, optimizer and so on; its precision is what is asked
+            for. A step of several sequences a rank keeps them, in micro-batches of another size. One of a
+            single sequence leaves their number open: time is compared by tokens.
+        micro_batches: sequences of a rank to compute at a time.
+
+    Raises:
+        ShardingError: as `plan`.
+    """
+    setup = replace(setup or Setup(), **changes)
+    device = hardware_of(hardware) if isinstance(hardware, str) else hardware
+    asked = model_of(model, sequence=setup.sequence)
+    space = [*dict.fromkeys(_space(setup, device, micro_batches))]
+    known = _Known(asked, setup, device, space)
+    known.look()
+    points = known.points()
+    chosen = points[0].plan
+    return Search(points, len(space), len(known.plans), known.recordings, python(asked, chosen.setup))
+
+
+def _space(setup: Setup, device: Hardware, micro_batches: Sequence[int]) -> Iterator[Setup]:
+    sequences = setup.micro_batch * setup.accumulation
+    sizes = [n for n in {setup.micro_batch, *micro_batches} if sequences == 1 or sequences % n == 0]
+    for cut in [{}, *_cuts(setup, device)]:
+        for precision in [_precision(setup), *PRECISIONS]:
+            for checkpointing in ("none", "selective", "full"):
+                for size in sorted(sizes):
+                    choice: dict[str, Any] = {
+                        **cut,
+                        **dict(zip(("stored_dtype", "param_dtype", "reduce_dtype"), precision, strict=True)),
+                        "checkpointing": checkpointing,
+                        "micro_batch": size,
+                        "accumulation": max(1, sequences // size),
+                    }
+                    yield replace(setup, **choice)
+
+
+def _cuts(setup: Setup, device: Hardware) -> Iterator[dict[str, Any]]:
+    """Meshes, layouts, strategies, and what is freed after forward."""
+    host = device.devices_per_host
+    shards = [n for n in (host, 8 * host) if n < setup.ranks and setup.ranks % n == 0]
+    for replicas in [1, *(setup.ranks // n for n in shards)]:
+        cut = setup.ranks // replicas
+        kept: list[bool | int | None] = [None, False]
+        kept += [host] if host < cut and cut % host == 0 else []
+        yield from ({"replicas": replicas, **_as("interleaved", None, one)} for one in kept)
+        if not dtensors.RUNS_OWN_DTENSORS:
+            continue
+        strategies = [None] if replicas == 1 else [None, "hierarchical_fsdp"]
+        for strategy in strategies:
+            yield from ({"replicas": replicas, **_as("contiguous", strategy, one)} for one in kept)
+        if replicas == 1:
+            yield from ({"replicas": 1, **_as("contiguous", one, None)} for one in ("zero2", "ddp"))
+
+
+def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[str, Any]:
+    return {"layout": layout, "strategy": strategy, "reshard_after_forward": reshard}
+
+
+# ---------------------------------------------------------------- what each cut keeps and sends
+
+
+def _kept_bytes(setup: Setup, parameters: int) -> float:
+    """Parameters, gradients and two moments of an optimizer, and what stays gathered: docs/strategies.md."""
+    stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
+    shards, ranks = setup.ranks // setup.replicas, setup.ranks
+    low = 0 if stored == used else used
+    if setup.strategy == "ddp":
+        return parameters * (4 * stored + low)
+    if setup.strategy in ("zero1", "zero2"):
+        return parameters * (4 * stored / ranks + (low or stored))
+    cut: float = shards if setup.strategy != "hierarchical_fsdp" else ranks
+    kept = parameters * 4 * stored / cut + (parameters * low / shards if cut == ranks != shards else 0)
+    reshard = setup.reshard_after_forward
+    if reshard is False:
+        kept += parameters * used
+    elif reshard is not None and reshard is not True:
+        kept += parameters * used / reshard
+    return kept
+
+
+def _sent(setup: Setup, nbytes: int, dtypes: tuple[int, int]) -> Iterator[tuple[str, float, int, int]]:
+    """Collectives of a step for so many elements: kind, bytes, ranks, times."""
+    used, reduced = (nbytes * size for size in dtypes)
+    shards, times = setup.ranks // setup.replicas, setup.accumulation
+    if setup.strategy == "ddp":
+        yield "all_reduce", reduced, setup.ranks, times
+        return
+    if setup.strategy in ("zero1", "zero2"):
+        yield "all_gather", used, setup.ranks, 1
+        yield "reduce_scatter", reduced, setup.ranks, times
+        return
+    reshard = setup.reshard_after_forward
+    yield "all_gather", used, shards, times
+    if reshard is not False:
+        yield "all_gather", used, shards if reshard in (None, True) else int(reshard), times
+    yield "reduce_scatter", reduced, shards, times
+    if setup.strategy == "hierarchical_fsdp":
+        yield "reduce_scatter", reduced / shards, setup.replicas, times
+        yield "all_gather", used / shards, setup.replicas, 1
+    elif setup.replicas > 1:
+        yield "all_reduce", reduced / shards, setup.replicas, times
+
+
+def _sent_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
+    dtypes = _SIZES[setup.param_dtype], _SIZES[setup.reduce_dtype]
+    return sum(
+        plan.layers * times * send_seconds(Collective(kind, int(nbytes), None, ranks), device)
+        for kind, nbytes, ranks, times in _sent(setup, plan.parameters // plan.layers, dtypes)
+    )
+
+
+# ---------------------------------------------------------------- what is recorded, and what is not
+
+
+def _precision(setup: Setup) -> tuple[str, str, str]:
+    return setup.stored_dtype, setup.param_dtype, setup.reduce_dtype
+
+
+def _distance(one: Setup, other: Setup) -> int:
+    """How much of what is estimated badly is not the same."""
+    weights = {"layout": 64, "strategy": 32, "replicas": 16, "reshard_after_forward": 8, "micro_batch": 4}
+    weights |= {"reduce_dtype": 2, "stored_dtype": 2, "checkpointing": 1}
+    return sum(weight for name, weight in weights.items() if getattr(one, name) != getattr(other, name))
+
+
+def _figures(plan: Plan) -> tuple[float, float]:
+    """Seconds a token of a device, bytes reserved."""
+    return plan.step_times.step / plan.setup.tokens, plan.reserved_bytes
+
+
+Figures = dict[Setup, tuple[float, float]]
+
+
+@dataclass
+class _Known:
+    """What is known of a space of settings: plans of some, estimates of all."""
+
+    model: Model
+    asked: Setup
+    device: Hardware
+    space: list[Setup]
+    plans: dict[Setup, Plan] = field(default_factory=dict)
+    recordings: int = 0
+    regular: bool = False  # a few blocks are known to stand for all
+
+    def look(self) -> None:
+        """Plan what looks best until all that does is planned."""
+        for setup in self.space:
+            if setup not in self.plans and setup in (self._base(setup), *self._layouts()):
+                self._plan(setup)
+        while (setup := self._next()) is not None:
+            self._plan(setup)
+
+    def _layouts(self) -> list[Setup]:
+        other: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.asked.layout]
+        return [replace(self.asked, layout=other, strategy=None)]
+
+    def _next(self) -> Setup | None:
+        """What looks better than all plans of its precision, or of any."""
+        figures = {setup: self._estimate(setup) for setup in self.space if setup not in self.plans}
+        exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
+        fitting = self._fitting(figures | exact)
+        for setup in sorted(figures, key=lambda one: figures[one]):
+            if setup in fitting and not any(
+                figures[setup][0] >= WORTH * time and figures[setup][1] >= WORTH * nbytes
+                for one, (time, nbytes) in exact.items()
+                if one in fitting and _precision(one) in (_precision(self.asked), _precision(setup))
+            ):
+                return setup
+        return None
+
+    def points(self) -> list[Point]:
+        exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
+        mine = _front(self._fitting({s: exact[s] for s in exact if _precision(s) == _precision(self.asked)}))
+        if not any(self.plans[setup].fits for setup in mine):
+            mine = mine[-1:]
+        fit = any(self.plans[setup].fits for setup in mine)
+        first = "the fastest that fits" if fit else "the smallest"
+        whys = [first, *(_why(exact, *pair) for pair in pairwise(mine))]
+        found = [Point(self.plans[setup], why) for setup, why in zip(mine, whys, strict=True)]
+        for setup in _front(self._fitting(exact)):
+            time, nbytes = exact[setup]
+            if not any(WORTH * exact[one][0] <= time and WORTH * exact[one][1] <= nbytes for one in mine):
+                found.append(Point(self.plans[setup], _gain(exact, mine, setup)))
+        return found
+
+    def _fitting(self, figures: Figures) -> Figures:
+        return {setup: one for setup, one in figures.items() if one[1] <= self.device.usable_bytes} or figures
+
+    def _base(self, setup: Setup) -> Setup:
+        """The same, cut and rounded as asked."""
+        same = ("checkpointing", "micro_batch", "accumulation")
+        return replace(self.asked, **{name: getattr(setup, name) for name in same})
+
+    def _estimate(self, setup: Setup) -> tuple[float, float]:
+        near = min(self.plans, key=lambda one: _distance(one, setup))
+        time, nbytes = _figures(self.plans[near])
+        mine, theirs = (self.plans[self._base(one)] for one in (setup, near))
+        busy, before = (
+            max(mine.step_times.computation, _sent_seconds(one, mine, self.device)) for one in (setup, near)
+        )
+        nbytes += mine.reserved_bytes - theirs.reserved_bytes
+        nbytes += _kept_bytes(setup, mine.parameters) - _kept_bytes(near, mine.parameters)
+        time *= _figures(mine)[0] / _figures(theirs)[0]
+        return time + (busy - before) / setup.tokens, nbytes
+
+    def _plan(self, setup: Setup) -> None:
+        """Plans of it and of other micro-batches."""
+        alike = [
+            one
+            for one in self.space
+            if replace(one, micro_batch=setup.micro_batch, accumulation=setup.accumulation) == setup
+        ]
+        while alike:
+            first = min(3, alike[0].accumulation)
+            together = [one for one in alike if min(3, one.accumulation) == first]
+            alike = [one for one in alike if one not in together]
+            for one, recording in zip(together, self._recordings(together), strict=True):
+                self.plans[one] = plan_of(recording, self.model, one, self.device)
+
+    def _recordings(self, setups: list[Setup]) -> list[Recording]:
+        first, layers = setups[0], self.model.layers
+        reshard = first.reshard_after_forward
+        reaches_far = first.layout == "contiguous" and reshard is not False
+        reaches_far |= reshard is not None and not isinstance(reshard, bool)
+        for few in (FEW, RECORDED):
+            if (few == FEW and (reaches_far or not self.regular)) or layers <= few + 1:
+                continue
+            try:
+                small, more = (self._record(first, few + i) for i in (0, 1))
+                made = [unroll(small, more, layers)]
+                if len(setups) > 1:
+                    made.append(unroll(small, more, layers, instead=self._record(setups[1], few)))
+                made += [_larger(made, setups, i) for i in range(2, len(setups))]
+                self.regular = True
+                return made
+            except (NotRegular, ValueError):
+                continue
+        return [self._record(setup, layers) for setup in setups]
+
+    def _record(self, setup: Setup, layers: int) -> Recording:
+        self.recordings += 1
+        return recorded(self.model, setup, layers)
+
+
+def _larger(made: list[Recording], setups: list[Setup], number: int) -> Recording:
+    sizes = [setup.micro_batch for setup in setups]
+    times, rest = divmod(sizes[number] - sizes[0], sizes[1] - sizes[0])
+    if rest:
+        raise NotRegular(f"micro-batches of {sizes}")
+    return grown(made[0], made[1], times)
+
+
+def _front(figures: Figures) -> list[Setup]:
+    """Fastest first, each with less memory than what is faster."""
+    found: list[Setup] = []
+    for setup in sorted(figures, key=lambda one: figures[one]):
+        if not found or figures[setup][1] < WORTH * figures[found[-1]][1]:
+            found.append(setup)
+    return found
+
+
+# ---------------------------------------------------------------- words
+
+
+def _why(figures: Figures, before: Setup, here: Setup) -> str:
+    slower = figures[here][0] / figures[before][0] - 1
+    smaller = 1 - figures[here][1] / figures[before][1]
+    words = zip(_words(here), _words(before), strict=True)
+    change = ", ".join(f"{mine} for {theirs}" for mine, theirs in words if mine != theirs)
+    return f"{smaller:.0%} less memory for {slower:.0%} more time: {change}"
+
+
+def _gain(figures: Figures, front: list[Setup], setup: Setup) -> str:
+    """Beside the smallest that takes no less memory."""
+    like = [one for one in front if figures[one][1] >= WORTH * figures[setup][1]]
+    beside = like[-1] if like else front[0]
+    faster = figures[beside][0] / figures[setup][0] - 1
+    larger = figures[setup][1] / figures[beside][1] - 1
+    number = front.index(beside) + 1
+    return f"{faster:+.0%} tokens/s and {larger:+.0%} memory beside {number}, but it rounds more"
+
+
+_HEADER = ("mesh", "cut", "parameters", "blocks", "sequences", "kept/used/reduced")
+
+
+def _words(setup: Setup) -> list[str]:
+    """What `_HEADER` says."""
+    mesh = f"{setup.ranks // setup.replicas:,} shards"
+    mesh += f" x {setup.replicas:,}" if setup.replicas > 1 else ""
+    default = "hsdp" if setup.replicas > 1 else "fsdp"
+    reshard = setup.reshard_after_forward
+    if setup.strategy in ("ddp", "zero1", "zero2"):
+        freed = "whole"
+    elif reshard in (None, True):
+        freed = "freed"
+    else:
+        freed = "kept" if reshard is False else f"kept over {reshard}"
+    stored, param, reduce = (name.replace("float", "fp").replace("bfp", "bf") for name in _precision(setup))
+    return [
+        mesh,
+        f"{setup.layout} {setup.strategy or default}",
+        freed,
+        f"checkpointing {setup.checkpointing}",
+        f"{setup.accumulation} x {setup.micro_batch}",
+        f"{stored}/{param}/{reduce}",
+    ]
+
+
+def _lines(found: Search) -> Iterator[str]:
+    yield (
+        f"{found.settings:,} settings on {found.chosen.setup.ranks:,} ranks: {found.planned} planned from"
+        f" {found.recordings} recordings, the others estimated to be worse"
+    )
+    if not found.chosen.fits:
+        yield f"None fits: the smallest is short of {-found.chosen.free_bytes / GIB:.2f} GiB"
+    rows = [["", "tokens/s", "MFU", "GiB", *_HEADER, "why"]]
+    for number, one in enumerate(found.points, 1):
+        figures = [str(number), f"{one.plan.tokens_per_s:,.0f}", f"{one.plan.mfu:.1%}"]
+        figures.append(f"{one.plan.reserved_bytes / GIB:.1f}")
+        rows.append([*figures, *_words(one.plan.setup), one.why])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)]
+        cells += [cell.ljust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
+        yield "  ".join(cells).rstrip()
+    yield ""
+    yield found.code

@@ -1,0 +1,69 @@
+"""Searches: what is found is what plans say, from few recordings; and the Python of a plan builds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import train_gpt
+from ranks import on_ranks
+from shardwise import planner
+from shardwise.comm.count import CommCounter
+from shardwise.planner.events import Send
+from shardwise.planner.measure import last_step
+from shardwise.planner.models import model_of
+from shardwise.planner.record import record
+from shardwise.planner.setup import Setup
+
+SEQUENCE = 32
+
+
+def gpt(layers: int = 1) -> nn.Module:
+    return train_gpt.GPT(width=64, depth=layers, heads=2, seq=SEQUENCE)
+
+
+def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_recordings() -> None:
+    found = planner.search(gpt, ranks=16, sequence=SEQUENCE, hardware="h100", micro_batches=(1,))
+    assert found.settings > 100
+    assert found.planned == found.recordings < 20
+    mine = [one.plan for one in found.points if one.plan.setup.reduce_dtype == "float32"]
+    assert found.chosen is mine[0]
+    speeds = [plan.tokens_per_s for plan in mine]
+    assert speeds == sorted(speeds, reverse=True)
+    sizes = [plan.reserved_bytes for plan in mine]
+    assert sizes == sorted(sizes, reverse=True)
+    for plan in (mine[0], mine[-1]):
+        assert plan == planner.plan(gpt, plan.setup, hardware="h100")
+    assert "the fastest that fits" in str(found)
+    assert planner.from_json(planner.Search, planner.to_json(found)) == found
+
+
+CUTS: list[dict[str, Any]] = [
+    {"layout": "contiguous", "strategy": "zero2", "checkpointing": "selective", "optimizer": "AdamW flat"},
+    {"replicas": 2, "reshard_after_forward": False, "checkpointing": "full", "stored_dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["one axis", "two axes"])
+@on_ranks(4)
+def test_the_python_of_a_plan_builds_what_was_planned(cut: dict[str, Any]) -> None:
+    setup = Setup(ranks=4, device="cpu", sequence=SEQUENCE, **cut)
+    model = model_of(gpt, sequence=SEQUENCE)
+    recording = record(model, setup, layers=3)
+    issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
+
+    names: dict[str, Any] = {}
+    exec(planner.python(model, setup), names)
+    module = gpt(layers=3)
+    optimizer = names["build"](module)
+    tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with CommCounter() as counter:
+            F.cross_entropy(module(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+            optimizer.step()
+    assert counter.calls == issued
