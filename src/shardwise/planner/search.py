@@ -234,8 +234,8 @@ class _Known:
         for setup in self.space:
             if setup not in self.plans and setup in (self._base(setup), *self._layouts()):
                 self._plan(setup)
-        while (setup := self._next()) is not None:
-            self._plan(setup)
+        while (best := self._next()) is not None:
+            self._plan(best)
 
     def _layouts(self) -> list[Setup]:
         other: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.asked.layout]
