@@ -80,6 +80,11 @@ def traced_object(context: Any) -> Any:
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
 
 
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which torch 2.11 takes for true in every graph that it traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def runs_eagerly(function: Function) -> Function:
     """Mark a function as never compiled, nor what it calls, at no cost of a call.
 
