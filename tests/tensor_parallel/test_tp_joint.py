@@ -181,6 +181,15 @@ def test_a_joint_program_is_cut_forward_and_backward(name):
             assert counts(each) == all_reduces(name, ranks)
 
 
+def test_ranks_without_a_head_compute_no_attention():
+    model, args, _ = exported("GPT")
+    programs = [
+        tensor_parallel_transformation(joint_of("GPT"), rank, 7, "cpu", MODELS["GPT"][1]) for rank in range(7)
+    ]
+    for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
+        check(model, args, each, returned, parts_of(each))
+
+
 @pytest.mark.parametrize("name", ["Llama, grouped heads", "language model"])
 def test_a_decomposed_joint_program_is_cut_forward_and_backward(name):
     model, args, program = exported(name)

@@ -28,7 +28,7 @@ def attention(p: Partition, node: fx.Node) -> None:
     batch = len(p.shape(q)) - 2
     cut = p.cut_of(*(x for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < batch))
     composite = node.target is aten.scaled_dot_product_attention.default
-    if cut is None or (not composite and _dropout(node)):
+    if cut is None or (not composite and (_dropout(node) or without_heads(p, cut, batch - 1))):
         return p.repeat(node)
     heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]
     if heads != key_heads and cut.dim == batch - 1:
@@ -49,7 +49,23 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
     q, _, _, *rest = node.args
     others = [mask_for(p, x, cut, q) for x in rest]
     kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | changed
-    return p.keep(node, p.emit(node.target, p.take(q, cut), k, v, *others, **kwargs), cut)
+    here = p.take(q, cut)
+    if p.rank in without_heads(p, cut, len(p.shape(q)) - 3):
+        return p.keep(node, p.run(_of_no_heads, here, k, v), cut)
+    return p.keep(node, p.emit(node.target, here, k, v, *others, **kwargs), cut)
+
+
+def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
+    """The ranks that have none of the heads, dim `dim`, where there are fewer than ranks.
+
+    The kernel for CPU divides by their number, and until torch 2.12 is chosen even so.
+    """
+    return [rank for rank in range(p.ranks) if not cut.size(rank)] if cut.dim == dim else []
+
+
+def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Nothing, in the shape that attention has, with a gradient for each."""
+    return (q.sum(-1, True) + k.sum((-2, -1), True)) * v.sum(-2, True)
 
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, Split, with_dim
-from shardwise.tensor_parallel.rules.attention import for_queries, key_heads, mask_for
+from shardwise.tensor_parallel.rules.attention import for_queries, key_heads, mask_for, without_heads
 from shardwise.tensor_parallel.rules.loss import MEAN, NONE, among_own, by_intervals, class_dim, loss_weights
 from shardwise.tensor_parallel.rules.registry import aten_rule
 
@@ -114,6 +114,8 @@ def attention_backward(p: Partition, node: fx.Node) -> None:
     gradient, q, k, v = args_of(node)[:4]
     at = p.cut_of(q, gradient, k, v)
     heads = [p.hints(x)[-3] for x in (q, k, v)]
+    if at is not None and without_heads(p, at, 1):
+        return p.repeat(node)
     if at is None or at.dim > 1 or (at.dim == 1 and len(set(heads)) > 1):
         return _grouped(p, node, at, group=heads[0] // heads[1]) if heads[1] == heads[2] else p.repeat(node)
     return p.keep(node, _attention(p, node, at, p.take(k, at), p.take(v, at)), at)
