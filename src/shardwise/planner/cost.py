@@ -32,11 +32,17 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, s
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     if name == _CPU_ATTENTION:
-        return int(sdpa_flop_count(*(one.shape for one in args[:3])))
+        return _attention(*args[:3])
     if name == f"{_CPU_ATTENTION}_backward":  # (gradient, query, key, value, ...): five matmuls for two
-        return int(sdpa_flop_count(*(one.shape for one in args[1:4])) * 5 // 2)
+        return _attention(*args[1:4]) * 5 // 2
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
+
+
+def _attention(query: Tensor, *others: Tensor) -> int:
+    """Each head of keys and values once for each head of queries: torch 2.11 does not count fewer."""
+    b, heads = query.shape[:2]
+    return int(sdpa_flop_count(query.shape, *((b, heads, *one.shape[2:]) for one in others)))
 
 
 def _tensors(value: Any) -> list[Tensor]:
