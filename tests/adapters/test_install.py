@@ -15,6 +15,7 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 import shardwise
 from ranks import on_ranks
@@ -57,6 +58,7 @@ def test_a_default_that_fully_shard_does_not_take_is_refused() -> None:
     assert torch.distributed.fsdp.fully_shard is TORCHS
 
 
+@pytest.mark.usefixtures("rows")
 @on_ranks(2)
 def test_defaults_hold_where_a_call_says_nothing() -> None:
     with installed(layout="contiguous"):
@@ -72,6 +74,7 @@ def test_defaults_hold_where_a_call_says_nothing() -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
+@pytest.mark.usefixtures("rows")
 @on_ranks(2)
 def test_a_module_that_the_contiguous_layout_refuses_gets_the_other_and_trains_with_the_rest() -> None:
     from torch.distributed.tensor import Shard
@@ -96,15 +99,20 @@ def test_a_module_that_the_contiguous_layout_refuses_gets_the_other_and_trains_w
         torch.testing.assert_close(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
 
 
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch's FSDP2 has no ShardPlacementResult"
+)
 @on_ranks(4)
 def test_objects_made_of_torchs_classes_are_understood() -> None:
     """Policies made before, and what code for experts returns from `shard_placement_fn`."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    infos = {"expert": FSDPMeshInfo(mesh["inner"], 0), "rest": FSDPMeshInfo(mesh["outer"], 0)}
+    infos = {
+        "expert": _fsdp_common.FSDPMeshInfo(mesh["inner"], 0),
+        "rest": _fsdp_common.FSDPMeshInfo(mesh["outer"], 0),
+    }
     policies = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": CPUOffloadPolicy(False)}
     model = nn.Sequential(OrderedDict(expert=nn.Linear(4, 4), rest=nn.Linear(4, 4)))
     where = {param: infos[name.split(".")[0]] for name, param in model.named_parameters()}
@@ -112,7 +120,7 @@ def test_objects_made_of_torchs_classes_are_understood() -> None:
         torch.distributed.fsdp.fully_shard(
             model,
             mesh=mesh["outer"],
-            shard_placement_fn=lambda param: ShardPlacementResult(Shard(0), where[param]),
+            shard_placement_fn=lambda param: _fsdp_common.ShardPlacementResult(Shard(0), where[param]),
             **policies,
         )
     assert model.expert.weight.device_mesh == mesh["inner"]

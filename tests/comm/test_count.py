@@ -102,7 +102,7 @@ def test_functional_collectives_count_once_forward_and_backward() -> None:
     group, x = dist.group.WORLD, torch.ones(4, 3, requires_grad=True)
     with CommCounter() as counter:
         gathered = torch.ops._c10d_functional_autograd.all_gather_into_tensor(x, 2, group.group_name)
-        torch.ops._c10d_functional.wait_tensor(gathered).sum().backward()
+        torch.ops._c10d_functional.wait_tensor(gathered).square().sum().backward()
     assert [(call.kind, call.bytes) for call in counter.calls] == [("all_gather", 96), ("reduce_scatter", 96)]
     assert x.grad is not None
 

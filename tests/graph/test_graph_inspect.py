@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import operator
@@ -28,7 +29,6 @@ from shardwise.graph.passes import Passes
 
 RANKS, FLOAT = 4, 4  # processes of the fake group; bytes
 BLOCKS = 2
-Reports = dict[tuple[str, bool], ModelReport]
 aten, c10d, inductor = torch.ops.aten, torch.ops._c10d_functional, torch.ops.inductor
 
 
@@ -258,14 +258,9 @@ EMBEDDING = 12 * 8 * FLOAT
 BLOCK = {"contiguous": 288 * FLOAT, "interleaved": (2 * 8 * 16 + 8 + 16) * FLOAT}
 
 
-@pytest.fixture(scope="module")
-def reports(fake_group: None) -> Reports:
-    """By layout and whether blocks reshard after forward."""
-    made = {}
-    for layout, reshard in itertools.product(("contiguous", "interleaved"), (True, False)):
-        model = sharded(Words(), layout=layout, reshard_after_forward=reshard)
-        made[layout, reshard] = inspect_graph(model, WORDS)
-    return made
+@functools.cache
+def report_of(layout: str, reshard: bool) -> ModelReport:
+    return inspect_graph(sharded(Words(), layout=layout, reshard_after_forward=reshard), WORDS)
 
 
 CASES = pytest.mark.parametrize(
@@ -273,8 +268,8 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def both(reports: Reports, layout: str, reshard: bool) -> tuple[GraphReport, GraphReport]:
-    report = reports[layout, reshard]
+def both(layout: str, reshard: bool) -> tuple[GraphReport, GraphReport]:
+    report = report_of(layout, reshard)
     assert (report.traced, report.graph_breaks, report.recompiles) == (1, 0, 0)
     (forward,), (backward,) = report.forward, report.backward
     return forward, backward
@@ -282,9 +277,9 @@ def both(reports: Reports, layout: str, reshard: bool) -> tuple[GraphReport, Gra
 
 @CASES
 def test_each_group_is_gathered_reduced_and_gathered_again_only_where_it_was_freed(
-    reports: Reports, layout: str, reshard: bool
+    layout: str, reshard: bool
 ) -> None:
-    forward, backward = both(reports, layout, reshard)
+    forward, backward = both(layout, reshard)
     counts, block = forward.counts, BLOCK[layout]
     assert (counts.gathers, counts.reduce_scatters, counts.all_reduces, counts.waits) == (
         GROUPS,
@@ -307,10 +302,8 @@ def test_each_group_is_gathered_reduced_and_gathered_again_only_where_it_was_fre
 
 
 @CASES
-def test_the_contiguous_layout_copies_no_parameter_and_each_gradient_once(
-    reports: Reports, layout: str, reshard: bool
-) -> None:
-    forward, backward = both(reports, layout, reshard)
+def test_the_contiguous_layout_copies_no_parameter_and_each_gradient_once(layout: str, reshard: bool) -> None:
+    forward, backward = both(layout, reshard)
     contiguous = layout == "contiguous"
     # The interleaved one has rows of all ranks in each parameter: 4 copies a block; the embedding lies whole.
     assert forward.counts.parameter_copies == (0 if contiguous else 4 * (GROUPS - 1))
@@ -321,10 +314,8 @@ def test_the_contiguous_layout_copies_no_parameter_and_each_gradient_once(
 
 
 @CASES
-def test_the_most_unsharded_bytes_are_those_of_one_block_or_of_all(
-    reports: Reports, layout: str, reshard: bool
-) -> None:
-    forward, backward = both(reports, layout, reshard)
+def test_the_most_unsharded_bytes_are_those_of_one_block_or_of_all(layout: str, reshard: bool) -> None:
+    forward, backward = both(layout, reshard)
     block, weight = BLOCK[layout], 8 * 16 * FLOAT
     if layout == "contiguous":
         held = block if reshard else BLOCKS * block
@@ -342,8 +333,8 @@ def test_the_most_unsharded_bytes_are_those_of_one_block_or_of_all(
     assert backward.unsharded_bytes[-1] == 0
 
 
-def test_the_table_says_what_the_report_holds(reports: Reports) -> None:
-    report = reports["contiguous", True]
+def test_the_table_says_what_the_report_holds() -> None:
+    report = report_of("contiguous", True)
     text = str(report)
     assert "1 traced graphs, 0 graph breaks, 0 recompiles" in text
     assert f"unsharded: {BLOCK['contiguous']:,} bytes of 1 gathers at the most" in text
@@ -359,9 +350,9 @@ def test_the_table_says_what_the_report_holds(reports: Reports) -> None:
 
 
 def test_the_timeline_has_a_row_for_compute_one_for_each_collective_and_a_line_of_bytes(
-    reports: Reports, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    report = reports["interleaved", True]
+    report = report_of("interleaved", True)
     svg = "{http://www.w3.org/2000/svg}"
     for one, graphs in ((report, report.graphs), (report.forward[0], report.forward)):
         root = ElementTree.parse(one.timeline(tmp_path / "new" / "graph.svg")).getroot()

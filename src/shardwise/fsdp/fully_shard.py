@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import _compat
-from shardwise._compat import dtensors
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.group import ParamGroup
@@ -41,6 +40,7 @@ from shardwise.mesh import (
     mesh_info,
     smaller_shards,
 )
+from shardwise.sharded_tensor.rows.piece import check_torch
 
 _LOG = logging.getLogger("shardwise")
 NO_MIXED_PRECISION = MixedPrecisionPolicy()
@@ -129,11 +129,8 @@ def fully_shard(
     """
     if layout not in LAYOUTS:
         raise ShardingError(f"{here()}: layout must be one of {tuple(LAYOUTS)}, got {layout!r}")
-    if layout == "contiguous" and not dtensors.RUNS_OWN_DTENSORS:
-        raise ShardingError(
-            f'{here()}: layout="contiguous" needs torch 2.12 or later, and this is torch {torch.__version__}:'
-            ' install a later one, or use layout="interleaved"'
-        )
+    if layout == "contiguous":
+        check_torch('layout="contiguous"')
     if strategy is not None and not LAYOUTS[layout].has_strategies:
         raise ShardingError(
             f'{here()}: strategy={strategy!r} needs layout="contiguous"; the {layout} layout is FSDP on 1-D'

@@ -402,10 +402,9 @@ class _Drawing(_compat.TorchDispatchMode):
         if tensor is not self._param:
             self.store()
             self._param = tensor
-            known = id(tensor) in self._stored  # detached: below autograd torch 2.11 cannot do that to its result
-            self._whole = (
-                tensor.detach().full_tensor() if known else torch.empty(tensor.shape, dtype=tensor.dtype)
-            )
+            read: Any = tensor.detach()  # below autograd torch 2.11 cannot detach what it gathers
+            known = id(tensor) in self._stored
+            self._whole = read.full_tensor() if known else torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._whole
 
     def store(self) -> None:

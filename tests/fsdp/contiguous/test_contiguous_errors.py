@@ -14,7 +14,8 @@ from fsdp.parity.extension import Narrowed, Quantized, wrap_weights
 from fsdp.parity.models import RESIDUAL
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, fully_shard
-from shardwise.layout import Owned, RaggedShard
+from shardwise.layout import Box, Owned, RaggedShard
+from shardwise.sharded_tensor.rows.piece import Piece
 
 
 def mentions(message: str, *words: str) -> None:
@@ -206,3 +207,5 @@ def test_a_torch_that_runs_our_operations_as_dtensor_s_is_refused_by_version(
         contiguous(model)
     mentions(str(refused.value), torch.__version__, "2.12", "interleaved")
     assert type(model) is Net
+    with pytest.raises(ShardingError, match=r"rows .* needs torch 2\.12"):
+        Piece(torch.Size([2]), (), lambda rank: Box.whole([2]))

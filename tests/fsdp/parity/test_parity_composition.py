@@ -157,6 +157,8 @@ def initialise_on_meta(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> N
             module.reset_parameters()
 
 
+HAS_MESH_DIMS = hasattr(TORCHS, "DataParallelMeshDims")
+
 parallel = slice_of("dp")
 # By rows, 2 x 2 ranks flattened are one axis of 4, and a norm adds the squares of other pieces first.
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
@@ -180,11 +182,17 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
             on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp")),
             mesh=axes(dp=2, tp=2),
             slices=parallel,
+            torchs=HAS_MESH_DIMS,
         ),
     ),
     "shards on the whole mesh": (
         (2,),
-        Case(RESIDUAL, on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp")), mesh=axes(dp=2)),
+        Case(
+            RESIDUAL,
+            on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp")),
+            mesh=axes(dp=2),
+            torchs=HAS_MESH_DIMS,
+        ),
     ),
     "replicas on the whole mesh": (
         (4,),
@@ -192,6 +200,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
             RESIDUAL,
             on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp", replicate="copies")),
             mesh=axes(copies=2, dp=2),
+            torchs=HAS_MESH_DIMS,
         ),
     ),
     "two axes flattened": (
@@ -207,7 +216,12 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     ),
     "only replicas": (
         (2,),
-        Case(RESIDUAL, on_whole_mesh(lambda api: api.DataParallelMeshDims(replicate="dp")), mesh=axes(dp=2)),
+        Case(
+            RESIDUAL,
+            on_whole_mesh(lambda api: api.DataParallelMeshDims(replicate="dp")),
+            mesh=axes(dp=2),
+            torchs=HAS_MESH_DIMS,
+        ),
     ),
     "clipped": ((3,), Case(LANGUAGE, by_block(), after_backward=clip(0.05), contiguous="rounding")),
     "clipped by the largest": (

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise import _compat
+from shardwise._compat import dtensors
 from shardwise._compat.dtensors import OwnSpec
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
@@ -21,6 +22,15 @@ from shardwise.sharded_tensor.ops.operands import within
 from shardwise.sharded_tensor.rows.row_shard import RowShard
 
 EvenCuts = tuple[tuple[dist.ProcessGroup, int], ...]
+
+
+def check_torch(what: str) -> None:
+    """Raise ShardingError where torch would run operations on rows as DTensor's own."""
+    if not dtensors.RUNS_OWN_DTENSORS:
+        raise ShardingError(
+            f"{here()}: {what} needs torch {dtensors.OWN_DTENSORS_SINCE} or later, and this is torch"
+            f' {torch.__version__}: install a later one, or use layout="interleaved"'
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +60,9 @@ class Piece:
     even_cuts: EvenCuts = ()
     name: str = ""
     on_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_torch("a tensor of whole rows on each rank")
 
     def __deepcopy__(self, memo: object) -> Piece:
         return self  # nothing in it changes, and process groups cannot be copied
