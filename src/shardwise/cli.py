@@ -219,6 +219,42 @@ def plan(
 
 
 @app.command(
+    epilog="On several machines: torchrun --nnodes 2 ... -m shardwise calibrate OUT. "
+    "Exit status: 0 written; 1 a rank failed; 2 it could not be measured."
+)
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="File to write (.toml), for `shardwise plan --hardware`.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Local processes. Default: accelerators, or 2 on a CPU.")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option(help="Profile whose peaks, and links not measured, are taken: h100, say.")
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="Small sizes, in seconds; rough.")] = False,
+    show_tracebacks: Traceback = False,
+) -> None:
+    """Measure this machine's matmuls, memory, host and links, for plans of runs on it."""
+    import torch
+
+    from shardwise import launch, planner
+    from shardwise.planner.calibrate import SMALL
+
+    count = ranks or torch.accelerator.device_count() or 2
+    if "RANK" not in os.environ and count > 1:
+        options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
+        raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
+    try:
+        base = planner.hardware_of(like) if like else None
+        made = planner.calibrate(like=base, sizes=SMALL if small else None)
+    except ShardwiseError as error:
+        _print_failure(error, "")
+        raise typer.Exit(NOT_RUN) from None
+    if os.environ.get("RANK", "0") == "0":
+        out.write_text(planner.to_toml(made))
+        Console().print(f"{out}:\n{planner.to_toml(made)}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(
     "run",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="On several machines: torchrun ... -m shardwise.run [OPTIONS] train.py ARGS. "

@@ -4,9 +4,10 @@ What is predicted is what this library does: it is run on fake tensors, as one r
 any size that does nothing (`record`). A few blocks stand for many, exactly (`unroll`). Memory alive and
 bytes sent follow from that (`measure`), reserved memory by a model of a caching allocator (`allocator`),
 time by a model of the hardware (`timing`). `page` and `trace` show it; `search` compares settings, and
-`code` is the Python of one.
+`code` is the Python of one; `calibrate` measures the machine at hand.
 """
 
+from shardwise.planner.calibrate import calibrate, to_toml
 from shardwise.planner.code import python
 from shardwise.planner.models import Model
 from shardwise.planner.page import page, trace
@@ -24,6 +25,7 @@ __all__ = [
     "Search",
     "Setup",
     "advise",
+    "calibrate",
     "from_json",
     "hardware_of",
     "page",
@@ -32,5 +34,6 @@ __all__ = [
     "recompute",
     "search",
     "to_json",
+    "to_toml",
     "trace",
 ]

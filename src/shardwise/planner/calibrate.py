@@ -1,0 +1,294 @@
+"""A profile of the machine at hand, from measurements: the file that `hardware_of` reads.
+
+    matmuls of growing size      seconds = (operations + half) / rate: the rate, the size of half
+    attention, one size          its operations a second
+    copies and sums              bytes a second
+    a tiny operator, often       what the host takes to issue one
+    gathers and reductions       seconds = latency + bytes sent / rate, over a host's ranks and over all
+
+All ranks measure at once, as they train; rank 0's times are told. What is taken for the peak is the best
+that was measured, or what a data sheet says: that of the profile which this one is to be like.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from shardwise._compat import all_gather_single
+from shardwise.comm.kinds import sent_bytes
+from shardwise.errors import ShardingError
+from shardwise.planner.timing import Hardware
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: widths of matmuls, bytes of copies, bytes of collectives, tokens of attention."""
+
+    matmuls: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    copied_bytes: int = 1 << 30
+    sent_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+    tokens: int = 4096
+    repeats: int = 10
+
+
+SMALL = Sizes((64, 128, 256, 512), 1 << 24, (1 << 12, 1 << 16, 1 << 20), 128, 5)  # seconds on a CPU
+
+
+def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name: str = "") -> Hardware:
+    """Measure this machine; of torchrun's ranks, each must call it.
+
+    Args:
+        like: a profile with the peaks of the data sheet, and the links that there are no ranks for.
+        sizes: by default large ones on an accelerator, small ones on a CPU.
+    """
+    with _group() as device:
+        sizes = sizes or (SMALL if device.type == "cpu" else Sizes())
+        main = torch.float32 if device.type == "cpu" else torch.bfloat16
+        rates = {}
+        for dtype in [torch.float32, torch.bfloat16, torch.float16][: 2 if device.type == "cpu" else 3]:
+            rates[dtype], half = _matmuls(device, dtype, sizes)
+            if dtype is main:
+                main_half = half
+        peak = (like.peak_flops[_name(main)] if like else None) or rates[main].best
+        efficiency = rates[main].asymptote / peak
+        copied, summed = _memory(device, sizes)
+        bandwidth = like.memory_bytes_per_s if like else max(copied, summed)
+        made = Hardware(
+            name=name or _device_name(device),
+            source=_source(device, like),
+            memory_bytes=_memory_bytes(device),
+            peak_flops={_name(one): rate.asymptote / efficiency for one, rate in rates.items()},
+            memory_bytes_per_s=bandwidth,
+            devices_per_host=_local_ranks(),
+            host_link_bytes_per_s=like.host_link_bytes_per_s if like else bandwidth,
+            network_bytes_per_s=like.network_bytes_per_s if like else bandwidth,
+            host_latency_s=like.host_latency_s if like else 0.0,
+            network_latency_s=like.network_latency_s if like else 0.0,
+            matmul_efficiency=efficiency,
+            matmul_half_flops=main_half,
+            attention_efficiency=_attention(device, main, sizes) / peak,
+            bandwidth_efficiency=min(1.0, summed / bandwidth),
+            host_seconds=_host_seconds(device),
+            context_bytes=0,
+        )
+        if like:
+            made = replace(made, peak_flops=like.peak_flops, devices_per_host=like.devices_per_host)
+        made = _links(made, device, sizes)
+        return replace(made, context_bytes=_context_bytes(device))
+
+
+def to_toml(hardware: Hardware) -> str:
+    """The file that `hardware_of` reads."""
+    fields = asdict(hardware)
+    peaks = fields.pop("peak_flops")
+    lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items()]
+    return "\n".join([*lines, "", "[peak_flops]", *(f"{key} = {rate!r}" for key, rate in peaks.items()), ""])
+
+
+@contextmanager
+def _group() -> Iterator[torch.device]:
+    """The ranks that a launcher started, or this process alone; yields the rank's device."""
+    kind = torch.accelerator.current_accelerator()
+    device = (
+        torch.device("cpu") if kind is None else torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
+    )
+    if kind is not None:
+        torch.accelerator.set_device_index(device)
+    begins = "RANK" in os.environ and not dist.is_initialized()
+    if begins:
+        dist.init_process_group("gloo" if kind is None else None, timeout=timedelta(minutes=5))
+    try:
+        yield device
+    finally:
+        if begins:
+            dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- one device
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of one call, once warm: the median."""
+    taken = []
+    for turn in range(repeats + 2):
+        _wait(device)
+        begin = time.perf_counter()
+        run()
+        _wait(device)
+        if turn > 1:
+            taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@dataclass(frozen=True)
+class _Rate:
+    asymptote: float
+    best: float
+
+
+def _matmuls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[_Rate, float]:
+    flops, seconds = [], []
+    for width in sizes.matmuls:
+        a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+        flops.append(2.0 * width**3)
+        seconds.append(_seconds(lambda a=a, b=b: a @ b, device, sizes.repeats))  # type: ignore[misc]
+    latency, per_flop = line(flops, seconds)
+    best = max(f / s for f, s in zip(flops, seconds, strict=True))
+    return _Rate(1 / per_flop, max(best, 1 / per_flop)), latency / per_flop
+
+
+def line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds at nothing, and for one more, that come nearest in proportion; neither is negative."""
+    weights = 1 / np.asarray(seconds)
+    slope, begin = np.polyfit(np.asarray(amounts), np.asarray(seconds), 1, w=weights)
+    if begin < 0 or slope <= 0:
+        begin, slope = 0.0, min(s / a for s, a in zip(seconds, amounts, strict=True))
+    return float(begin), float(slope)
+
+
+def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """Bytes a second of a copy and of a sum, read and written."""
+    a = torch.zeros(sizes.copied_bytes // 4, device=device)
+    b = torch.zeros_like(a)
+    copied = 2 * a.nbytes / _seconds(lambda: b.copy_(a), device, sizes.repeats)
+    return copied, 3 * a.nbytes / _seconds(lambda: b.add_(a), device, sizes.repeats)
+
+
+def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    """Operations a second, of which none is left out for being masked."""
+    heads, width = 8, 64 if device.type == "cpu" else 128
+    q = torch.randn(1, heads, sizes.tokens, width, device=device).to(dtype)
+
+    def run() -> object:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    return 4 * heads * sizes.tokens**2 * width / _seconds(run, device, sizes.repeats)
+
+
+def _host_seconds(device: torch.device) -> float:
+    one, calls = torch.zeros(8, device=device), 200
+
+    def run() -> object:
+        for _ in range(calls):
+            one.add_(1.0)
+        return one
+
+    for _ in range(2):
+        run()
+    taken = []
+    for _ in range(5):
+        _wait(device)
+        begin = time.perf_counter()
+        run()  # without waiting for the device
+        taken.append((time.perf_counter() - begin) / calls)
+    return statistics.median(taken)
+
+
+# ---------------------------------------------------------------- links
+
+
+def _links(hardware: Hardware, device: torch.device, sizes: Sizes) -> Hardware:
+    """With latency and rate of a host's ranks, and of all where there are several hosts."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return hardware
+    world, local = dist.get_world_size(), _local_ranks()
+    if world % local:
+        raise ShardingError(f"hosts with different numbers of ranks: {world} in all, {local} on this one")
+    hosts = [dist.new_group(range(first, first + local)) for first in range(0, world, local)]
+    if local > 1:
+        latency, per_byte = _collectives(hosts[dist.get_rank() // local], device, sizes)
+        hardware = replace(hardware, host_latency_s=latency / (local - 1), host_link_bytes_per_s=1 / per_byte)
+    if world > local:
+        latency, per_byte = _collectives(cast(dist.ProcessGroup, dist.group.WORLD), device, sizes)
+        count = world // local
+        hops = min(count - 1, 2 * math.ceil(math.log2(count)))
+        inside = (local - 1) * hardware.host_latency_s
+        hardware = replace(
+            hardware,
+            network_latency_s=max(0.0, latency - inside) / hops,
+            network_bytes_per_s=1 / per_byte,
+        )
+    return hardware
+
+
+def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """Latency, and seconds for a byte that a rank sends, of all-gathers and all-reduces."""
+    ranks = dist.get_world_size(group)
+    amounts, seconds = [], []
+    for nbytes in sizes.sent_bytes:
+        part = torch.zeros(max(1, nbytes // 4 // ranks), device=device)
+        whole = torch.zeros(part.numel() * ranks, device=device)
+
+        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> object:
+            return all_gather_single(whole, part, group, async_op=False)
+
+        def reduce(whole: torch.Tensor = whole) -> object:
+            return dist.all_reduce(whole, group=group)
+
+        for kind, run in (("all_gather", gather), ("all_reduce", reduce)):
+            dist.barrier(group)
+            amounts.append(float(sent_bytes(kind, whole.nbytes, ranks=ranks)))
+            seconds.append(_seconds(run, device, sizes.repeats))
+    return line(amounts, seconds)
+
+
+# ---------------------------------------------------------------- what the machine says of itself
+
+
+def _local_ranks() -> int:
+    told = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
+    return told or (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads a rank"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _local_ranks()
+
+
+def _context_bytes(device: torch.device) -> int:
+    """What is in use beside the allocator: the driver's, the communicators'."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total - free - torch.cuda.memory_reserved(device)))
+
+
+def _source(device: torch.device, like: Hardware | None) -> str:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    local = _local_ranks()
+    told = f"Measured by shardwise calibrate on {ranks} ranks ({local} a host), torch {torch.__version__}"
+    missing = [*(["host link"] if local == 1 or ranks == 1 else []), *(["network"] if ranks <= local else [])]
+    origin = "as fast as memory" if like is None else f"of {like.name}"
+    told += f"; not measured: {' and '.join(missing)}, taken to be {origin}" if missing else ""
+    return told + (f"; peaks of {like.name}" if like else "; peaks are the best that was measured")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,43 @@
+"""A profile from measurements: on real ranks, and the line through them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ranks import on_ranks
+from shardwise import planner
+from shardwise.planner.calibrate import Sizes, line
+
+TINY = Sizes((16, 32, 64), 1 << 16, (1 << 10, 1 << 14), 16, 2)
+
+
+@on_ranks(2)
+def test_a_measured_profile_is_a_file_that_plans_are_made_with(tmp_path: Path) -> None:
+    measured = planner.calibrate(sizes=TINY)
+    assert dist.is_initialized()  # the ranks' own group is theirs still
+    path = tmp_path / f"mine{dist.get_rank()}.toml"
+    path.write_text(planner.to_toml(measured))
+    assert planner.hardware_of(str(path)) == measured
+    assert 0 < measured.matmul_efficiency <= 1
+    assert 0 < measured.bandwidth_efficiency <= 1
+    assert 0 < measured.host_seconds < 1
+    assert 0 < measured.host_link_bytes_per_s < measured.network_bytes_per_s
+    assert "not measured: network" in measured.source
+
+
+def test_what_is_like_a_profile_has_its_peaks_and_the_links_that_no_rank_can_measure() -> None:
+    h100 = planner.hardware_of("h100")
+    measured = planner.calibrate(like=h100, sizes=TINY, name="mine")
+    assert measured.name == "mine"
+    assert measured.peak_flops == h100.peak_flops
+    assert measured.host_link_bytes_per_s == h100.host_link_bytes_per_s
+    assert measured.matmul_efficiency < 0.1
+    assert f"not measured: host link and network, taken to be of {h100.name}" in measured.source
+
+
+def test_a_line_through_measurements_has_no_negative_latency() -> None:
+    assert line([1.0, 10.0, 100.0], [3.0, 12.0, 102.0]) == pytest.approx((2.0, 1.0))
+    assert line([1.0, 10.0, 100.0], [0.5, 9.0, 99.0]) == (0.0, 0.5)
