@@ -100,15 +100,17 @@ def live(folder: Path, strategy: str, place: str, dropout: float, wait_s: float,
         os.kill(os.getpid(), signal.SIGKILL)
 
     store = dist.FileStore(str(folder / "store"))
+    resumed: list[Any] = []
     run = LivingRanks(
         lambda: Training(strategy, dropout),
         store=store,
+        resume=resumed.append,
         ranks=RANKS,
         rank=min(process, LOST),
         folder=folder / f"memory{process}",
         wait_s=wait_s,
     )
-    assert run.fresh == (process != RANKS)
+    assert len(resumed) == (process != RANKS)
     sizes: dict[int, int] = {}
     losses: dict[int, float] = {}
     drawn: dict[int, set[float]] = {}
@@ -205,20 +207,32 @@ def test_what_cannot_be_mended_raises_on_every_rank(tmp_path: Path) -> None:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    store = dist.FileStore(str(tmp_path / "store"))
-    run = LivingRanks(lambda: Training("hsdp", 0.0), store=store, ranks=2, rank=rank, folder=tmp_path)
-    with pytest.raises(RuntimeError, match="closed by peer"), run.attempt():  # nobody is lost
-        raise RuntimeError("Connection closed by peer")
-    with pytest.raises(ValueError, match="own"), run.attempt():
-        raise ValueError("my own")
+    store, resumed = dist.FileStore(str(tmp_path / "store")), list[Any]()
+    run = LivingRanks(
+        lambda: Training("hsdp", 0.0), resume=resumed.append, store=store, ranks=2, rank=rank, folder=tmp_path
+    )
 
-    def lose_half() -> None:
-        if rank == 1:  # as one that came in the place of another
+    def fail(*, replaced: bool) -> None:
+        if replaced and rank == 1:  # as one that came in the place of another
             run._training = run._taken = None
         raise RuntimeError("Connection closed by peer")
 
+    with run.attempt() as training:  # all begin anew, where none has taken a step
+        training.backward()
+        fail(replaced=True)
+    assert resumed[1:] == [run.training]
+    with run.attempt() as training:
+        training.backward()
+        run.commit(training.advance)
+    assert run.training.optimizer.state_dict()["state"][0]["step"] == 1
+    with run.attempt():  # nobody is lost: it is tried once more
+        fail(replaced=False)
+    with pytest.raises(RuntimeError, match="closed by peer"), run.attempt():
+        fail(replaced=False)
+    with pytest.raises(ValueError, match="own"), run.attempt():
+        raise ValueError("my own")
     with pytest.raises(CheckpointError, match="had what no living one has"), run.attempt():
-        lose_half()
+        fail(replaced=True)
 
 
 def test_a_place_is_kept_and_holes_are_filled() -> None:

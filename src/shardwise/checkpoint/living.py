@@ -64,13 +64,13 @@ class LivingRanks(Generic[_T]):
 
     Attributes:
         training: what `build` made last. Meshes and process groups are new with it.
-        fresh: whether no rank had a state to go on with, so that one may be loaded from storage.
     """
 
     def __init__(
         self,
         build: Callable[[], _T],
         *,
+        resume: Callable[[_T], object] = lambda training: None,
         store: Store,
         ranks: int,
         rank: int | None = None,
@@ -83,6 +83,8 @@ class LivingRanks(Generic[_T]):
 
         Args:
             build: makes a model on meshes of the default process group, whatever its size.
+            resume: what a run begins with: loads it from storage, if something is there. Called on every rank
+                after `build`, where none has taken a step.
             store: that every process reaches and that outlives each: the launcher's TCPStore, a FileStore.
             ranks: of the whole run.
             rank: that this process would be; None takes one that is free.
@@ -96,7 +98,8 @@ class LivingRanks(Generic[_T]):
             CheckpointError: on every rank, where a part of the state was lost with those that had it.
         """
         self._store = PrefixStore("shardwise/living", store)
-        self._build, self._ranks, self._folder = build, ranks, Path(folder, "handed-on")
+        self._build, self._resume = build, resume
+        self._ranks, self._folder = ranks, Path(folder, "handed-on")
         self._wait_s, self._backend, self._timeout = wait_s, backend, timeout
         self._rank = rank
         self._size = 0
@@ -105,7 +108,7 @@ class LivingRanks(Generic[_T]):
         self._taken: int | None = None  # steps; None while this process has no state
         self._ready: Sequence[Callable[[], object]] = ()  # takes the step, once this rank has its gradients
         self._random: list[torch.Tensor] = []
-        self.fresh = False
+        self._memory: HostMemory | None = None
         self._go_on(None)
 
     @property
@@ -144,6 +147,9 @@ class LivingRanks(Generic[_T]):
             order = order_of(dist.group.WORLD)
             raise explained(error, [order] if order else [], "commit the step") from error
         self._take()
+        if self._memory is not None:  # all have loaded what was handed on
+            self._memory.keep_only(None)
+            self._memory = None
         if flag.item():
             raise _NewRanks
 
@@ -188,22 +194,20 @@ class LivingRanks(Generic[_T]):
         own = [self._taken, bool(self._ready), self._training is not None]
         told = [tuple(each) for each in together("meeting", lambda: own)]
         steps = [taken for taken, *_ in told if taken is not None]
-        self.fresh = not steps
-        if steps:
-            self._catch_up(told, max(steps))
-            if failed and len(steps) == before and self._taken == self._met_at:
-                return False
-        self._met_at = self._taken or 0
-        self._move(keeps=all(has for taken, _, has in told if taken is not None))
+        newest = max(steps, default=0)
+        self._catch_up(told, newest)
+        if failed and len(steps) == before and newest == self._met_at:
+            return False
+        self._met_at = newest
+        self._move(newest, keeps=all(has for taken, _, has in told if taken is not None))
         return True
 
     def _join(self) -> tuple[int, int]:
         """This rank and how many there are, once all are there or `wait_s` is over."""
         while True:
             newest = int(self._store.get("round")) if self._store.check(["round"]) else -1
-            if newest > self._round:  # the others have gone on without this rank
-                self._training = self._taken = None
-                self._ready, self._random = (), []
+            if newest > self._round:
+                self._forget()
             self._round = newest + 1
             at = f"{self._round}/"
             number = self._store.add(f"{at}came", 1)
@@ -215,11 +219,16 @@ class LivingRanks(Generic[_T]):
                     self._store.compare_set(f"{at}closed", "", str(came))
                 time.sleep(_LOOK)
             size = int(self._store.get(f"{at}closed"))
-            if number > size:
-                continue
-            self._store.set("round", str(self._round))
-            members = [json.loads(self._store.get(f"{at}{each}")) for each in range(1, size + 1)]
-            return places(members)[number - 1], size
+            if number <= size:
+                self._store.set("round", str(self._round))
+                members = [json.loads(self._store.get(f"{at}{each}")) for each in range(1, size + 1)]
+                return places(members)[number - 1], size
+            self._forget()
+
+    def _forget(self) -> None:
+        """The others have gone on without this rank, which joins them as a new one."""
+        self._training = self._taken = None
+        self._ready, self._random = (), []
 
     def _has_new_ranks(self) -> bool:
         return dist.get_rank() == 0 and self._store.check([f"{self._round + 1}/came"])
@@ -233,12 +242,18 @@ class LivingRanks(Generic[_T]):
                 )
         if self._taken is not None and self._taken < newest:
             self._take()
-        self._ready, self._taken = (), newest
+        self._ready = ()
 
-    def _move(self, *, keeps: bool) -> None:
-        """Build, and fill what was built with the state of those that had one."""
-        memory = HostMemory(self._folder)
-        if not self.fresh and keeps:
+    def _move(self, taken: int, *, keeps: bool) -> None:
+        """Build, and fill what was built with the state of those that had one after so many steps.
+
+        Args:
+            keeps: whether all of them have it still; else a meeting broke off once it was copied.
+        """
+        memory = self._memory = HostMemory(self._folder)
+        if not taken:
+            memory.clear()
+        elif keeps:
             state = {"state": self._training.state()} if self._training is not None else {}
             try:
                 memory.save(state, step=self._round)
@@ -247,17 +262,16 @@ class LivingRanks(Generic[_T]):
             memory.wait()
         self._training = None  # the copy has it: two models need not be there
         training = self._build()
-        if not self.fresh:
+        if taken:
             state = {"state": training.state()}
             if memory.load(state) is None:
-                raise CheckpointError(
-                    f"{self._folder}: what ranks handed on is gone; start from a checkpoint"
-                )
+                raise CheckpointError(f"{self._folder}: what ranks handed on is gone. {_START}")
             training.load(state["state"])
-            if self._random:
-                _set_random_state(self._random)
-        memory.clear()
-        self._training, self._taken = training, self._taken or 0
+        else:
+            self._resume(training)
+        if self._random:
+            _set_random_state(self._random)
+        self._training, self._taken = training, taken
 
 
 class _NewRanks(Exception):  # noqa: N818 - a reason to meet, no error

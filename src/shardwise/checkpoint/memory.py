@@ -136,7 +136,7 @@ class HostMemory:
     def clear(self) -> None:
         """Remove all copies, once a run is over."""
         self.wait()
-        together("removing copies", lambda: self._keep_only(None))
+        together("removing copies", lambda: self.keep_only(None))
 
     # Saving
 
@@ -178,12 +178,12 @@ class HostMemory:
             made = together(
                 _WHAT, lambda: str(job.publish(parts, index)) if is_first else "", group=self._group
             )
-            together(_WHAT, lambda: self._keep_only(made[self._rank]), group=self._group)
+            together(_WHAT, lambda: self.keep_only(made[self._rank]), group=self._group)
         except Exception as error:
             self._problem = str(error)
 
-    def _keep_only(self, newest: str | None) -> None:
-        """Remove this host's other copies."""
+    def keep_only(self, newest: str | None) -> None:
+        """Remove this host's other copies. Local."""
         for *_, folder in checkpoints(self._path):
             if self._rank == self._host and str(folder) != newest:
                 remove(folder)
