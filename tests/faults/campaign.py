@@ -24,7 +24,7 @@ from faults.rank_side import STEPS, TIMEOUT, train
 from ranks import RankFailure, RankPool
 from shardwise.checkpoint.commit import checkpoints
 
-KINDS = ("kill", "stop", "slow", "torn", "full", "flip")
+KINDS = ("kill", "host", "stop", "slow", "disconnect", "torn", "full", "flip")
 PLACES = ("forward", "backward", "reduction", "optimizer", "save", "load")
 GRACE = {"stop": 4.0}  # seconds for the others to tell what they found; a rank that stopped tells nothing
 
@@ -61,9 +61,17 @@ def draw(seed: int, number: int) -> Trial:
         place = "rest"
     else:
         place = random.choice(PLACES)
+    if kind in ("host", "disconnect"):  # of two ranks nobody else could say which of them it was
+        case["ranks"] = 3
     rank, step = random.randrange(case["ranks"]), random.randrange(1, STEPS)
     call = random.randrange(16 if rank == 0 else 3)
     return Trial(number, case, {"kind": kind, "place": place, "rank": rank, "step": step, "call": call})
+
+
+def culprits(trial: Trial) -> set[int]:
+    """The ranks that a fault strikes: a lost host has two."""
+    rank = trial.fault["rank"]
+    return {rank, (rank + 1) % trial.case["ranks"]} if trial.fault["kind"] == "host" else {rank}
 
 
 class Campaign:
@@ -117,11 +125,11 @@ class Campaign:
         if not trial.struck or trial.fault["kind"] == "slow":
             return
         at = json.loads((folder / "struck.json").read_text())["at"]
-        rank, told = trial.fault["rank"], {}
+        guilty, told = culprits(trial), dict[int, Any]()
         for file in folder.glob("verdict-0-*.json"):
             told[int(file.stem.rpartition("-")[2])] = json.loads(file.read_text())
-        expected = set(range(trial.case["ranks"])) - ({rank} if trial.fault["kind"] != "full" else set())
-        trial.named = told.keys() >= expected and all(blames(told[each]["says"], rank) for each in expected)
+        expected = set(range(trial.case["ranks"])) - (guilty if trial.fault["kind"] != "full" else set())
+        trial.named = told.keys() >= expected and all(blames(told[each]["says"], guilty) for each in expected)
         if not trial.named:
             trial.notes.append(
                 " | ".join(f"{each}: {words['says'][:300]}" for each, words in sorted(told.items()))
@@ -177,14 +185,13 @@ def same(seen: Any, reference: Any) -> bool:
     )
 
 
-def blames(text: str, rank: int) -> bool:
-    """Do these words name the rank as the one that failed, left or did not come?"""
-    silent = re.search(r"no sign of life from ranks? ([\d, ]+)", text)
-    if silent:
-        return silent[1].replace(" ", "").rstrip(",").split(",") == [str(rank)]
-    late = re.findall(r"rank (\d+) has not (?:come|said where it is|written its part)", text)
+def blames(text: str, ranks: set[int]) -> bool:
+    """Do these words name these ranks, and no others, as those that failed, left or did not come?"""
+    if silent := re.search(r"no sign of life from ranks? ([\d, ]+)", text):
+        return {int(each) for each in re.findall(r"\d+", silent[1])} == ranks
+    late = re.findall(r"rank (\d+) has (?:not (?:come|said where it is|written its part)|lost its)", text)
     late += re.findall(r"^  rank (\d+): OSError", text, flags=re.M)
-    return bool(late) and set(late) == {str(rank)}
+    return {int(each) for each in late} == ranks
 
 
 def line(trial: Trial) -> str:

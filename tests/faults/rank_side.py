@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ def _run(folder: Path, case: dict[str, Any], attempt: int, stop: StopSignals, fa
     def state() -> dict[str, Any]:
         return train_gpt.training_state(model, optimizer, progress) | {"schedule": schedule.state_dict()}
 
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     path = folder / "checkpoints"
     fault.arm_hooks(model, optimizer)
     if latest_step(path) is not None:
@@ -111,6 +114,14 @@ def _leave(file: Path, content: dict[str, Any]) -> None:
     os.replace(file.with_suffix(".new"), file)
 
 
+def disconnect() -> None:
+    """Break this process's connections to others, as a network does that fails."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Fault:
     """What goes wrong on this rank, at the given step and place; nothing for None."""
 
@@ -127,6 +138,12 @@ class _Fault:
             time.sleep(SLOW)
         elif kind == "full":
             raise OSError(28, "No space left on device")
+        elif kind == "disconnect":
+            disconnect()
+        elif kind == "host":  # this rank's and the next
+            beside = (dist.get_rank() + 1) % dist.get_world_size()
+            os.kill(int((self.folder / f"pid-{beside}").read_text()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             os.kill(os.getpid(), {"stop": signal.SIGSTOP}.get(kind, signal.SIGKILL))
 

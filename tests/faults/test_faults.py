@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from faults import elastic, hosts, network
 from faults.campaign import Campaign, Trial, blames
-from ranks import RankPool
+from faults.rank_side import disconnect
+from ranks import RankPool, on_ranks
+from shardwise import RankMismatchError, fully_shard
 
 CASE = {"ranks": 2, "layout": "contiguous", "asynchronous": False}
 FIXED: list[dict[str, Any]] = [
@@ -34,10 +39,21 @@ def test_nothing_is_lost_and_the_culprit_is_named(
 
 
 def test_only_the_rank_that_is_named_is_blamed() -> None:
-    assert blames("no sign of life from rank 1 for 2.5 s", 1)
-    assert not blames("no sign of life from ranks 0, 1 for 2.5 s", 1)
-    assert blames("  rank 2 has not come: it was about to\n  rank 0 is there", 2)
-    assert not blames("rank 1 waited", 1)
+    assert blames("no sign of life from rank 1 for 2.5 s", {1})
+    assert not blames("no sign of life from ranks 0, 1 for 2.5 s", {1})
+    assert blames("no sign of life from ranks 0, 1 for 2.5 s", {0, 1})
+    assert blames("  rank 2 has not come: it was about to\n  rank 0 is there", {2})
+    assert not blames("rank 1 waited", {1})
+
+
+@on_ranks(3)
+def test_a_rank_whose_connections_break_is_named_on_all_though_it_lives() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        disconnect()
+    with pytest.raises(RankMismatchError, match="rank 1 has lost its connections to all other ranks"):
+        model(torch.ones(1, 4)).sum().backward()
 
 
 def test_a_host_that_dies_in_silence_leaves_the_other_to_go_on(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ class Order:
         asking: whether it waits for the others' words, over no connection that could break.
         verdict: what was found wrong; every later announcement raises it.
         raised: whether one has.
+        cut_from: ranks of the group that this one has lost its connections to; known after a failure.
         groups: process groups of these ranks, in which this one may be waiting.
     """
 
@@ -130,6 +131,7 @@ class Order:
         self.asking = False
         self.verdict: str | None = None
         self.raised = False
+        self.cut_from: set[int] = set()
         self._posted: str | None = None
         self._told: Node | None = None
         self._posts = itertools.count()
@@ -243,6 +245,7 @@ class Order:
             "event": self.doing(),
             "left": self.left or self._left_backward(),
             "verdict": self.verdict,
+            "cut from": sorted(self.cut_from),
             "frame": _frame(),
             "posts": next(self._posts),
         }

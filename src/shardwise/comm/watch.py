@@ -46,7 +46,8 @@ _TO_RAISE = 2.0  # seconds from a verdict until a rank that waits has raised it
 _LAST_LOOK = 5.0  # seconds that the end of a process may wait for
 _NOBODYS_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
-_OF_TRANSPORTS = ("gloo", "onnection", "imed out", "imeout", "roken pipe", "ocket")  # words of their errors
+_OF_TIME = ("imed out", "imeout")
+_OF_TRANSPORTS = (*_OF_TIME, "gloo", "onnection", "roken pipe", "ocket")  # words of their errors
 
 _PROBE = torch.zeros(1)
 _log = logging.getLogger("shardwise")
@@ -102,7 +103,9 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     if verdict is None:
         if not of_transport(error):
             return error
-        verdict = next((found for order in orders if (found := _roll_call(order)) is not None), None)
+        closed = not any(word in str(error) for word in _OF_TIME)
+        found = (_roll_call(order, closed=closed) for order in orders)
+        verdict = next((words for words in found if words is not None), None)
         verdict = verdict or orders[0].account(f"failed: {first_line(str(error))}")
     for order in orders:
         order.verdict = verdict
@@ -170,15 +173,17 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
     return f"rank {order.ranks[rank]} will not come to {order.doing()}: it {record['left']}"
 
 
-def _roll_call(order: Order) -> str | None:
-    """After a failure: who is wrong, or gone?"""
+def _roll_call(order: Order, *, closed: bool = False) -> str | None:
+    """After a failure: who is wrong, or gone? `closed`: by a connection, which whoever gave up closes too."""
     begun, silent = time.monotonic(), set(range(order.size)) - {order.rank}
     try:
         before = {rank: record["posts"] for rank, record in order.read().items()}
-        while silent and time.monotonic() - begun < _ROLL_CALL:
+        while (silent or order.cut_from) and time.monotonic() - begun < _ROLL_CALL:
+            if closed and order.size > 2:
+                order.cut_from |= _broken(order)
             order.post()
             records = order.read()
-            found = conflict(order, records)
+            found = conflict(order, records) or _cut_off(order, records)
             if found is not None:
                 return found
             silent -= {rank for rank, record in records.items() if record["posts"] != before.get(rank)}
@@ -192,6 +197,22 @@ def _roll_call(order: Order) -> str | None:
         f"no sign of life from {named([order.ranks[rank] for rank in sorted(silent)])} for {_ROLL_CALL:g} s,"
         f" after a connection broke while this rank waited to {order.doing()}: it has ended, after"
         " fewer steps than this one or by an error that its own log has, or died"
+    )
+
+
+def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
+    """The one rank that all others have lost, though it lives. Of two, nobody can say which it is."""
+    cut = {order.rank: order.cut_from} | {rank: set(record["cut from"]) for rank, record in records.items()}
+    lost = [
+        rank
+        for rank in cut
+        if all(rank in cut[other] and other in cut[rank] for other in cut if other != rank)
+    ]
+    if order.size < 3 or len(cut) < order.size or len(lost) != 1:
+        return None
+    return (
+        f"rank {order.ranks[lost[0]]} has lost its connections to all other ranks, which have theirs to each"
+        " other: see to the network of its host"
     )
 
 
