@@ -188,6 +188,9 @@ def plan(
     trace_path: Annotated[
         Path | None, typer.Option("--trace", help="Also write the step's streams for ui.perfetto.dev.")
     ] = None,
+    png_path: Annotated[
+        Path | None, typer.Option("--png", help="Also write a picture for slides; needs matplotlib.")
+    ] = None,
     show_tracebacks: Traceback = False,
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
@@ -206,6 +209,8 @@ def plan(
         for path, write in ((html_path, planner.page), (trace_path, planner.trace)):
             if path is not None:
                 path.write_text(write(made) + "\n")
+        if png_path is not None:
+            png_path.write_bytes(planner.picture(made))
         if made.fits:
             return
         for words, changed in planner.advise(model, made.setup, hardware=hardware):

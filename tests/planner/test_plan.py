@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,8 @@ from ranks import on_ranks
 from shardwise import planner
 from shardwise.cli import app
 from shardwise.comm.count import CommCounter
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, ShardwiseError
+from shardwise.planner import drawing
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
 from shardwise.planner.models import model_of
@@ -186,6 +191,32 @@ def test_a_plan_is_a_page_that_loads_nothing_and_a_trace_of_its_streams(tmp_path
     assert busy >= made.times.computation + made.times.communication - 1e-9
     with pytest.raises(ShardingError, match="needs hardware"):
         planner.trace(shardwise.plan("gpt2", ranks=8, sequence=128))
+
+
+def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert planner.picture(made).startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ShardwiseError, match=r"shardwise\[plot\]"):
+        planner.picture(made)
+
+
+def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
+    made = shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+    found = drawing.windows(made)
+    assert found[0].begin == 0
+    assert found[-1].end == made.step_times.step
+    assert all(one.end == other.begin for one, other in pairwise(found))
+    assert max(one.moment.alive_bytes for one in found) == made.peak_bytes
+    phases = [phase for phase, _ in itertools.groupby(one.moment.phase for one in found)]
+    assert phases[:2] == ["forward", "backward"]
+    backward = sum(one.end - one.begin for one in found if one.moment.phase == "backward")
+    assert 0.4 < backward / made.step_times.step < 0.8
+    (blocks,) = [one for one in made.groups if one.groups > 1]
+    assert (blocks.name, blocks.gathers, blocks.reductions) == ("blocks 0 to 10", 2, 1)  # the last one stays
+    assert sum(one.groups * one.wire_bytes for one in made.groups) == made.wire_bytes
+    assert blocks.padding == pytest.approx(0, abs=1e-3)
 
 
 def test_groups_that_a_rank_makes_after_a_plan_have_the_names_that_other_ranks_give_them() -> None:

@@ -3,14 +3,15 @@
 What is predicted is what this library does: it is run on fake tensors, as one rank of a process group of
 any size that does nothing (`record`). A few blocks stand for many, exactly (`unroll`). Memory alive and
 bytes sent follow from that (`measure`), reserved memory by a model of a caching allocator (`allocator`),
-time by a model of the hardware (`timing`). `page` and `trace` show it; `search` compares settings, and
-`code` is the Python of one; `calibrate` measures the machine at hand.
+time by a model of the hardware (`timing`). `page`, `picture` and `trace` show it; `search` compares
+settings, and `code` is the Python of one; `calibrate` measures the machine at hand.
 """
 
 from shardwise.planner.calibrate import calibrate, to_toml
 from shardwise.planner.code import python
 from shardwise.planner.models import Model
 from shardwise.planner.page import page, trace
+from shardwise.planner.picture import picture
 from shardwise.planner.plan import Plan, advise, plan
 from shardwise.planner.search import Point, Search, search
 from shardwise.planner.setup import Setup, from_json, to_json
@@ -29,6 +30,7 @@ __all__ = [
     "from_json",
     "hardware_of",
     "page",
+    "picture",
     "plan",
     "python",
     "recompute",

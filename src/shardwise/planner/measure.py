@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.planner.allocator import Allocator, Piece
 from shardwise.planner.events import Allocate, Compute, Event, Free, Memory, Place, Recording, Send
@@ -35,6 +36,65 @@ class Sent:
     ranks: int
     count: int
     wire_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupSent:
+    """What alike groups of parameters send in a step, each.
+
+    Attributes:
+        name: "blocks 0 to 30", or a module's name.
+        groups: how many.
+        gathered_bytes: of one gather's full buffer; 0 if it is never gathered.
+        shard_bytes: of one rank's part of it.
+        padding: share of the buffer that is no parameter's; None where that is not known.
+    """
+
+    name: str
+    groups: int
+    gathered_bytes: int
+    shard_bytes: int
+    gathers: int
+    reductions: int
+    wire_bytes: int
+    padding: float | None
+
+
+def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
+    """The last step's groups, in the order in which they come first; blocks that do the same are one."""
+    gathers: dict[int | str, Counter[tuple[int, int, int]]] = {}
+    reductions: Counter[int | str] = Counter()
+    wire_bytes: Counter[int | str] = Counter()
+    for _, event, times in last_step(recording, accumulation):
+        if isinstance(event, Send):
+            one = event.collective
+            mine = gathers.setdefault(event.group, Counter())
+            wire_bytes[event.group] += one.wire_bytes * times
+            if one.kind == "all_gather" and one.dtype is not None:
+                mine[one.bytes, one.group_size, one.dtype.itemsize] += times
+            elif one.kind in ("reduce_scatter", "all_reduce"):
+                reductions[event.group] += times
+    alike: dict[tuple[Any, ...], list[int | str]] = {}
+    for group, counted in gathers.items():
+        largest = max(counted, default=(0, 1, 1))
+        is_block = isinstance(group, int)
+        key = (is_block, *largest, sum(counted.values()), reductions[group], wire_bytes[group])
+        alike.setdefault(key if is_block else (*key, group), []).append(group)
+    found = []
+    for (is_block, nbytes, ranks, itemsize, gathered, reduced, wire, *_), names in alike.items():
+        padding = 1 - recording.block_parameters * itemsize / nbytes if is_block and nbytes else None
+        shard = nbytes // ranks
+        found.append(GroupSent(_named(names), len(names), nbytes, shard, gathered, reduced, wire, padding))
+    return found
+
+
+def _named(names: list[int | str]) -> str:
+    numbers = sorted(name for name in names if isinstance(name, int))
+    if not numbers:
+        return str(names[0]) or "the root"
+    if len(numbers) == 1:
+        return f"block {numbers[0]}"
+    return f"blocks {numbers[0]} to {numbers[-1]}"
 
 
 def moments(recording: Recording) -> list[Moment]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from shardwise.planner.events import CATEGORIES, COMPUTATION
+from shardwise.planner import drawing
+from shardwise.planner.events import CATEGORIES
 from shardwise.planner.plan import GIB, Plan
 
 WIDTH, HEIGHT, LANE, LEFT, TOP = 900.0, 260.0, 26.0, 96.0, 12.0
@@ -36,25 +37,27 @@ class Mark:
 
 
 def page(made: Plan) -> str:
-    """The plan as an HTML file: memory over the step, what streams do when, what is sent, and warnings."""
+    """The plan as an HTML file: what fills the device, memory over the step, what streams do when, groups,
+    and warnings."""
     environment = Environment(loader=PackageLoader("shardwise.planner", "."), autoescape=True)
-    device = 0 if made.hardware is None else made.hardware.memory_bytes
-    most = max(made.peak_bytes, made.reserved_bytes, device)
-    used = [name for name in CATEGORIES if any(name in moment.alive for moment in made.moments)]
     return environment.get_template("page.html").render(
         plan=made,
         gib=GIB,
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,
-        memory=list(_memory(made, most)),
-        categories=used,
+        held=list(_held(made)),
+        memory=list(_memory(made)),
+        categories=drawing.categories(made),
         all_categories=CATEGORIES,
-        levels=list(_levels(made, most)),
+        levels=[Mark(_y(size, made), f"{name} {size / GIB:.1f} GiB") for size, name in drawing.levels(made)],
+        ticks=[
+            Mark(_y(size, made), f"{size / GIB:g} GiB") for size in drawing.ticks(drawing.top_bytes(made))
+        ],
         phases=list(_phases(made)),
         lanes=list(_lanes(made)),
-        streams=[Mark(TOP + LANE * (i + 0.6), name) for i, name in enumerate(_streams(made))],
-        lanes_height=TOP + LANE * len(_streams(made)) + 22,
+        streams=[Mark(TOP + LANE * (i + 0.6), name) for i, name in enumerate(drawing.streams(made))],
+        lanes_height=TOP + LANE * len(drawing.streams(made)) + 22,
         warnings=list(_warnings(made)),
     )
 
@@ -67,9 +70,9 @@ def trace(made: Plan) -> str:
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}
-        for number, stream in enumerate(_streams(made))
+        for number, stream in enumerate(drawing.streams(made))
     ]
-    numbers = {stream: number for number, stream in enumerate(_streams(made))}
+    numbers = {stream: number for number, stream in enumerate(drawing.streams(made))}
     events += [
         {
             "ph": "X",
@@ -89,49 +92,57 @@ def _name(phase: str, layer: int | None) -> str:
     return phase if layer is None else f"{phase} of block {layer}"
 
 
-def _memory(made: Plan, most: int) -> Iterator[Box]:
+def _held(made: Plan) -> Iterator[Box]:
+    """One bar: the whole device."""
+    parts = drawing.held(made)
+    whole, x = sum(size for _, size in parts), 0.0
+    for name, size in parts:
+        kind = f"part{CATEGORIES.index(name)}" if name in CATEGORIES else name.split(",")[0]
+        width = 100 * size / whole
+        yield Box(x, 0, width, 0, kind, f"{name}: {size / GIB:.2f} GiB")
+        x += width
+
+
+def _x(at: float, made: Plan) -> float:
+    """Of a time of the step, in both drawings."""
+    whole = len(made.moments) if made.times is None else made.times.step
+    return LEFT + (WIDTH - LEFT) * at / whole
+
+
+def _y(size: int, made: Plan) -> float:
+    return TOP + HEIGHT * (1 - size / drawing.top_bytes(made))
+
+
+def _memory(made: Plan) -> Iterator[Box]:
     """A bar for each moment, its categories on top of each other."""
-    step = (WIDTH - LEFT) / len(made.moments)
-    for number, moment in enumerate(made.moments):
-        y = TOP + HEIGHT
+    for window in drawing.windows(made):
+        moment, below = window.moment, 0
+        x = _x(window.begin, made)
+        width = _x(window.end, made) - x + 0.3
         for category in CATEGORIES:
             size = moment.alive.get(category, 0)
             if not size:
                 continue
-            height = HEIGHT * size / most
-            y -= height
+            y = _y(below + size, made)
             of = f"{size / GIB:.2f} GiB of {moment.alive_bytes / GIB:.2f}"
             text = f"{_name(moment.phase, moment.layer)}: {category} {of}"
-            kind = f"part{CATEGORIES.index(category)}"
-            yield Box(LEFT + number * step, y, step + 0.3, height, kind, text)
-
-
-def _levels(made: Plan, most: int) -> Iterator[Mark]:
-    def mark(size: int, text: str) -> Mark:
-        return Mark(TOP + HEIGHT * (1 - size / most), f"{text} {size / GIB:.1f} GiB")
-
-    yield mark(made.reserved_bytes, "reserved")
-    if made.hardware is not None:
-        yield mark(made.hardware.memory_bytes - made.hardware.context_bytes, "device")
+            yield Box(x, y, width, _y(below, made) - y, f"part{CATEGORIES.index(category)}", text)
+            below += size
 
 
 def _phases(made: Plan) -> Iterator[Mark]:
-    step, before = (WIDTH - LEFT) / len(made.moments), ""
-    for number, moment in enumerate(made.moments):
-        if moment.phase != before and moment.phase in ("forward", "backward", "optimizer"):
-            yield Mark(LEFT + number * step, moment.phase)
-        before = moment.phase
-
-
-def _streams(made: Plan) -> list[str]:
-    found = [] if made.times is None else list(dict.fromkeys(span.stream for span in made.times.spans))
-    return sorted(found, key=lambda stream: stream != COMPUTATION)
+    before = ""
+    for window in drawing.windows(made):
+        phase = window.moment.phase
+        if phase != before and phase in ("forward", "backward", "optimizer"):
+            yield Mark(_x(window.begin, made), phase)
+        before = phase
 
 
 def _lanes(made: Plan) -> Iterator[Box]:
     if made.times is None:
         return
-    streams, scale = _streams(made), (WIDTH - LEFT) / made.times.step
+    streams, scale = drawing.streams(made), (WIDTH - LEFT) / made.times.step
     for span in made.times.spans:
         text = (
             f"{span.stream}: {_name(span.phase, span.layer)}, {span.begin * 1e3:.2f} to"
@@ -145,10 +156,16 @@ def _lanes(made: Plan) -> Iterator[Box]:
 def _warnings(made: Plan) -> Iterator[str]:
     if made.whole:
         yield f"All blocks were run, as a few do not stand for them: {made.whole}"
+    for group in made.groups:
+        if group.padding is not None and group.padding > 0.01:
+            yield f"{group.name}: {group.padding:.1%} of what is gathered is padding, as dims do not divide."
+        if group.shard_bytes % 16:
+            size = f"{group.shard_bytes:,} bytes"
+            yield f"{group.name}: shards of {size} are no multiple of 16, which slows collectives down."
+    if made.given_back:
+        yield "The allocator gives memory back before it asks for more, which waits for the device: slower."
     if made.hardware is None or made.times is None:
         return
-    if not made.fits:
-        yield f"It does not fit: short of {-made.free_bytes / GIB:.2f} GiB."
     if made.times.exposed > 0.1 * made.times.step:
         share = made.times.exposed / made.times.step
         yield f"Computation waits for communication {share:.0%} of the step: give each rank more tokens."

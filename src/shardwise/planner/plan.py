@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.planner import measure
 from shardwise.planner.events import CATEGORIES, Recording
-from shardwise.planner.measure import Moment, Sent
+from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.models import Factory, Model, model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
@@ -27,7 +27,7 @@ class Plan:
         moments: the most bytes alive in each phase of each block, in order.
         reserved_bytes: the most that a caching allocator holds, from the beginning on. Where the device has
             less, it gives back what it can first, which takes time: so often (`given_back`).
-        sent: what the rank sends in a step.
+        sent: what the rank sends in a step; `groups` on whose behalf.
         model_flops: three times forward's operations: a multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
         whole: why all blocks were run, instead of a few; empty if a few were.
@@ -42,6 +42,7 @@ class Plan:
     reserved_bytes: int
     given_back: int
     sent: list[Sent]
+    groups: list[GroupSent]
     model_flops: int
     computed_flops: int
     whole: str = ""
@@ -136,6 +137,7 @@ def plan_of(
         reserved_bytes=allocator.peak,
         given_back=allocator.given_back,
         sent=measure.sent(recording, setup.accumulation),
+        groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,
         computed_flops=computed_flops,
         whole=whole,

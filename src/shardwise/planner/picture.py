@@ -1,0 +1,89 @@
+"""A plan as one picture for slides: memory over the step by category, and what each stream does when."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.planner import drawing
+from shardwise.planner.plan import GIB, Plan
+
+COLOURS = {
+    "parameters": "#2563c9",
+    "gradients": "#7ba7ea",
+    "optimizer": "#0f7b5f",
+    "gathered": "#e0a526",
+    "activations": "#8f6fc4",
+    "logits and loss": "#c2548b",
+    "staging": "#6b7f99",
+    "temporary": "#b9c0c9",
+}
+PHASES = {"forward": "#2b8ca3", "backward": "#c46a32", "optimizer": "#7d5fb0"}
+OTHER, RULE = "#6b7f99", "#b3261e"
+
+
+def picture(made: Plan) -> bytes:
+    """A PNG, 16 to 9.
+
+    Raises:
+        ShardwiseError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ShardwiseError("a PNG of a plan needs matplotlib: pip install 'shardwise[plot]'") from error
+    figure: Any = Figure(figsize=(12.8, 7.2), dpi=150, layout="constrained")
+    lanes = drawing.streams(made)
+    rows = figure.subplots(2 if lanes else 1, 1, squeeze=False, height_ratios=[3, 1] if lanes else [1])
+    figure.suptitle(_title(made), x=0.02, ha="left", fontsize=17, fontweight="bold")
+    _memory(rows[0][0], made)
+    if lanes:
+        _lanes(rows[1][0], made, lanes)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _title(made: Plan) -> str:
+    text = f"{made.model} on {made.setup.ranks:,} ranks"
+    if made.hardware is None:
+        return text
+    verdict = "to spare" if made.fits else "too much"
+    return (
+        f"{text}: {abs(made.free_bytes) / GIB:.1f} GiB {verdict}, {made.tokens_per_s:,.0f} tokens/s a device,"
+        f" MFU {made.mfu:.0%}"
+    )
+
+
+def _memory(axes: Any, made: Plan) -> None:
+    found = drawing.windows(made)
+    edges = [*(window.begin for window in found), found[-1].end]
+    below = [0.0] * len(found)
+    for name in drawing.categories(made):
+        above = [
+            low + window.moment.alive.get(name, 0) / GIB for low, window in zip(below, found, strict=True)
+        ]
+        axes.stairs(above, edges, baseline=below, fill=True, color=COLOURS[name], label=name)
+        below = above
+    for size, name in drawing.levels(made):
+        axes.axhline(size / GIB, color=RULE, linestyle="--", linewidth=1.2)
+        axes.text(edges[-1], size / GIB, f"{name} {size / GIB:.1f} GiB ", ha="right", va="bottom", color=RULE)
+    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, drawing.top_bytes(made) / GIB), ylabel="GiB of a rank")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8, frameon=False, columnspacing=1.2)
+    if made.times is None:
+        axes.set_xticks([])
+
+
+def _lanes(axes: Any, made: Plan, lanes: list[str]) -> None:
+    for span in made.step_times.spans:
+        box = [(span.begin, max(span.end - span.begin, made.step_times.step / 2000))]
+        colour = PHASES.get(span.phase, OTHER)
+        axes.broken_barh(box, (lanes.index(span.stream) - 0.38, 0.76), color=colour, linewidth=0)
+    axes.set(xlim=(0, made.step_times.step), ylim=(len(lanes) - 0.5, -0.5), xlabel="seconds")
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.spines[["top", "right"]].set_visible(False)
+    for name, colour in PHASES.items():
+        axes.plot([], [], color=colour, linewidth=6, label=name)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
