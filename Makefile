@@ -86,12 +86,12 @@ fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and o
 	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
 
 faults: $(VENV)/.installed-dev ## TRIALS faults from SEED: ranks killed, stopped, slowed, disks full, bits flipped; then torchrun 4 -> 3 -> 4 ranks, and 3 hosts : TRIALS SEED
-	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults --trials $(TRIALS) --seed $(SEED)
+	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults --trials $(TRIALS) --seed $(SEED) --write
 	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.elastic --seed $(SEED)
 	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.hosts --seed $(SEED)
 
 soak: $(VENV)/.installed-dev ## STEPS steps with saves in the background: memory, open files and threads stay flat : RANKS STEPS
-	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.soak --steps $(STEPS) --ranks $(RANKS)
+	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.soak --steps $(STEPS) --ranks $(RANKS) --write
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .

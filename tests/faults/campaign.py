@@ -194,13 +194,15 @@ def blames(text: str, ranks: set[int]) -> bool:
     return {int(each) for each in late} == ranks
 
 
-def line(trial: Trial) -> str:
+def line(trial: Trial, seed: int) -> str:
+    """What a trial was and came to, and the command that runs it again."""
     fault = trial.fault
     where = f"{fault['place']} on rank {fault['rank']} of {trial.case['ranks']}, {trial.case['layout']}"
     where += ", in the background" if trial.case["asynchronous"] else ""
     wrong = trial.lost or trial.differs or trial.named is False
     came = f"WRONG {trial!r}" if wrong else "fine" if trial.struck else "never struck"
-    return f"{trial.number:4d} {fault['kind']} in {where}: {came}"
+    again = f"python -m faults --seed {seed} --only {trial.number}"
+    return f"{trial.number:4d} {fault['kind']} in {where}: {came}; {again}"
 
 
 def table(trials: Iterable[Trial]) -> list[list[str]]:
@@ -226,6 +228,11 @@ def table(trials: Iterable[Trial]) -> list[list[str]]:
     return rows
 
 
+def markdown(trials: Iterable[Trial]) -> str:
+    rows = [HEADER, ["---"] * len(HEADER), *table(trials)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 HEADER = [
     "fault",
     "trials",
@@ -246,7 +253,7 @@ def run_all(folder: Path, seed: int, numbers: Iterable[int], seconds: float) -> 
             if time.monotonic() - begun > seconds:
                 break
             done.append(campaign.run(draw(seed, number)))
-            print(line(done[-1]), flush=True)
+            print(line(done[-1], seed), flush=True)
     finally:
         pool.close()
     return done
