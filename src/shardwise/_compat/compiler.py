@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group as resolve_process_group,
 )
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,6 +48,19 @@ def traced_reduce_scatter(whole: Tensor, op: str, ranks: int, group_name: str) -
 def traced_all_reduce(shard: Tensor, op: str, group_name: str) -> Tensor:
     functional = torch.ops._c10d_functional
     return cast(Tensor, functional.wait_tensor(functional.all_reduce(shard, op, group_name)))
+
+
+def _recompute(*unused: Any, **also: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Arguments of `checkpoint`. Before 2.12, a tracer marks what an `autograd.Function` does inside for
+# recomputation only if it is asked about each operator; later it asks by itself.
+RECOMPUTE_ALL: dict[str, Any] = (
+    {"context_fn": partial(create_selective_checkpoint_contexts, _recompute)}
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.12"
+    else {}
+)
 
 
 def in_compiled_autograd() -> bool:
@@ -159,8 +174,6 @@ def aot_edited(
     Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition" runs them as they are; the second
     offers no way in between its partitioner and its compiler. Or `compiler` compiles them.
     """
-    from functools import partial
-
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch import config
