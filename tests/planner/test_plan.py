@@ -156,8 +156,65 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         shardwise.plan("llama9")
     with pytest.raises(ShardingError, match=r"unknown hardware 'abacus'.*h100"):
         shardwise.plan(gpt, sequence=SEQUENCE, hardware="abacus")
-    with pytest.raises(ShardingError, match="reads_values cannot be run on fake tensors"):
+    with pytest.raises(ShardingError, match=r"reads_values cannot be run on fake tensors.*in 'blocks.0'"):
         shardwise.plan(reads_values, sequence=SEQUENCE)
+    with pytest.raises(ShardingError, match="reshard_after_forward=3 does not divide the 8 ranks"):
+        shardwise.plan(gpt, sequence=SEQUENCE, reshard_after_forward=3)
+    with pytest.raises(
+        ShardingError, match=r"in 'blocks.1' \(Doubled\).*planned.opaque.*a registered fake kernel"
+    ):
+        shardwise.plan(lambda layers=3: with_operator("opaque", layers), sequence=SEQUENCE)
+    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
+    with pytest.raises(ShardingError, match=r"config.json is no transformers config"):
+        shardwise.plan(str(tmp_path / "config.json"))
+    with pytest.raises(ShardingError, match="'nowhere:gpt' cannot be imported"):
+        shardwise.plan("nowhere:gpt")
+
+
+class Doubled(nn.Module):
+    def __init__(self, block: nn.Module, operator: Any) -> None:
+        super().__init__()
+        self.block, self.operator = block, operator
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.operator(self.block(x))
+
+
+def with_operator(name: str, layers: int = DEPTH) -> nn.Module:
+    model = gpt(layers)
+    model.blocks[1] = Doubled(model.blocks[1], getattr(torch.ops.planned, name))
+    return model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def operators() -> Any:
+    """One operator with a fake kernel, one without."""
+    library = torch.library.Library("planned", "DEF")
+    for name in ("shaped", "opaque"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, lambda x: 2 * x, "CPU")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake("planned::shaped", torch.empty_like, lib=library)
+    yield
+    library._destroy()
+
+
+def test_an_operator_without_a_formula_is_named_with_what_is_assumed_of_it() -> None:
+    made = shardwise.plan(lambda layers=3: with_operator("shaped", layers), sequence=SEQUENCE)
+    (assumed,) = made.assumed
+    assert assumed.startswith("planned.shaped has no formula of its operations: none are counted")
+    assert assumed in str(made)
+
+
+def test_a_transformers_config_is_planned_as_the_model_that_it_makes(tmp_path: Path) -> None:
+    model = llama()
+    path = tmp_path / "config.json"
+    path.write_text(model.config.to_json_string())
+    made = shardwise.plan(str(path), ranks=4, sequence=SEQUENCE, ends_apart=False)
+    beside = shardwise.plan(llama, ranks=4, sequence=SEQUENCE, ends_apart=False)
+    assert made.parameters == sum(p.numel() for p in model.parameters())
+    assert (made.model, made.layers) == ("config", 2)
+    assert (made.moments, made.sent) == (beside.moments, beside.sent)
 
 
 def test_the_command_says_what_to_change_until_it_fits(tmp_path: Path) -> None:

@@ -156,6 +156,13 @@ def sent(recording: Recording, accumulation: int) -> list[Sent]:
     return [Sent(*key[:4], count=count, wire_bytes=key[4] * count) for key, count in counts.items()]
 
 
+def unknown_operators(recording: Recording) -> list[str]:
+    """Operators of the user's, and of other libraries, without a formula."""
+    events = (event for segment in recording.segments for event in segment.events)
+    names = {event.name for event in events if isinstance(event, Compute) and not event.flops}
+    return sorted(name for name in names if not name.startswith(("aten.", "prims.", "prim.")))
+
+
 def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
     """Of a rank's step: the model's, which are three times forward's; and all that are computed."""
     forward = computed = 0

@@ -156,6 +156,7 @@ def _lanes(made: Plan) -> Iterator[Box]:
 def _warnings(made: Plan) -> Iterator[str]:
     if made.whole:
         yield f"All blocks were run, as a few do not stand for them: {made.whole}"
+    yield from made.assumed
     for group in made.groups:
         if group.padding is not None and group.padding > 0.01:
             yield f"{group.name}: {group.padding:.1%} of what is gathered is padding, as dims do not divide."

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from shardwise.errors import ShardingError, ShardwiseError
+from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure
 from shardwise.planner.events import CATEGORIES, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
@@ -17,6 +21,7 @@ from shardwise.planner.timing import Hardware, Times, hardware_of, time_of
 from shardwise.planner.unroll import RECORDED, NotRegular, unroll
 
 GIB = 2**30
+_ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Plan:
         sent: what the rank sends in a step; `groups` on whose behalf.
         model_flops: three times forward's operations: a multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
+        assumed: of operators whose cost is not known.
         whole: why all blocks were run, instead of a few; empty if a few were.
         times: as the hardware's model has it.
     """
@@ -45,6 +51,7 @@ class Plan:
     groups: list[GroupSent]
     model_flops: int
     computed_flops: int
+    assumed: list[str] = field(default_factory=list)
     whole: str = ""
     hardware: Hardware | None = None
     times: Times | None = None
@@ -140,6 +147,7 @@ def plan_of(
         groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,
         computed_flops=computed_flops,
+        assumed=[_ASSUMED.format(name) for name in measure.unknown_operators(recording)],
         whole=whole,
         hardware=device,
         times=None if device is None else time_of(recording, device, setup.accumulation),
@@ -166,9 +174,22 @@ def recorded(model: Model, setup: Setup, layers: int) -> Recording:
         raise
     except Exception as error:  # of the user's model, on fake tensors
         raise ShardingError(
-            f"{model.name} cannot be run on fake tensors with {layers} blocks:"
-            f" {type(error).__name__}: {error}"
+            f"{model.name} cannot be run on fake tensors with {layers} blocks{_where(error)}:"
+            f" {type(error).__name__}: {error}. A plan needs shapes that follow from shapes, and a"
+            " registered fake kernel for each operator"
         ) from error
+
+
+def _where(error: Exception) -> str:
+    """The innermost module whose forward raised it."""
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [one for one in running if isinstance(one, nn.Module)]
+    if not modules:
+        return ""
+    names = {id(one): name for name, one in modules[0].named_modules()}
+    kind = type(modules[-1])
+    kind = kind.__bases__[1] if issubclass(kind, FSDPModule) else kind  # the user's own
+    return f", in '{names.get(id(modules[-1]), '')}' ({kind.__name__})"
 
 
 def advise(
@@ -211,6 +232,7 @@ def _lines(made: Plan) -> Iterator[str]:
     )
     if made.whole:
         yield f"All blocks were run: {made.whole}"
+    yield from made.assumed
     where = peak.phase if peak.layer is None else f"{peak.phase} of block {peak.layer}"
     yield f"Memory of a rank, GiB: {peak.alive_bytes / GIB:.2f} alive at most, in {where}"
     for category in CATEGORIES:
