@@ -7,7 +7,8 @@ Every rank trains the GPT of steps.py on its own text with fused AdamW. Each way
 compiled code is shared by code object, and in them takes turns, step by step, with eager FSDP2: ratios are to
 that one, and those to compiled FSDP2 are ratios of ratios. "compiled" is `torch.compile` of the whole sharded
 model, `fullgraph=True` for shardwise; FSDP2's hooks break its graph. "shardwise.compile" does the same and
-gathers one group ahead. "by block" compiles each block in place inside the eager model.
+gathers one group ahead. "by block" compiles each block in place inside the eager model, with its gather.
+"regional" is `shardwise.compile(mode="regional")`: what lies between a block's gather and its reductions.
 
 CPU time is a rank's own, mean over ranks; a step is forward, loss, backward, optimizer and zero_grad. Compile
 time is the CPU time of the first two steps with the compiler's child processes, less two steps as they are
@@ -63,6 +64,10 @@ def _ahead(model: nn.Module, backend: str) -> Any:
     return shardwise.compile(model, backend=backend)
 
 
+def _regional(model: nn.Module, backend: str) -> Any:
+    return shardwise.compile(model, backend=backend, mode="regional")
+
+
 def _by_block_inside(model: Any, backend: str) -> Any:
     for block in model.blocks:
         block.compile(backend=backend)
@@ -78,10 +83,12 @@ WAYS: dict[str, Way] = {
     "interleaved": Way("interleaved"),
     "interleaved, compiled": Way("interleaved", _whole),
     "interleaved, by block": Way("interleaved", _by_block),
+    "interleaved, regional": Way("interleaved", _regional),
     "contiguous": Way("contiguous"),
     "contiguous, compiled": Way("contiguous", _whole),
     "contiguous, shardwise.compile": Way("contiguous", _ahead),
     "contiguous, by block": Way("contiguous", _by_block),
+    "contiguous, regional": Way("contiguous", _regional),
 }
 
 

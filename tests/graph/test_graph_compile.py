@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import shardwise
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, _compat, fully_shard
+from shardwise.comm.count import CommCounter
 from shardwise.comm.kinds import GATHER, SCATTER
 from shardwise.graph import graph_report, record
 from shardwise.graph.collectives import collectives
@@ -61,7 +62,7 @@ def trained(net: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     found = []
     for _ in range(STEPS):
         output = call(torch.randn(4, WIDTH, generator=generator))
-        output.square().sum().backward()
+        output.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(output.detach().clone())
@@ -86,17 +87,30 @@ def test_passes_change_no_bit() -> None:
 
 
 @on_ranks(2)
-def test_equal_regions_share_one_graph() -> None:
-    start = Net(blocks=4)
-    eager = sharded(copy.deepcopy(start))
-    expected = trained(eager, eager)
-    net = sharded(copy.deepcopy(start))
-    counters.clear()
-    assert shardwise.compile(net, backend="aot_eager", mode="regional") is net
-    found = trained(net, net)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+def test_equal_regions_share_one_graph_between_the_collectives_of_the_uncompiled_model() -> None:
+    for options in ({"layout": "interleaved"}, {"layout": "contiguous", "strategy": "zero2"}):
+        start = Net(blocks=4)
+        found, sent = [], []
+        for compiles in (False, True):
+            net = sharded(copy.deepcopy(start), **options)
+            counters.clear()
+            if compiles:
+                assert shardwise.compile(net, backend="aot_eager", mode="regional") is net
+            for block in net.blocks:
+                block.up.bias.requires_grad_(False)
+            with CommCounter() as counter:
+                steps = trained(net, net)
+                graphs = counters["stats"]["unique_graphs"]
+                for block in net.blocks:
+                    block.up.bias.requires_grad_(True)
+                found.append(steps + trained(net, net))
+            sent.append(counter.calls)
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), options
+        assert graphs == 1
+        assert not counters["graph_break"]
+        compared = [call for call in sent[1] if call not in sent[0]]  # what ranks say of graphs
+        assert [call for call in sent[1] if call not in compared] == sent[0]
+        torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -199,6 +213,8 @@ def test_unknown_backends_and_options_are_refused() -> None:
         shardwise.compile(net, options={"reorder_for_peak_memory": True})
     with pytest.raises(ShardingError, match=r"prefetch is -1"):
         shardwise.compile(net, prefetch=-1)
+    with pytest.raises(ShardingError, match=r'are of mode "full"; .* set_modules_to_forward_prefetch'):
+        shardwise.compile(net, mode="regional", merge_bytes=1 << 20)
 
 
 @on_ranks(1)

@@ -55,12 +55,13 @@ class FSDPModule(ModuleSettings):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile calls of this module, its gather and its reductions with them, as `torch.compile` would."""
-        parameters = tuple((name, param.shape, param.dtype) for name, param in self.named_parameters())
-        call = _code_for(cast(Any, type(self)), parameters).__get__(self)
-        self.__dict__[_COMPILED] = torch.compile(call, *args, **kwargs)
+        self.__dict__[_COMPILED] = torch.compile(_of_equal_modules("_call_traced", self), *args, **kwargs)
 
     def _call_traced(self, *args: Any, **kwargs: Any) -> Any:
         return _run_traced(self._shardwise_state, self, super().__call__, args, kwargs)
+
+    def _call_gathered(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
     # Gathering by hand
 
@@ -213,10 +214,30 @@ def _call(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
     return alive(*args, **kwargs)
 
 
+def compile_gathered(module: FSDPModule, **how: Any) -> None:
+    """Compile what a module does with whole parameters; its gather and reductions stay outside, as they are.
+
+    Args:
+        how: keyword arguments of `torch.compile`.
+    """
+    forward = torch.compile(_of_equal_modules("_call_gathered", module), **how)
+    module.__dict__[_COMPILED] = functools.partial(_run_gathered, module, forward)
+
+
+@_compat.only_inlined
+def _run_gathered(module: FSDPModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _run(module._shardwise_state, cast(Any, module), forward, args, kwargs)
+
+
+def _of_equal_modules(method: str, module: FSDPModule) -> Callable[..., Any]:
+    """A method of `module`, of which modules of its class with equal parameters share the code: one graph."""
+    parameters = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
+    return cast(Callable[..., Any], _code_for(method, cast(Any, type(module)), parameters).__get__(module))
+
+
 @functools.cache
-def _code_for(cls: type, parameters: tuple[Any, ...]) -> FunctionType:
-    """What modules of a class compile that have equal parameters: one graph serves them."""
-    return own_code(vars(FSDPModule)["_call_traced"])
+def _code_for(method: str, cls: type, parameters: tuple[Any, ...]) -> FunctionType:
+    return own_code(vars(FSDPModule)[method])
 
 
 @_compat.only_inlined

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from shardwise import _compat
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp import FSDPModule
+from shardwise.fsdp.module import compile_gathered
 from shardwise.fsdp.module_state import state_of
 from shardwise.graph.backends import Backend, with_passes
 from shardwise.graph.passes import Passes
@@ -51,8 +52,9 @@ def compile(
             backend, as a callable that takes a graph module and example inputs, without: they are given no
             graph of operators.
         mode: "full" compiles the whole model into one graph, in which gathers overlap the compute of other
-            groups. "regional" compiles each innermost sharded module in place, and equal ones once: that
-            takes the time of one, but each gathers when it is called.
+            groups. "regional" compiles what each innermost sharded module does between its gather and its
+            reductions, and equal ones once, in the time of one; when groups are gathered and reduced stays
+            the uncompiled model's. Passes have nothing to do there.
         fullgraph: raise where a graph would break; the default, unlike torch's.
         dynamic: as `torch.compile` has it.
         prefetch: gather parameters this many groups ahead; 0: where they are needed.
@@ -66,8 +68,8 @@ def compile(
 
     Raises:
         ShardingError: no module of `model` is sharded; an unknown mode or backend; options for a backend
-            other than inductor, or that this function sets. When called: more groups in use at a time than
-            `max_unsharded`.
+            other than inductor, or that this function sets; settings of passes in mode "regional". When
+            called: more groups in use at a time than `max_unsharded`.
         RankMismatchError: when called, on every rank of a group: their graphs differ.
     """
     if mode not in MODES:
@@ -79,12 +81,17 @@ def compile(
             " shardwise.compile, or torch.compile for a model that shall not be sharded"
         )
     passes = Passes(prefetch=prefetch, max_unsharded=max_unsharded, merge_bytes=merge_bytes)
+    if mode == "regional" and passes != Passes():
+        raise ShardingError(
+            'prefetch, max_unsharded and merge_bytes are of mode "full"; in mode "regional" groups are'
+            " gathered when the uncompiled model gathers them; set_modules_to_forward_prefetch changes that"
+        )
     run = _AgreedBackend(_backend(backend, passes, dynamic, options), sharded, fullgraph=fullgraph)
     if mode == "full":
         return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
     for module in sharded:
         if not any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module):
-            module.compile(backend=run, fullgraph=fullgraph, dynamic=dynamic)
+            compile_gathered(module, backend=run, fullgraph=fullgraph, dynamic=dynamic)
     return model
 
 
