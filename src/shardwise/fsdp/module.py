@@ -19,7 +19,7 @@ from torch import nn
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp import interrupted, shard_report, trace_plan, traced
+from shardwise.fsdp import guard, interrupted, shard_report, trace_plan, traced
 from shardwise.fsdp.fast import own_code
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
@@ -220,6 +220,9 @@ def compile_gathered(module: FSDPModule, **how: Any) -> None:
     Args:
         how: keyword arguments of `torch.compile`.
     """
+    state = module._shardwise_state
+    guard.lift(state.guards)  # which come and go between passes: a recomputation would meet other code
+    state.guards = []
     forward = torch.compile(_of_equal_modules("_call_gathered", module), **how)
     module.__dict__[_COMPILED] = functools.partial(_run_gathered, module, forward)
 
