@@ -53,6 +53,7 @@ def draw(seed: int, number: int) -> Trial:
         "ranks": random.choice([2, 3]),
         "layout": random.choice(["interleaved", "contiguous"]),
         "asynchronous": random.random() < 0.5,
+        "hosts": None,
     }
     kind = random.choice(KINDS)
     if kind in ("torn", "full"):
@@ -65,7 +66,10 @@ def draw(seed: int, number: int) -> Trial:
         case["ranks"] = 3
     rank, step = random.randrange(case["ranks"]), random.randrange(1, STEPS)
     call = random.randrange(16 if rank == 0 else 3)
-    return Trial(number, case, {"kind": kind, "place": place, "rank": rank, "step": step, "call": call})
+    trial = Trial(number, case, {"kind": kind, "place": place, "rank": rank, "step": step, "call": call})
+    if kind == "host":  # the ranks' copies in memory are on two
+        case["hosts"] = [int(each in culprits(trial)) for each in range(case["ranks"])]
+    return trial
 
 
 def culprits(trial: Trial) -> set[int]:
@@ -95,6 +99,7 @@ class Campaign:
         else:
             self._attempt(folder, trial.case, 0, trial.fault)
             trial.struck = (folder / "struck.json").exists()
+            shutil.rmtree(folder / "host-1", ignore_errors=True)  # a lost host's memory
             self._judge_verdicts(trial, folder)
         there = [step for step, _, _ in checkpoints(folder / "checkpoints")]
         committed = (
@@ -115,7 +120,7 @@ class Campaign:
             trial.named = len(warned) == trial.case["ranks"] and all(named in text for text in warned)
             trial.lost = begun != there[-2]
         else:
-            trial.lost = begun != (there[-1] if there else 0) or bool(committed and begun < committed["step"])
+            trial.lost = begun < (there[-1] if there else 0) or bool(committed and begun < committed["step"])
         trial.differs = not same(self._seen(folder, trial.case), reference)
         if not trial.lost and not trial.differs:
             shutil.rmtree(folder, ignore_errors=True)  # a store may go by itself meanwhile
@@ -163,7 +168,7 @@ class Campaign:
         folder = self._reference_folder(case)
         if not folder.exists():
             folder.mkdir(parents=True)
-            if self._attempt(folder, case | {"asynchronous": False}, 0, None) != 0:
+            if self._attempt(folder, case | {"asynchronous": False, "hosts": None}, 0, None) != 0:
                 raise RuntimeError(f"the run without faults failed:\n{self.said}")
         return self._seen(folder, case)
 

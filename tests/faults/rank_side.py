@@ -21,7 +21,7 @@ import torch.distributed as dist
 from examples import train_gpt
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.checkpoint import PerRank, StopSignals, latest_step, load, part, save, save_async
+from shardwise.checkpoint import HostMemory, PerRank, StopSignals, latest_step, load, part, save, save_async
 from shardwise.comm import order
 from shardwise.optim import clip_grad_norm_
 
@@ -65,15 +65,16 @@ def _run(folder: Path, case: dict[str, Any], attempt: int, stop: StopSignals, fa
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     path = folder / "checkpoints"
     fault.arm_hooks(model, optimizer)
-    if latest_step(path) is not None:
-        found = state()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            load(path, found)
-        if said:
-            _leave(
-                folder / f"warned-{attempt}-{rank}.json", {"says": "\n".join(str(w.message) for w in said)}
-            )
+    copies = HostMemory(folder / f"host-{case['hosts'][rank]}") if case.get("hosts") else None
+    found, stored = state(), latest_step(path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaded = copies.load(found, newer_than=(stored or 0) - 1) if copies else None
+        if loaded is None and stored is not None:
+            loaded = load(path, found)
+    if said:
+        _leave(folder / f"warned-{attempt}-{rank}.json", {"says": "\n".join(str(w.message) for w in said)})
+    if loaded is not None:
         train_gpt.set_model_state_dict(model, found["model"])
         train_gpt.set_optimizer_state_dict(model, optimizer, found["optimizer"])
         schedule.load_state_dict(found["schedule"])
@@ -98,7 +99,11 @@ def _run(folder: Path, case: dict[str, Any], attempt: int, stop: StopSignals, fa
             (save_async if case["asynchronous"] else save)(path, state(), step=step + 1, keep=3)
             if not case["asynchronous"] and rank == 0:
                 _leave(folder / "committed.json", {"step": step + 1, "at": time.time()})
+        if copies is not None:
+            copies.save(state(), step=step + 1)
         stop.asked()
+    if copies is not None:
+        copies.wait()
     if case["asynchronous"]:
         save(path, state(), step=STEPS, keep=3)  # waits for the one in flight
     digest = hashlib.sha256()
