@@ -238,7 +238,7 @@ def test_steps_stay_bounded_where_second_moments_differ_by_many_decades() -> Non
 
 def test_large_parameters_are_stepped_in_runs_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = on_one_process()
-    monkeypatch.setattr(adamw8bit, "_ELEMENTS_AT_ONCE", {"cpu": 700})
+    monkeypatch.setattr(adamw8bit, "ELEMENTS_AT_ONCE", {"cpu": 700})
     for expected, found in zip(at_once, on_one_process(), strict=True):
         assert torch.equal(expected, found)
 

@@ -33,8 +33,8 @@ from shardwise.sharded_tensor.rows import ShardedRows
 
 SMALL_NUMEL = 4096  # parameters of fewer elements keep fp32 moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_ELEMENTS_AT_ONCE = {"cpu": 1 << 17}  # whose fp32 copies fit its caches
-_ELEMENTS_AT_ONCE_ELSEWHERE = 1 << 24  # enough to fill an accelerator
+ELEMENTS_AT_ONCE = {"cpu": 1 << 17}  # whose fp32 copies fit its caches
+ELSEWHERE_AT_ONCE = 1 << 24  # enough to fill an accelerator
 
 
 class AdamW8bit(Optimizer):
@@ -269,7 +269,7 @@ def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, 
     """In runs of rows, so that what is fp32 for a moment is small beside the parameter."""
     local, grad = local_of(param), local_of(cast(Tensor, param.grad))
     rows, columns = local.shape[0], math.prod(local.shape[1:])
-    at_once = max(1, _ELEMENTS_AT_ONCE.get(local.device.type, _ELEMENTS_AT_ONCE_ELSEWHERE) // columns)
+    at_once = max(1, ELEMENTS_AT_ONCE.get(local.device.type, ELSEWHERE_AT_ONCE) // columns)
     state["step"] += 1
     step = state["step"].item()
     codes = [local_of(state[moment]).view(rows, columns) for moment in _MOMENTS]

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ShardingError
+from shardwise.nn import linear_cross_entropy
 from shardwise.planner.decoder import PUBLISHED, Decoder
 
 
@@ -82,6 +83,30 @@ def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     output = module(tokens)
     logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def chunked(model: Model) -> Model:
+    """`model` whose head, its last linear layer, makes the loss, by chunks of the vocabulary."""
+
+    def build(layers: int) -> nn.Module:
+        made = model.build(layers)
+        in_blocks = {id(one) for block in model.blocks(made) for one in block.modules()}
+        heads = [one for one in made.modules() if isinstance(one, nn.Linear) and id(one) not in in_blocks]
+        if not heads:
+            raise ShardingError(
+                f"{model.name} has no linear layer beside its blocks, which a chunked loss takes for the head"
+            )
+        head: Any = heads[-1]
+        head.forward = lambda x: linear_cross_entropy(x, head.weight, made.targets, bias=head.bias)
+        return made
+
+    def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        module.targets = targets
+        output = module(tokens)
+        found: Tensor = output if isinstance(output, Tensor) else output.logits
+        return found
+
+    return replace(model, build=build, loss=loss)
 
 
 @contextmanager

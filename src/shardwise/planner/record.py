@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from shardwise._compat import FakeTensorMode
 from shardwise.fsdp import FSDPModule
 from shardwise.optim import clip_grad_norm_
+from shardwise.optim.adamw8bit import code_book
 from shardwise.planner.events import GRADIENTS, PARAMETERS, Recording
-from shardwise.planner.models import Model, no_packed_sequences
+from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import optimizer_of, shard
+from shardwise.planner.sharding import optimizers_of, shard
 from shardwise.planner.watch import watching
 
 STEPS = 2
@@ -47,6 +48,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         reshard = int(setup.reshard_after_forward or 0)
         mesh = stack.enter_context(noop_world(setup.ranks, replicas=setup.replicas, reshard=reshard))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.callback(code_book.cache_clear)  # of fake ones
         module = _built(model, layers, getattr(torch, setup.stored_dtype))
         parameters = sum(p.numel() for p in module.parameters())
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
@@ -54,7 +56,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         embedded = sum({id(p): p.numel() for one in looked_up for p in one.parameters()}.values())
         shard(module, model, setup, mesh)
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
-        optimizer = optimizer_of(module, setup)
+        optimizers = optimizers_of(module, model, setup)
         gc.collect()
         gc.disable()
         stack.callback(gc.enable)
@@ -64,7 +66,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         stack.enter_context(recorder)
         _start(recorder, module, model.blocks(module), tokens)
         for step in range(STEPS):
-            _step(recorder, model, module, optimizer, tokens, step, setup)
+            _step(recorder, model, module, optimizers, tokens, step, setup)
         return Recording(layers, recorder.finish(), parameters, in_block, embedded)
 
 
@@ -91,12 +93,13 @@ def _step(
     recorder: Recorder,
     model: Model,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     tokens: Tensor,
     step: int,
     setup: Setup,
 ) -> None:
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     for micro in range(setup.accumulation):
         recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
         if setup.reduce_once and isinstance(module, FSDPModule):
@@ -110,5 +113,6 @@ def _step(
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)
     if setup.clip_norm:
         clip_grad_norm_(module.parameters(), 1.0)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     recorder.by_layer(None)

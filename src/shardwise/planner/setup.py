@@ -12,7 +12,7 @@ from shardwise.errors import ShardingError
 
 DType = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
-Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "SGD"]
+Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
 T = TypeVar("T")
 
 
@@ -30,6 +30,8 @@ class Setup:
         reduce_dtype: of gradients while they are reduced.
         ends_apart: the model's first and last modules are groups of their own, beside its blocks.
         checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "full".
+        optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
+        loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
         micro_batch: sequences a rank computes at a time.
         sequence: tokens of each.
         accumulation: micro-batches of one optimizer step.
@@ -50,6 +52,7 @@ class Setup:
     ends_apart: bool = True
     checkpointing: Checkpointing = "none"
     optimizer: Optimizer = "AdamW fused"
+    loss: Literal["whole", "chunked"] = "whole"
     micro_batch: int = 1
     sequence: int = 2048
     accumulation: int = 1

@@ -64,14 +64,20 @@ def _keep_every_second_matmul() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def optimizer_of(module: nn.Module, setup: Setup) -> torch.optim.Optimizer:
-    parameters = module.parameters()
-    if setup.optimizer == "AdamW fused":
-        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+def optimizers_of(module: nn.Module, model: Model, setup: Setup) -> list[torch.optim.Optimizer]:
+    parameters = list(module.parameters())
+    muon: list[torch.optim.Optimizer] = []
+    if setup.optimizer == "Muon":
+        matrices = [p for block in model.blocks(module) for p in block.parameters() if p.ndim == 2]
+        muon = [optim.Muon(matrices, lr=1e-3)]
+        inside = {id(one) for one in matrices}
+        parameters = [one for one in parameters if id(one) not in inside]
     if setup.optimizer == "AdamW":
-        return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+        return [torch.optim.AdamW(parameters, lr=1e-3, foreach=True)]
     if setup.optimizer == "AdamW flat":
-        return optim.flat(torch.optim.AdamW, module, lr=1e-3, fused=True)
+        return [optim.flat(torch.optim.AdamW, module, lr=1e-3, fused=True)]
     if setup.optimizer == "AdamW 8 bits":
-        return optim.AdamW8bit(parameters, lr=1e-3)
-    return torch.optim.SGD(parameters, lr=1e-3, foreach=True)
+        return [optim.AdamW8bit(parameters, lr=1e-3)]
+    if setup.optimizer == "SGD":
+        return [torch.optim.SGD(parameters, lr=1e-3, foreach=True)]
+    return [*muon, torch.optim.AdamW(parameters, lr=1e-3, fused=True)]

@@ -12,6 +12,7 @@ from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState
+from shardwise.optim.adamw8bit import ELEMENTS_AT_ONCE
 from shardwise.planner.events import COMPUTATION, STREAMS, Mark, Record, Wait
 from shardwise.planner.noop_group import listening
 from shardwise.planner.recorder import Recorder
@@ -157,9 +158,11 @@ class _Stream:
 def _recorded_streams(recorder: Recorder) -> Iterator[None]:
     streams = {name: _Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
     kept = (CommStreams.create, torch.accelerator.current_stream)
+    of_cpu = ELEMENTS_AT_ONCE.pop("cpu")
     CommStreams.create = lambda device: CommStreams(*(streams[name] for name in STREAMS))  # type: ignore
     torch.accelerator.current_stream = lambda device=None: streams[recorder.streams[-1]]  # type: ignore
     try:
         yield
     finally:
+        ELEMENTS_AT_ONCE["cpu"] = of_cpu
         CommStreams.create, torch.accelerator.current_stream = staticmethod(kept[0]), kept[1]  # type: ignore

@@ -1,0 +1,148 @@
+"""Plans beside real steps on gloo ranks: the most bytes alive, bytes sent, the order of collectives."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.comm.count import CommCounter
+from shardwise.planner.events import Send
+from shardwise.planner.measure import last_step, moments
+from shardwise.planner.models import Model, chunked, model_of
+from shardwise.planner.record import record
+from shardwise.planner.setup import Setup
+from shardwise.planner.sharding import optimizers_of, shard
+
+if __package__:
+    from benchmarks.storages import Allocated
+else:  # run as a script
+    from storages import Allocated
+
+SEQUENCE = 32
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of one step; `sent` is what a rank sends, by the ideal ring."""
+
+    planned_alive: int
+    measured_alive: int
+    planned_sent: int
+    measured_sent: int
+    same_order: bool
+
+    @property
+    def error(self) -> float:
+        return self.planned_alive / self.measured_alive - 1
+
+
+def gpt(layers: int = 3) -> nn.Module:
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    import train_gpt
+
+    return train_gpt.GPT(width=32, depth=layers, heads=4, seq=SEQUENCE)
+
+
+def llama(layers: int = 2) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=layers, use_cache=False))
+
+
+def setup_of(ranks: int, **changes: Any) -> Setup:
+    sizes: dict[str, Any] = {"sequence": SEQUENCE, "micro_batch": 2, "param_dtype": "float32"}
+    return Setup(**({"ranks": ranks, "device": "cpu", "ends_apart": False} | sizes | changes))
+
+
+def compare(factory: Callable[..., nn.Module], setup: Setup) -> Comparison:
+    """On every rank of the default group: a plan, and then the step itself."""
+    model = model_of(factory, sequence=setup.sequence)
+    recording = record(model, setup, layers=model.layers)
+    issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
+    alive, calls = _measured(model, setup)
+    return Comparison(
+        planned_alive=max(moment.alive_bytes for moment in moments(recording)),
+        measured_alive=alive,
+        planned_sent=sum(one.wire_bytes for one in issued),
+        measured_sent=sum(one.wire_bytes for one in calls),
+        same_order=calls == issued,
+    )
+
+
+def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
+    """Of the second step: the most bytes alive, and the collectives."""
+    model = chunked(model) if setup.loss == "chunked" else model
+    module = model.build(model.layers)
+    shard(module, model, setup, init_device_mesh("cpu", (setup.ranks,)))
+    optimizers = optimizers_of(module, model, setup)
+    tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
+    with Allocated() as storages:
+        storages.see([[getattr(p, "_local_tensor", p) for p in module.parameters()], list(module.buffers())])
+        storages.see(tokens)
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with storages.peak("step"), CommCounter() as counter:
+                for _ in range(setup.accumulation):
+                    loss = model.loss(module, tokens, tokens)
+                    loss.backward()
+                    del loss
+                for optimizer in optimizers:
+                    optimizer.step()
+    return storages.peaks["step"], counter.calls
+
+
+def rows() -> Iterator[list[str]]:
+    """In the order of `HEADER`."""
+    for ranks in (2, 4):
+        for name, setup, one in _on_ranks(ranks):
+            also = ", ".join(f"{k} {v}" for k, v in asdict(setup).items() if k in _ALSO and v != _ALSO[k])
+            told = [name, str(ranks), setup.layout, setup.checkpointing, also]
+            told += [f"{one.planned_alive:,}", f"{one.measured_alive:,}", f"{one.error:+.2%}"]
+            told += [f"{one.planned_sent:,}", f"{one.measured_sent:,}"]
+            yield [*told, "equal" if one.same_order else "differs"]
+
+
+HEADER = ["model", "ranks", "layout", "checkpointing", "also"]
+HEADER += ["alive planned", "measured", "error", "sent planned", "measured", "order of collectives"]
+_ALSO = {"loss": "whole", "optimizer": "AdamW fused", "accumulation": 1}
+_EACH: list[dict[str, Any]] = [
+    {"layout": layout, "checkpointing": checkpointing}
+    for layout in ("interleaved", "contiguous")
+    for checkpointing in ("none", "selective", "full")
+]
+_EACH += [{"loss": "chunked"}, {"optimizer": "Muon"}, {"optimizer": "AdamW 8 bits"}, {"accumulation": 2}]
+
+
+def _cases(ranks: int) -> Iterator[tuple[str, Any, Setup]]:
+    for name, factory in (("train_gpt", gpt), ("transformers Llama", llama)):
+        for changes in _EACH:
+            yield name, factory, setup_of(ranks, **changes)
+
+
+def _on_ranks(ranks: int) -> list[tuple[str, Setup, Comparison]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(ranks, folder), nprocs=ranks)
+        found = torch.load(Path(folder, "found"), weights_only=False)
+    return [(name, setup, one) for (name, _, setup), one in zip(_cases(ranks), found, strict=True)]
+
+
+def _rank(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = [compare(factory, setup) for _, factory, setup in _cases(ranks)]
+    if rank == 0:
+        torch.save(found, Path(folder, "found"))
+    dist.destroy_process_group()
