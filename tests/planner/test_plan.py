@@ -21,16 +21,8 @@ import shardwise
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.cli import app
-<<<<<<< HEAD
-from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.planner import drawing
-from shardwise.planner.events import Send
-from shardwise.planner.measure import last_step, moments
-from shardwise.planner.models import model_of
-=======
-from shardwise.errors import ShardingError
->>>>>>> af0b4f8 (Plans of a chunked loss, Muon and 8-bit AdamW; real steps beside plans as a command; verdicts and rank correlation in the table; ZeRO's stages)
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.setup import Setup
 

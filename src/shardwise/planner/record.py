@@ -44,6 +44,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         ShardingError: the model, the mesh or the setup does not fit together.
         Whatever the model raises on fake tensors.
     """
+    model = chunked(model) if setup.loss == "chunked" else model
     with ExitStack() as stack:
         reshard = int(setup.reshard_after_forward or 0)
         mesh = stack.enter_context(noop_world(setup.ranks, replicas=setup.replicas, reshard=reshard))
