@@ -170,8 +170,9 @@ def plan(
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
     optimizer: Annotated[
-        str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits or SGD.")
+        str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
+    loss: Annotated[str, typer.Option(help="whole logits, or chunked.")] = "whole",
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences a rank computes at a time.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
@@ -197,7 +198,7 @@ def plan(
     from shardwise import planner
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
-    choices |= {"strategy": strategy, "replicas": replicas, "sequence": sequence}
+    choices |= {"strategy": strategy, "replicas": replicas, "sequence": sequence, "loss": loss}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         found = planner.search(model, setup, hardware=hardware) if search else None

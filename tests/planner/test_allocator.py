@@ -10,7 +10,7 @@ import torch
 from shardwise.comm.count import Collective
 from shardwise.planner.allocator import MIB, Allocator
 from shardwise.planner.events import COMPUTATION, Compute, Mark, Place, Record, Recording, Segment, Send, Wait
-from shardwise.planner.timing import hardware_of, send_seconds, time_of
+from shardwise.planner.timing import hardware_of, host_bound, send_seconds, time_of
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,15 @@ def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> Non
         times = time_of(Recording(1, [segment], 0, 0, 0), hardware, 1)
         assert times.exposed == pytest.approx(max(0.0, 1 - longer) * sends, rel=1e-6)
         assert times.step == pytest.approx((max(1, longer) + longer) * sends, rel=1e-6)
+
+
+@pytest.mark.parametrize(("host_seconds", "bound"), [(1e-6, 0), (1e-2, 1)])
+def test_blocks_that_the_host_issues_more_slowly_than_the_device_computes_are_named(
+    host_seconds: float, bound: int
+) -> None:
+    hardware = replace(hardware_of("h100"), host_seconds=host_seconds)
+    computes = Compute("add", 0, int(hardware.memory_bytes_per_s * 1e-3), "bfloat16", COMPUTATION)
+    segments = [Segment(Place(0, 0, "forward", layer), [computes, computes]) for layer in range(3)]
+    found = list(host_bound(time_of(Recording(3, segments, 0, 0, 0), hardware, 1)))
+    assert len(found) == bound
+    assert all("forward of 3 blocks: the host takes 20.00 ms" in words for words in found)

@@ -172,7 +172,7 @@ class Doubled(nn.Module):
         return self.operator(self.block(x))
 
 
-def with_operator(name: str, layers: int = DEPTH) -> nn.Module:
+def with_operator(name: str, layers: int = 3) -> nn.Module:
     model = gpt(layers)
     model.blocks[1] = Doubled(model.blocks[1], getattr(torch.ops.planned, name))
     return model

@@ -14,6 +14,7 @@ _OPTIMIZERS = {
     "AdamW fused": "torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)",
     "AdamW flat": "optim.flat(torch.optim.AdamW, model, lr=1e-3, fused=True)",
     "AdamW 8 bits": "optim.AdamW8bit(model.parameters(), lr=1e-3)",
+    "Muon": "optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, fused=True)",
     "SGD": "torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)",
 }
 
@@ -59,6 +60,11 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     yield f"    for module in [*blocks{apart}]:"
     yield f"        fully_shard(module, reshard_after_forward={setup.reshard_after_forward}, **options)"
     yield "    fully_shard(model, **options)"
+    if setup.loss == "chunked":
+        yield "    # the head returns shardwise.nn.linear_cross_entropy(x, self.weight, targets)"
+    if setup.optimizer == "Muon":
+        yield "    matrices = [p for block in blocks for p in block.parameters() if p.ndim == 2]"
+        yield "    others = [p for p in model.parameters() if all(p is not one for one in matrices)]"
     yield f"    return {_OPTIMIZERS[setup.optimizer]}"
 
 

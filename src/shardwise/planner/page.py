@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader
 from shardwise.planner import drawing
 from shardwise.planner.events import CATEGORIES
 from shardwise.planner.plan import GIB, Plan
+from shardwise.planner.timing import host_bound
 
 WIDTH, HEIGHT, LANE, LEFT, TOP = 900.0, 260.0, 26.0, 96.0, 12.0
 
@@ -172,3 +173,4 @@ def _warnings(made: Plan) -> Iterator[str]:
         yield f"Computation waits for communication {share:.0%} of the step: give each rank more tokens."
     if made.times.host > 0.9 * made.times.step:
         yield "The host issues operators about as fast as the device computes them: the step is bound by it."
+    yield from host_bound(made.times)

@@ -17,7 +17,7 @@ from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.models import Factory, Model, model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.timing import Hardware, Times, hardware_of, time_of
+from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
 from shardwise.planner.unroll import RECORDED, NotRegular, unroll
 
 GIB = 2**30
@@ -258,3 +258,5 @@ def _lines(made: Plan) -> Iterator[str]:
             f" computation waits for); {made.tokens_per_s:,.0f} tokens/s a device; MFU {made.mfu:.1%}."
             " By a model of the hardware whose efficiencies are assumed"
         )
+        for words in host_bound(made.times):
+            yield f"Host-bound: {words}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -64,6 +65,7 @@ class Span:
 
     Attributes:
         busy: seconds of it in which the stream does not wait.
+        host: seconds that the host takes to issue it.
     """
 
     stream: str
@@ -72,6 +74,7 @@ class Span:
     begin: float
     end: float
     busy: float
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
     host = computation = communication = exposed = 0.0
     for place, event, times in last_step(recording, accumulation):
         if isinstance(event, Compute | Send):
-            host += hardware.host_seconds * times
+            issues = hardware.host_seconds * times
+            host += issues
             begin = max(clocks.get(event.stream, 0.0), host)
             if isinstance(event, Send):
                 takes = times * send_seconds(event.collective, hardware)
@@ -119,7 +123,8 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
             known = spans.get(
                 (event.stream, place), Span(event.stream, place.phase, place.layer, begin, 0, 0)
             )
-            spans[event.stream, place] = replace(known, end=begin + takes, busy=known.busy + takes)
+            busy, issued = known.busy + takes, known.host + issues
+            spans[event.stream, place] = replace(known, end=begin + takes, busy=busy, host=issued)
         elif isinstance(event, Record):
             marks[event.mark] = clocks.get(event.stream, 0.0)
         elif isinstance(event, Wait):
@@ -129,6 +134,26 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
                 clocks[event.stream] = until
     step = max([host, *clocks.values()])
     return Times(step, computation, communication, exposed, host, list(spans.values()))
+
+
+def host_bound(times: Times) -> Iterator[str]:
+    """What the host takes longer to issue than the device to do: phases of groups, with both times."""
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    for (phase, layer), of in _by_group(times).items():
+        host, busy = sum(span.host for span in of), max(span.busy for span in of)
+        if host > busy and phase in ("forward", "backward"):
+            found.setdefault((phase, layer is None), []).append((host, busy))
+    for (phase, around), both in found.items():
+        host, busy = (sum(times) / len(both) for times in zip(*both, strict=True))
+        what = "the first and last modules" if around else f"{len(both)} blocks"
+        yield f"{phase} of {what}: the host takes {1e3 * host:.2f} ms to issue {1e3 * busy:.2f} ms of work"
+
+
+def _by_group(times: Times) -> dict[tuple[str, int | None], list[Span]]:
+    groups: dict[tuple[str, int | None], list[Span]] = {}
+    for span in times.spans:
+        groups.setdefault((span.phase, span.layer), []).append(span)
+    return groups
 
 
 def _compute_seconds(event: Compute, hardware: Hardware) -> float:
