@@ -97,11 +97,12 @@ def chunked(model: Model) -> Model:
                 f"{model.name} has no linear layer beside its blocks, which a chunked loss takes for the head"
             )
         head: Any = heads[-1]
-        head.forward = lambda x: linear_cross_entropy(x, head.weight, made.targets, bias=head.bias)
+        whole: Any = made
+        head.forward = lambda x: linear_cross_entropy(x, head.weight, whole.targets, bias=head.bias)
         return made
 
     def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        module.targets = targets
+        cast(Any, module).targets = targets
         output = module(tokens)
         found: Tensor = output if isinstance(output, Tensor) else output.logits
         return found
