@@ -193,6 +193,7 @@ RUN = {  # on how many ranks; one after the other in the same folder where sever
     "docs/hf.md": [2],
     "docs/plan.md": [1],
     "docs/first_steps.md": [2],
+    "docs/tasks/plan.md": [1],
     "docs/tasks/train.md": [2],
     "docs/tasks/resume.md": [2],
     "docs/tasks/reshard.md": [4, 2, 3],
