@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -402,9 +402,10 @@ class _Drawing(_compat.TorchDispatchMode):
         if tensor is not self._param:
             self.store()
             self._param = tensor
-            read: Any = tensor.detach()  # below autograd torch 2.11 cannot detach what it gathers
-            known = id(tensor) in self._stored
-            self._whole = read.full_tensor() if known else torch.empty(tensor.shape, dtype=tensor.dtype)
+            if id(tensor) in self._stored:  # detached: below autograd torch 2.11 cannot do that to the whole
+                self._whole = cast(DTensor, tensor.detach()).full_tensor()
+            else:
+                self._whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._whole
 
     def store(self) -> None:
