@@ -60,11 +60,33 @@ def test_extreme_logits_and_targets_that_are_all_ignored_are_as_torchs() -> None
     torch.testing.assert_close(
         linear_cross_entropy(hidden, weight, targets, chunk=3), whole(hidden, weight, targets)
     )
-    assert linear_cross_entropy(hidden, weight, torch.full_like(targets, -100)).isnan()
+    nothing = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100))
+    assert nothing.isnan()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(nothing, (hidden, weight)))
     none = linear_cross_entropy(hidden, weight, torch.full_like(targets, 7), ignore_index=7, reduction="sum")
     assert none == 0
     (gradient,) = torch.autograd.grad(none, weight)
     assert not gradient.any()
+
+
+def test_rows_that_a_bias_forbids_and_targets_that_are_none() -> None:
+    hidden, weight, targets, bias = drawn()
+    targets = targets.clamp(min=5)
+    forbids = bias.detach().index_fill(0, torch.arange(5), -torch.inf)
+    expected = whole(hidden, weight, targets, forbids)
+    theirs = torch.autograd.grad(expected, (hidden, weight))
+    for chunk in (2, 5, None):
+        found = linear_cross_entropy(hidden, weight, targets, bias=forbids, chunk=chunk)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, (hidden, weight)), theirs)
+    for outside in (11, -5):
+        assert linear_cross_entropy(hidden, weight, targets.index_fill(1, torch.tensor([1]), outside)).isnan()
+
+
+def test_second_derivatives_are_refused() -> None:
+    hidden, weight, targets, _ = drawn()
+    with pytest.raises(ShardingError, match="first derivatives only"):
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), hidden, create_graph=True)
 
 
 class _Largest(TorchDispatchMode):
@@ -145,7 +167,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     for wrong, why in (
         ((hidden, weight.t(), targets), "hidden .* and weight"),
         ((hidden, weight, targets[0]), "integer targets"),
-        ((hidden.double(), weight, targets), "one dtype"),
+        ((hidden.double(), weight, targets), "one floating dtype"),
+        ((hidden.long(), weight.long(), targets), "one floating dtype"),
+        ((hidden, weight, targets > 0), "integer targets"),
+        ((hidden[..., :0], weight[:, :0], targets), "with elements"),
     ):
         with pytest.raises(ShardingError, match=why):
             linear_cross_entropy(*wrong)
@@ -153,6 +178,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ({"bias": bias[1:]}, "a bias of 11"),
         ({"reduction": "none"}, "reduction"),
         ({"chunk": 0}, "chunk"),
+        ({"chunk": 2.5}, "chunk"),
     ):
         with pytest.raises(ShardingError, match=why):
             linear_cross_entropy(hidden, weight, targets, **options)

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout.placement import EvenShard
 
 CHUNK_ELEMENTS = 1 << 25  # of logits: 128 MiB in float32
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def linear_cross_entropy(
@@ -52,14 +52,15 @@ def linear_cross_entropy(
         hidden: [..., H] of a floating dtype, which computes; sums and the loss are float32, or wider.
         weight: [V, H] in the same dtype; a DTensor may be cut on dim 0 over one mesh axis, as by
             tensor parallelism, and be replicated on others.
-        targets: integers [...], each from 0 to V - 1 or `ignore_index`.
+        targets: integers [...], each from 0 to V - 1 or `ignore_index`; any other makes the loss nan.
         bias: [V], cut as `weight`.
         ignore_index: of targets that have no part in loss and gradients.
-        reduction: the mean over the targets that count (nan if none does), or their sum.
+        reduction: the mean over the targets that count (nan if none does, with gradients of zeros), or their
+            sum.
         chunk: rows of `weight` at a time; by default as many as make 2**25 logits.
 
     Raises:
-        ShardingError: shapes, dtypes or placements that do not fit.
+        ShardingError: shapes, dtypes or placements that do not fit. In backward: `create_graph=True`.
     """
     _check(hidden, weight, bias, targets, reduction, chunk)
     rows, first, group = weight, 0, None
@@ -72,8 +73,8 @@ def linear_cross_entropy(
         tokens,
         rows,
         bias,
-        targets.reshape(-1),
-        (first, chunk or max(1, CHUNK_ELEMENTS // max(1, len(tokens))), ignore_index, group),
+        targets.reshape(-1).long(),
+        (len(weight), first, chunk or max(1, CHUNK_ELEMENTS // max(1, len(tokens))), ignore_index, group),
     )
     loss: Tensor = total / count if reduction == "mean" else total
     return loss
@@ -82,27 +83,27 @@ def linear_cross_entropy(
 def _check(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, chunk: int | None
 ) -> None:
-    wrong = ""
-    if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
-        wrong = (
-            f"expected hidden [..., H] and weight [V, H], found {list(hidden.shape)} and {list(weight.shape)}"
-        )
-    elif targets.shape != hidden.shape[:-1] or targets.is_floating_point():
+    wrong, dtypes = "", [x.dtype for x in (hidden, weight, bias) if x is not None]
+    if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1] or not weight.numel():
+        wrong = f"expected hidden [..., H] and weight [V, H] with elements, found {list(hidden.shape)} and {list(weight.shape)}"
+    elif targets.shape != hidden.shape[:-1] or targets.dtype not in _INTEGERS:
         wrong = (
             f"expected integer targets {list(hidden.shape[:-1])}, found {targets.dtype} {list(targets.shape)}"
         )
     elif bias is not None and bias.shape != weight.shape[:1]:
         wrong = f"expected a bias of {weight.shape[0]}, found {list(bias.shape)}"
-    elif len({x.dtype for x in (hidden, weight, bias) if x is not None}) > 1:
-        wrong = f"expected one dtype, found hidden of {hidden.dtype} and weight of {weight.dtype}"
+    elif len(set(dtypes)) > 1 or not hidden.is_floating_point():
+        wrong = f"expected one floating dtype, found {dtypes} of hidden, weight and bias"
     elif isinstance(hidden, DTensor) or isinstance(targets, DTensor):
         wrong = (
             "hidden and targets are plain tensors, the same on all ranks that cut the weight; use to_local()"
         )
     elif isinstance(bias, DTensor) != isinstance(weight, DTensor) and bias is not None:
         wrong = "expected a bias that is cut as the weight"
-    elif reduction not in ("mean", "sum") or (chunk is not None and chunk < 1):
-        wrong = f"expected reduction 'mean' or 'sum' and chunk from 1, found {reduction!r} and {chunk}"
+    elif reduction not in ("mean", "sum") or not (chunk is None or isinstance(chunk, int) and chunk > 0):
+        wrong = (
+            f"expected reduction 'mean' or 'sum' and a whole chunk from 1, found {reduction!r} and {chunk}"
+        )
     if wrong:
         raise ShardingError(f"{here()}: linear_cross_entropy: {wrong}")
 
@@ -139,6 +140,11 @@ def _here(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
     return inside, (targets - begin).where(inside, 0)
 
 
+def _finite(largest: Tensor) -> Tensor:
+    """What to subtract of logits before exp: 0 where all so far are -inf."""
+    return largest.where(largest > -torch.inf, 0)
+
+
 class _Sum(torch.autograd.Function):
     """The losses' sum over the targets that count, and how many these are."""
 
@@ -146,7 +152,7 @@ class _Sum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        first, size, ignored, group = how
+        rows, first, size, ignored, group = how
         wide = torch.promote_types(hidden.dtype, torch.float32)
         largest = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)
         exps, at_target = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -154,16 +160,18 @@ class _Sum(torch.autograd.Function):
             above = torch.maximum(largest, logits.amax(1))
             inside, at = _here(targets - first, begin, end)
             at_target += logits.gather(1, at[:, None])[:, 0].where(inside, 0)
-            exps = exps * (largest - above).exp() + logits.sub_(above[:, None]).exp_().sum(1)
+            shift = _finite(above)
+            exps = exps * (largest - shift).exp() + logits.sub_(shift[:, None]).exp_().sum(1)
             largest = above
         if group is not None:
             own = largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-            sums = torch.stack([exps * (own - largest).exp(), at_target])
+            sums = torch.stack([exps * (own - _finite(largest)).exp(), at_target])
             dist.all_reduce(sums, group=group)
             exps, at_target = sums
-        log_sum = largest + exps.log()
+        log_sum = _finite(largest) + exps.log()
         counts = targets != ignored
+        at_target.masked_fill_((targets < 0) | (targets >= rows), torch.nan)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
         ctx.how = how
         count = counts.sum()
@@ -171,11 +179,15 @@ class _Sum(torch.autograd.Function):
         return (log_sum - at_target).where(counts, 0).sum(), count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ShardingError(
+                f"{here()}: linear_cross_entropy has first derivatives only; with create_graph=True compute"
+                " F.cross_entropy of all logits"
+            )
         hidden, weight, bias, targets, log_sum = ctx.saved_tensors
-        first, size, ignored, group = ctx.how
-        factor = grad.to(log_sum.dtype) * (targets != ignored)
+        _, first, size, ignored, group = ctx.how
+        factor = grad.to(log_sum.dtype).expand_as(log_sum).where(targets != ignored, 0)
         to_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if ctx.needs_input_grad[0] else None
         to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         to_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
