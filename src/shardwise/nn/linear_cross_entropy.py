@@ -85,7 +85,8 @@ def _check(
 ) -> None:
     wrong, dtypes = "", [x.dtype for x in (hidden, weight, bias) if x is not None]
     if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1] or not weight.numel():
-        wrong = f"expected hidden [..., H] and weight [V, H] with elements, found {list(hidden.shape)} and {list(weight.shape)}"
+        found = f"{list(hidden.shape)} and {list(weight.shape)}"
+        wrong = f"expected hidden [..., H] and weight [V, H] with elements, found {found}"
     elif targets.shape != hidden.shape[:-1] or targets.dtype not in _INTEGERS:
         wrong = (
             f"expected integer targets {list(hidden.shape[:-1])}, found {targets.dtype} {list(targets.shape)}"
@@ -100,10 +101,8 @@ def _check(
         )
     elif isinstance(bias, DTensor) != isinstance(weight, DTensor) and bias is not None:
         wrong = "expected a bias that is cut as the weight"
-    elif reduction not in ("mean", "sum") or not (chunk is None or isinstance(chunk, int) and chunk > 0):
-        wrong = (
-            f"expected reduction 'mean' or 'sum' and a whole chunk from 1, found {reduction!r} and {chunk}"
-        )
+    elif reduction not in ("mean", "sum") or not (chunk is None or (isinstance(chunk, int) and chunk > 0)):
+        wrong = f"expected reduction 'mean' or 'sum' and chunk 1 or more, found {reduction!r} and {chunk}"
     if wrong:
         raise ShardingError(f"{here()}: linear_cross_entropy: {wrong}")
 
