@@ -48,6 +48,7 @@ class Training:
                 if hsdp
                 else init_device_mesh("cpu", (size,))
             )
+            fully_shard(self.model[0], mesh=mesh, layout="contiguous")
             fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)

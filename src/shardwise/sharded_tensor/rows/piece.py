@@ -63,6 +63,8 @@ class Piece:
 
     def __post_init__(self) -> None:
         check_torch("a tensor of whole rows on each rank")
+        if self.on_mesh is not None:
+            self._groups_of_mesh  # noqa: B018 - which is asked by name, of groups that may be gone later
 
     def __deepcopy__(self, memo: object) -> Piece:
         return self  # nothing in it changes, and process groups cannot be copied
@@ -138,8 +140,11 @@ class Piece:
         for group in self.groups:
             found[group] = RowShard(self.counts, step)
             step *= group.size()
-        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
-        return tuple(found.get(group, _REPLICATE) for group in groups)
+        return tuple(found.get(group, _REPLICATE) for group in self._groups_of_mesh)
+
+    @cached_property
+    def _groups_of_mesh(self) -> list[dist.ProcessGroup]:
+        return [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
         """What DTensor knows of a tensor of this dtype that is cut so."""
