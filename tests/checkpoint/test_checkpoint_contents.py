@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,14 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankPool, on_ranks
-from shardwise.checkpoint import PerRank, load, save
+from shardwise import fully_shard
+from shardwise.checkpoint import PerRank, load, optimizer_state, save
 from shardwise.checkpoint.state import as_bytes
 from shardwise.errors import CheckpointError
 from shardwise.files.tensors import DTYPES
+from shardwise.optim import flat
 
 
 def rng_after(draws: int) -> torch.Tensor:
@@ -168,6 +172,43 @@ def test_tensors_that_could_not_be_read_again_are_not_saved(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=r"w: a .* cannot be saved; convert it"):
             save(tmp_path, {"w": tensor}, step=1)
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("interleaved", "adamw"), ("contiguous", "adamw"), ("contiguous", "momentum"), ("contiguous", "flat")],
+)
+def test_a_new_optimizer_tells_its_state_and_trains_as_if_it_had_not(
+    tmp_path: Path, layout: str, kind: str
+) -> None:
+    def trained(steps: int, *, asked_at: str = "") -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(3, 1), layout=layout)  # of which a rank has no rows
+        make: Any = {
+            "adamw": partial(torch.optim.AdamW, model.parameters()),
+            "momentum": partial(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9),
+            "flat": partial(flat, torch.optim.AdamW, model),
+        }[kind]
+        optimizer, told = make(), dict[str, Any]()
+        if asked_at == "start":
+            told = optimizer_state(model, optimizer)
+        for step in range(steps):
+            model(torch.ones(2, 3) * (step + 1)).square().mean().backward()
+            if asked_at == "gradients" and step == 0:
+                told = optimizer_state(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        if asked_at == "saved":
+            save(tmp_path, {"optimizer": optimizer_state(model, optimizer)}, step=1)
+        return model, told
+
+    expected = [each.full_tensor().tolist() for each in trained(3)[0].parameters()]
+    trained(1, asked_at="saved")
+    for asked_at in ("start", "gradients"):
+        model, told = trained(3, asked_at=asked_at)
+        assert [each.full_tensor().tolist() for each in model.parameters()] == expected
+        assert load(tmp_path, {"optimizer": told}) == 1
 
 
 OBJECT_COLLECTIVES = [

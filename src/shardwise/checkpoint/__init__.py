@@ -6,6 +6,7 @@ from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.commit import latest_step
 from shardwise.checkpoint.living import LivingRanks
 from shardwise.checkpoint.memory import HostMemory
+from shardwise.checkpoint.optimizer import optimizer_state
 from shardwise.checkpoint.read import load
 from shardwise.checkpoint.slices import load_slices, save_slices
 from shardwise.checkpoint.state import PerRank
@@ -21,6 +22,7 @@ __all__ = [
     "latest_step",
     "load",
     "load_slices",
+    "optimizer_state",
     "save",
     "save_async",
     "save_slices",

@@ -1,0 +1,44 @@
+"""The state of an optimizer, by name, without a trace of having asked for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import Optimizer
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state by parameter name, to save or to load into; the optimizer is as before.
+
+    It is what torch's `get_optimizer_state_dict(model, optimizer)` returns; of `shardwise.optim.flat` and
+    `ShardedOptimizer` their own. An optimizer without state, which has taken no step, tells what it will have
+    by a step with gradients of zero. torch's function leaves it that state, and later steps count the step;
+    where there are gradients it returns none. Here it is made aside, and freed with what is returned.
+    """
+    if optimizer.state:
+        return _told(model, optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params]
+    options = [dict(group) for group in optimizer.param_groups]
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        for param in params:
+            param.grad = None
+        if hasattr(optimizer, "allocate_state"):
+            optimizer.allocate_state()
+        return _told(model, optimizer)
+    finally:
+        optimizer.state = state
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.update(before)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+
+
+def _told(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    if hasattr(optimizer, "allocate_state"):
+        return optimizer.state_dict()
+    return get_optimizer_state_dict(model, optimizer)
