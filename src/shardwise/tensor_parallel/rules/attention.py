@@ -50,7 +50,7 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
     others = [mask_for(p, x, cut, q) for x in rest]
     kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | changed
     here = p.take(q, cut)
-    if p.rank in without_heads(p, cut, len(node.meta["val"].shape) - 3):
+    if p.rank in without_heads(p, cut, len(p.shape(args_of(node)[0])) - 3):
         return p.keep(node, p.run(_of_no_heads, here, k, v), cut)
     return p.keep(node, p.emit(node.target, here, k, v, *others, **kwargs), cut)
 
