@@ -26,6 +26,7 @@ def gpt(layers: int = 1) -> nn.Module:
     return train_gpt.GPT(width=64, depth=layers, heads=2, seq=SEQUENCE)
 
 
+@pytest.mark.usefixtures("rows")  # most settings are of the contiguous layout
 def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_recordings() -> None:
     found = planner.search(gpt, ranks=16, sequence=SEQUENCE, hardware="h100", micro_batches=(1,))
     assert found.settings > 100
