@@ -209,6 +209,16 @@ def test_a_transformers_config_is_planned_as_the_model_that_it_makes(tmp_path: P
     assert (made.moments, made.sent) == (beside.moments, beside.sent)
 
 
+def test_a_factory_that_casts_is_stored_as_the_setup_says_and_the_code_converts_it() -> None:
+    def cast() -> nn.Module:
+        return Even().bfloat16()
+
+    made = shardwise.plan(cast, ranks=1, sequence=8)
+    assert made.moments[-1].alive["parameters"] == pytest.approx(4 * made.parameters, rel=1e-3)
+    assert "model.float()" in planner.python(cast, made.setup)
+    assert "model.float()" not in planner.python(cast, Setup(stored_dtype="bfloat16"))
+
+
 def test_the_command_says_what_to_change_until_it_fits(tmp_path: Path) -> None:
     takes = shardwise.plan(gpt, ranks=2, sequence=SEQUENCE, micro_batch=512).reserved_bytes
     profile = tmp_path / "small.toml"

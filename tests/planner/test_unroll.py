@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.planner.events import Allocate, Free, Recording
 from shardwise.planner.measure import allocated, moments, sent
 from shardwise.planner.models import model_of
+from shardwise.planner.plan import plan
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
 from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
@@ -84,6 +85,40 @@ def test_a_block_that_does_something_of_its_own_is_noticed() -> None:
     few, more = (record(model, Setup(sequence=16), layers=RECORDED + i) for i in (0, 1))
     with pytest.raises(NotRegular, match="with 9 blocks"):
         unroll(few, more, 12)
+
+
+class Late(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(block(x)) if i >= 10 else block(x)
+        return self.head(x)
+
+
+def frozen_late() -> nn.Module:
+    model = Model(12)
+    model.blocks[10].requires_grad_(False)
+    return model
+
+
+def wider_late() -> nn.Module:
+    model = Model(12)
+    model.blocks[10].up, model.blocks[10].down = nn.Linear(24, 96), nn.Linear(96, 24, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("factory", "verb"),
+    [(frozen_late, "has"), (wider_late, "has"), (lambda: Late(12), "does")],
+)
+def test_blocks_that_differ_beyond_those_that_few_stand_for_are_all_run(factory: Any, verb: str) -> None:
+    made = plan(factory, ranks=2, sequence=16)
+    module = factory()
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    optimizer = made.moments[-1].alive["optimizer"] * 2
+    assert made.parameters == sum(p.numel() for p in module.parameters())
+    assert optimizer == pytest.approx(8 * trained, rel=0.02)
+    assert made.whole == f"block 10 {verb} something else than block 0"
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])

@@ -231,6 +231,35 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+@contextmanager
+def fakes_convert() -> Iterator[None]:
+    """Let modules of fake tensors be cast: `nn.Module._apply` swaps fakes in place, and fails, as torch keeps
+    weak references to them. Here parameters are replaced, and those that are shared stay so.
+    """
+    kept = nn.Module._apply
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the key's own is kept, so that none has its id
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for name, p in module._parameters.items():
+            while p is not None and id(p) in made:
+                p = made[id(p)][1]
+            if p is not None and (cast := fn(p.detach())).dtype != p.dtype:
+                made[id(p)] = (p, nn.Parameter(cast, p.requires_grad))
+                p = made[id(p)][1]
+            module._parameters[name] = p
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else fn(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = kept  # type: ignore[method-assign]
+
+
 def is_lazily_zero(tensor: Tensor) -> bool:
     """Is it zeros without memory, as autograd makes them for derivatives that are zero everywhere?"""
     return tensor._is_zerotensor()

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from shardwise.planner.models import Model
+from shardwise.planner.models import Factory, Model, model_of
 from shardwise.planner.setup import Setup
+from shardwise.planner.sharding import CASTS, other_dtypes
 
 _OPTIMIZERS = {
     "AdamW": "torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)",
@@ -19,9 +20,10 @@ _OPTIMIZERS = {
 }
 
 
-def python(model: Model, setup: Setup) -> str:
+def python(model: str | Model | Factory, setup: Setup) -> str:
     """Source of `build(model)`, which shards the model and returns its optimizer; for every rank to call."""
-    return "\n".join([*_imports(setup), "", "", *_build(model, setup), ""])
+    asked = model_of(model, sequence=setup.sequence)
+    return "\n".join([*_imports(setup), "", "", *_build(asked, setup), ""])
 
 
 def _imports(setup: Setup) -> Iterator[str]:
@@ -36,14 +38,14 @@ def _imports(setup: Setup) -> Iterator[str]:
 
 
 def _build(model: Model, setup: Setup) -> Iterator[str]:
-    blocks, ends = _parts(model)
+    blocks, ends, converted = _parts(model, setup)
     yield "def build(model):"
     yield (
         f'    """Over {setup.ranks:,} ranks; a step of each is {setup.accumulation} x {setup.micro_batch}'
         f' sequences of {setup.sequence:,} tokens."""'
     )
-    if setup.stored_dtype != "float32":
-        yield f"    model.to(torch.{setup.stored_dtype})"
+    if converted:
+        yield f"    model.{CASTS[setup.stored_dtype]}()"
     if setup.replicas == 1:
         yield f'    mesh = init_device_mesh("{setup.device}", ({setup.ranks},))'
     else:
@@ -68,15 +70,16 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     yield f"    return {_OPTIMIZERS[setup.optimizer]}"
 
 
-def _parts(model: Model) -> tuple[str, list[str]]:
-    """How to get at the blocks, and the names of the modules at the ends."""
+def _parts(model: Model, setup: Setup) -> tuple[str, list[str], bool]:
+    """How to get at the blocks, the names of the modules at the ends, whether parameters are converted."""
     with torch.device("meta"):
         module = model.build(2)
     names = {id(one): name for name, one in module.named_modules()}
     blocks = [names[id(block)] for block in model.blocks(module)]
     parents = {name.rpartition(".")[0] for name in blocks}
     ends = [names[id(end)] for end in model.ends(module)]
+    converted = bool(other_dtypes(module, setup.stored_dtype))
     if len(parents) == 1 and all(name.rpartition(".")[2].isdecimal() for name in blocks):
-        return f"model.{parents.pop()}", ends
+        return f"model.{parents.pop()}", ends, converted
     pattern = blocks[0].replace("0", "{i}")
-    return f'[model.get_submodule(f"{pattern}") for i in range({model.layers})]', ends
+    return f'[model.get_submodule(f"{pattern}") for i in range({model.layers})]', ends, converted

@@ -163,18 +163,11 @@ def _of_factory(factory: Factory) -> Model:
     with torch.device("meta"):
         whole = factory()
     blocks = longest_list(whole)
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in blocks]
-    equal = all(one == shapes[0] for one in shapes)
 
     def build(layers: int) -> nn.Module:
         if takes_layers:
             return factory(layers=layers)
         made = factory()
-        if not equal and layers != len(blocks):
-            raise ShardingError(
-                f"blocks of {type(made).__name__} differ, so their number cannot be changed: pass a"
-                " shardwise.planner.Model with a build of its own"
-            )
         del longest_list(made)[layers:]
         return made
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
-from shardwise.planner import measure
+from shardwise.planner import measure, regular
 from shardwise.planner.events import CATEGORIES, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.models import Factory, Model, model_of
@@ -159,6 +159,7 @@ def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
     if model.layers <= RECORDED + 1:
         return recorded(model, setup, model.layers), ""
     try:
+        regular.check(model, setup)
         few, more = (recorded(model, setup, layers) for layers in (RECORDED, RECORDED + 1))
         return unroll(few, more, model.layers), ""
     except NotRegular as error:

@@ -31,7 +31,7 @@ from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import optimizers_of, shard
+from shardwise.planner.sharding import built, optimizers_of, shard
 from shardwise.planner.watch import watching
 
 STEPS = 2
@@ -50,7 +50,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         mesh = stack.enter_context(noop_world(setup.ranks, replicas=setup.replicas, reshard=reshard))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
-        module = _built(model, layers, getattr(torch, setup.stored_dtype))
+        module = built(model, layers, setup.stored_dtype)
         parameters = sum(p.numel() for p in module.parameters())
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
         looked_up = [one for one in module.modules() if isinstance(one, nn.Embedding)]
@@ -69,15 +69,6 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         for step in range(STEPS):
             _step(recorder, model, module, optimizers, tokens, step, setup)
         return Recording(layers, recorder.finish(), parameters, in_block, embedded)
-
-
-def _built(model: Model, layers: int, dtype: torch.dtype) -> nn.Module:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # fake tensors cannot be converted in place
-    try:
-        return model.build(layers)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:

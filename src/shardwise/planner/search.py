@@ -19,6 +19,7 @@ from typing import Any
 
 from shardwise._compat import dtensors
 from shardwise.comm.count import Collective
+from shardwise.planner import regular
 from shardwise.planner.code import python
 from shardwise.planner.events import Recording
 from shardwise.planner.models import Factory, Model, model_of
@@ -228,9 +229,15 @@ class _Known:
     plans: dict[Setup, Plan] = field(default_factory=dict)
     recordings: int = 0
     regular: bool = False  # a few blocks are known to stand for all
+    whole: str = ""  # why they do not
 
     def look(self) -> None:
         """Plan what looks best until all that does is planned."""
+        try:
+            if self.model.layers > FEW + 1:
+                regular.check(self.model, self.asked)
+        except NotRegular as error:
+            self.whole = str(error)
         for setup in self.space:
             if setup not in self.plans and setup in (self._base(setup), *self._layouts()):
                 self._plan(setup)
@@ -302,7 +309,7 @@ class _Known:
             together = [one for one in alike if min(3, one.accumulation) == first]
             alike = [one for one in alike if one not in together]
             for one, recording in zip(together, self._recordings(together), strict=True):
-                self.plans[one] = plan_of(recording, self.model, one, self.device)
+                self.plans[one] = plan_of(recording, self.model, one, self.device, whole=self.whole)
 
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
@@ -310,7 +317,7 @@ class _Known:
         reaches_far = first.layout == "contiguous" and reshard is not False
         reaches_far |= reshard is not None and not isinstance(reshard, bool)
         for few in (FEW, RECORDED):
-            if (few == FEW and (reaches_far or not self.regular)) or layers <= few + 1:
+            if self.whole or (few == FEW and (reaches_far or not self.regular)) or layers <= few + 1:
                 continue
             try:
                 small, more = (self._record(first, few + i) for i in (0, 1))

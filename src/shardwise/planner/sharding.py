@@ -11,17 +11,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise import optim
+from shardwise._compat import fakes_convert
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.planner.models import Model
 from shardwise.planner.setup import Setup
 
 aten = torch.ops.aten
+CASTS = {"float32": "float", "bfloat16": "bfloat16", "float16": "half"}  # methods of modules
 _KEPT = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 )
 _MATMULS = (aten.mm.default, aten.addmm.default)
+
+
+def built(model: Model, layers: int, dtype: str) -> nn.Module:
+    """`model` on fake tensors, its parameters stored in `dtype` whatever the dtype that it makes them in."""
+    with fakes_convert():
+        module = model.build(layers)
+        if other_dtypes(module, dtype):
+            getattr(module, CASTS[dtype])()
+    return module
+
+
+def other_dtypes(module: nn.Module, dtype: str) -> list[str]:
+    """What is not stored in `dtype`, and can be."""
+    found = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()}
+    return sorted(found - {dtype})
 
 
 def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> None:

@@ -1,0 +1,88 @@
+"""Whether a model's blocks all do the same, so that a few stand for all: the whole model is looked at.
+
+What blocks have is compared, and what they do in one forward on fake tensors. What forward does not show is
+assumed to be the same: backwards that are written by hand and depend on the block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise._compat import FakeTensorMode, TorchDispatchMode
+from shardwise.planner.models import Model, chunked, no_packed_sequences
+from shardwise.planner.setup import Setup
+from shardwise.planner.sharding import built
+from shardwise.planner.unroll import NotRegular
+
+
+def check(model: Model, setup: Setup) -> None:
+    """Raises NotRegular, with the first block that differs, where blocks do not all do the same."""
+    model = chunked(model) if setup.loss == "chunked" else model
+    with FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
+        module = built(model, model.layers, setup.param_dtype)
+        blocks = model.blocks(module)
+        holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        _compare("has", [list(_parts(block, holders)) for block in blocks])
+        tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
+        watch = _Watch(blocks)
+        try:
+            with watch:
+                model.loss(module, tokens, tokens)
+        except Exception as error:  # of the user's model
+            raise NotRegular(f"one forward of the model cannot be looked at: {error}") from error
+    _compare("does", watch.inside)
+    _compare("is followed by", watch.after[:-1])
+    firsts = list(dict.fromkeys(watch.order))
+    if firsts != sorted(firsts):
+        raise NotRegular(f"blocks run in the order {firsts}")
+
+
+def _compare(verb: str, of: list[list[Any]]) -> None:
+    for number, one in enumerate(of):
+        if one != of[0]:
+            raise NotRegular(f"block {number} {verb} something else than block 0")
+
+
+def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
+    for name, module in block.named_modules():
+        flags = sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool))
+        yield name, type(module), flags
+    for name, p in block.named_parameters():
+        yield name, p.shape, p.dtype, p.requires_grad, holders[id(p)]
+    for name, buffer in block.named_buffers():
+        yield name, buffer.shape, buffer.dtype
+
+
+class _Watch(TorchDispatchMode):
+    """Operators with their shapes, by the block that they are in, or that they come after."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.order: list[int] = []
+        self.inside: list[list[Any]] = [[] for _ in blocks]
+        self.after: list[list[Any]] = [[] for _ in blocks]
+        self._now: list[Any] | None = None
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: self._enter(number), prepend=True)
+            block.register_forward_hook(lambda *_, number=number: self._leave(number))
+
+    def _enter(self, number: int) -> None:
+        self.order.append(number)
+        self._now = self.inside[number]
+        self._now.append("call")
+
+    def _leave(self, number: int) -> None:
+        self._now = self.after[number]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._now is not None:
+            tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
+            words = [(one.shape, one.dtype) for one in tensors]
+            self._now.append((func, torch.is_grad_enabled(), words))
+        return result
