@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -218,8 +219,9 @@ def plan(
             verdict = "fits, with" if changed.fits else "short of"
             line = f"{words}: {verdict} {abs(changed.free_bytes) / 2**30:.2f} GiB"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    except ShardwiseError as error:
-        _print_failure(error, "")
+    except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
+        told = error if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+        _print_failure(ShardwiseError(str(told)), traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
     raise typer.Exit(FOUND)
 

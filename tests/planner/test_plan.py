@@ -23,6 +23,7 @@ from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.planner import drawing
+from shardwise.planner.cost import cost_of
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.setup import Setup
 
@@ -159,6 +160,8 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     with pytest.raises(ShardingError, match=r"config.json is no transformers config"):
         shardwise.plan(str(tmp_path / "config.json"))
+    with pytest.raises(ShardingError, match="function that returns a module, not a Even"):
+        shardwise.plan(Even())
     with pytest.raises(ShardingError, match="'nowhere:gpt' cannot be imported"):
         shardwise.plan("nowhere:gpt")
 
@@ -217,6 +220,38 @@ def test_a_factory_that_casts_is_stored_as_the_setup_says_and_the_code_converts_
     assert made.moments[-1].alive["parameters"] == pytest.approx(4 * made.parameters, rel=1e-3)
     assert "model.float()" in planner.python(cast, made.setup)
     assert "model.float()" not in planner.python(cast, Setup(stored_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("memory_bytes = 0", "memory_bytes must be a number above 0"),
+        ("extra = 1", "'extra'"),
+        ("[[", "no profile"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path, line: str, told: str) -> None:
+    text = (Path(planner.__file__).parent / "hardware" / "h100.toml").read_text()
+    kept = [one for one in text.splitlines() if one.split(" =")[0] != line.split(" =")[0]]
+    (tmp_path / "mine.toml").write_text("\n".join([line, *kept]))
+    with pytest.raises(ShardingError, match=told):
+        planner.hardware_of(str(tmp_path / "mine.toml"))
+
+
+def raises() -> nn.Module:
+    raise ValueError("no such file")
+
+
+def test_an_error_of_the_factory_is_one_line_and_not_the_status_of_a_plan_that_does_not_fit() -> None:
+    result = CliRunner().invoke(app, ["plan", "test_plan:raises"])
+    assert (result.exit_code, result.stderr) == (2, "Error: ValueError: no such file\n")
+
+
+def test_matmuls_of_groups_are_counted() -> None:
+    rows, groups = torch.empty(6, 8), torch.empty(3, 8, 5)
+    grouped = torch.ops.aten._grouped_mm.default
+    assert cost_of(grouped, (rows, groups), {}, torch.empty(6, 5))[0] == 2 * 6 * 8 * 5
+    assert cost_of(grouped, (rows.t(), torch.empty(6, 5)), {}, torch.empty(3, 8, 5))[0] == 2 * 6 * 8 * 5
 
 
 def test_the_command_says_what_to_change_until_it_fits(tmp_path: Path) -> None:

@@ -35,8 +35,16 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         return _attention(*args[:3])
     if name == f"{_CPU_ATTENTION}_backward":  # (gradient, query, key, value, ...): five matmuls for two
         return _attention(*args[1:4]) * 5 // 2
+    if name == "aten::_grouped_mm":
+        return _grouped(*args[:2])
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
+
+
+def _grouped(a: Tensor, b: Tensor) -> int:
+    """Matmuls of groups; where one side has no dim of them, it is shared out."""
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
 def _attention(query: Tensor, *others: Tensor) -> int:

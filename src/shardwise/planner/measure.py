@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from shardwise.planner.allocator import Allocator, Piece
 from shardwise.planner.events import Allocate, Compute, Event, Free, Memory, Place, Recording, Send
 
+_MULTIPLIES = re.compile(r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru")
 RECORDED_MICRO_BATCHES = 3  # a first, one that stands for all in the middle, a last
 
 
@@ -157,10 +159,11 @@ def sent(recording: Recording, accumulation: int) -> list[Sent]:
 
 
 def unknown_operators(recording: Recording) -> list[str]:
-    """Operators of the user's, and of other libraries, without a formula."""
+    """Operators without a formula: not torch's own, but for those that look like matmuls."""
     events = (event for segment in recording.segments for event in segment.events)
     names = {event.name for event in events if isinstance(event, Compute) and not event.flops}
-    return sorted(name for name in names if not name.startswith(("aten.", "prims.", "prim.")))
+    own = ("aten.", "prims.", "prim.")
+    return sorted(name for name in names if not name.startswith(own) or _MULTIPLIES.search(name))
 
 
 def flops(recording: Recording, accumulation: int) -> tuple[int, int]:

@@ -60,6 +60,11 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     """
     if isinstance(source, Model):
         return source
+    if isinstance(source, nn.Module) or not (callable(source) or isinstance(source, str)):
+        raise ShardingError(
+            "a model is planned from its name, its config or a function that returns a module, not a"
+            f" {type(source).__name__}"
+        )
     if callable(source):
         return _of_factory(source)
     if source in PUBLISHED:

@@ -89,8 +89,11 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the model's operations over what the device could have done meanwhile."""
+        step, dtype = self.step_times.step, self.setup.param_dtype
         assert self.hardware is not None
-        return self.model_flops / self.step_times.step / self.hardware.peak_flops[self.setup.param_dtype]
+        if dtype not in self.hardware.peak_flops:
+            raise ShardingError(f"{self.hardware.name} has no peak_flops of {dtype}: MFU is not known")
+        return self.model_flops / step / self.hardware.peak_flops[dtype]
 
     @property
     def step_times(self) -> Times:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise._compat import FakeTensorMode, TorchDispatchMode
+from shardwise.errors import ShardwiseError
 from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
@@ -24,7 +25,12 @@ def check(model: Model, setup: Setup) -> None:
     """Raises NotRegular, with the first block that differs, where blocks do not all do the same."""
     model = chunked(model) if setup.loss == "chunked" else model
     with FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
-        module = built(model, model.layers, setup.param_dtype)
+        try:
+            module = built(model, model.layers, setup.param_dtype)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # of the user's model
+            raise NotRegular(f"the model cannot be made: {error}") from error
         blocks = model.blocks(module)
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         _compare("has", [list(_parts(block, holders)) for block in blocks])

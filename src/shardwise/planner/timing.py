@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
 from shardwise.planner.events import COMPUTATION, Compute, Mark, Place, Record, Recording, Send, Wait
 from shardwise.planner.measure import last_step
+
+_MAY_BE_ZERO = ("host_latency_s", "network_latency_s", "matmul_half_flops", "host_seconds", "context_bytes")
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,23 @@ def hardware_of(name: str) -> Hardware:
         text = Path(name).read_text()
     else:
         raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(known)}, or a file (.toml)")
-    return Hardware(**tomllib.loads(text))
+    try:
+        made = Hardware(**tomllib.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ShardingError(f"{name} is no profile of hardware: {error}") from error
+    if not isinstance(made.peak_flops, dict) or not made.peak_flops:
+        raise ShardingError(f"{name}: peak_flops must be a table of dtypes, got {made.peak_flops!r}")
+    numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
+    for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
+        _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
+    return made
+
+
+def _check_number(name: str, value: Any, *, may_be_zero: bool) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not may_be_zero):
+        least = "of at least 0" if may_be_zero else "above 0"
+        raise ShardingError(f"{name} must be a number {least}, got {value!r}")
 
 
 def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Times:
