@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,23 @@ def test_what_cannot_be_mended_raises_on_every_rank(tmp_path: Path) -> None:
         raise ValueError("my own")
     with pytest.raises(CheckpointError, match="had what no living one has"), run.attempt():
         fail(replaced=True)
+
+
+@pytest.mark.parametrize(("met", "found"), [("", "1 of 3 ranks.*without ranks 0, 2"), ("4", "has begun")])
+def test_ranks_without_state_begin_no_run_unless_all_are_there(tmp_path: Path, met: str, found: str) -> None:
+    store = dist.FileStore(str(tmp_path / "store"))
+    if met:
+        dist.PrefixStore("shardwise/living", store).set("round", met)
+    with pytest.raises(CheckpointError, match=found):
+        LivingRanks(
+            lambda: Training("hsdp", 0.0),
+            store=store,
+            ranks=3,
+            rank=1,
+            folder=tmp_path,
+            wait_s=0.1,
+            timeout=timedelta(seconds=0.1),
+        )
 
 
 def test_a_place_is_kept_and_holes_are_filled() -> None:

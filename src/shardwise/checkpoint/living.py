@@ -92,10 +92,12 @@ class LivingRanks(Generic[_T]):
             wait_s: how long ranks wait for a replacement before those that live go on without. As long as it
                 takes for all of them to notice, at least.
             backend: of the process groups.
-            timeout: of the process groups.
+            timeout: of the process groups. So long, and `wait_s`, a rank without state waits for all others,
+                or for one that has state.
 
         Raises:
-            CheckpointError: on every rank, where a part of the state was lost with those that had it.
+            CheckpointError: where this rank came, and neither all others nor one that has state; on every
+                rank, where a part of the state was lost with those that had it.
         """
         self._store = PrefixStore("shardwise/living", store)
         self._build, self._resume = build, resume
@@ -203,7 +205,7 @@ class LivingRanks(Generic[_T]):
         return True
 
     def _join(self) -> tuple[int, int]:
-        """This rank and how many there are, once all are there or `wait_s` is over."""
+        """This rank and how many there are, once all are there or, to one with state, `wait_s` is over."""
         while True:
             newest = int(self._store.get("round")) if self._store.check(["round"]) else -1
             if newest > self._round:
@@ -212,10 +214,14 @@ class LivingRanks(Generic[_T]):
             at = f"{self._round}/"
             number = self._store.add(f"{at}came", 1)
             self._store.set(f"{at}{number}", json.dumps(self._rank))
+            patience = self._wait_s + (self._timeout.total_seconds() if self._taken is None else 0)
             begun = time.monotonic()
             while not self._store.check([f"{at}closed"]):
                 came = self._store.add(f"{at}came", 0)
-                if came >= self._ranks or time.monotonic() - begun > self._wait_s:
+                late = time.monotonic() - begun > patience
+                if late and self._taken is None and came < self._ranks:
+                    raise CheckpointError(self._alone(newest, came, patience))
+                if late or came >= self._ranks:
                     self._store.compare_set(f"{at}closed", "", str(came))
                 time.sleep(_LOOK)
             size = int(self._store.get(f"{at}closed"))
@@ -224,6 +230,20 @@ class LivingRanks(Generic[_T]):
                 members = [json.loads(self._store.get(f"{at}{each}")) for each in range(1, size + 1)]
                 return places(members)[number - 1], size
             self._forget()
+
+    def _alone(self, newest: int, came: int, waited_s: float) -> str:
+        """Why ranks that have no state do not begin: fewer than all have come, and none that has any."""
+        here = {json.loads(self._store.get(f"{newest + 1}/{each}")) for each in range(1, came + 1)}
+        missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
+        if newest < 0:
+            return (
+                f"{came} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}. A run"
+                " begins with all; start those too, or give a longer timeout"
+            )
+        return (
+            f"rank {self._rank}: a run has begun in this store, and in {waited_s:g} s none of its ranks came"
+            f" to meet this one. {_START}, with a new store"
+        )
 
     def _forget(self) -> None:
         """The others have gone on without this rank, which joins them as a new one."""
