@@ -197,11 +197,14 @@ def plan(
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
     from shardwise import planner
+    from shardwise.planner.picture import figure_class
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "sequence": sequence, "loss": loss}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
+        if png_path is not None:
+            figure_class()  # not only after a search
         found = planner.search(model, setup, hardware=hardware) if search else None
         made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
         console = Console()

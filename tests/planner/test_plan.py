@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,9 @@ def test_a_plan_is_json_both_ways_and_says_whether_it_fits() -> None:
     assert made.peak_bytes < made.reserved_bytes < made.hardware.memory_bytes
     assert 0 < made.mfu < 1
     assert f"{made.parameters:,} parameters" in str(made)
+    assert "efficiencies are assumed" in str(made)
+    measured = replace(made.hardware, source="Measured by shardwise calibrate")
+    assert "efficiencies were measured" in str(replace(made, hardware=measured))
 
 
 def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
@@ -157,6 +161,9 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         ShardingError, match=r"in 'blocks.1' \(Doubled\).*planned.opaque.*a registered fake kernel"
     ):
         shardwise.plan(lambda layers=3: with_operator("opaque", layers), sequence=SEQUENCE)
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ShardingError, match=r"no causal language model, .* of ViTConfig"):
+        shardwise.plan(str(tmp_path / "config.json"), sequence=SEQUENCE)
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     with pytest.raises(ShardingError, match=r"config.json is no transformers config"):
         shardwise.plan(str(tmp_path / "config.json"))
@@ -294,6 +301,8 @@ def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ShardwiseError, match=r"shardwise\[plot\]"):
         planner.picture(made)
+    result = CliRunner().invoke(app, ["plan", "no such model", "--png", "plan.png"])
+    assert (result.exit_code, "shardwise[plot]" in result.stderr) == (2, True)
 
 
 def test_memory_is_drawn_over_the_time_of_its_computation() -> None:

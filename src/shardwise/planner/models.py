@@ -195,7 +195,13 @@ def _of_transformers(path: Path) -> Model:
         config.num_hidden_layers, config.use_cache = layers, False
         if getattr(config, "layer_types", None):
             config.layer_types = (config.layer_types * layers)[:layers]
-        made: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        try:
+            made: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise ShardingError(
+                f"{path}: transformers makes no causal language model, which alone are planned, of"
+                f" {type(config).__name__}: {str(error).splitlines()[0]}"
+            ) from error
         return made
 
     def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -23,17 +23,22 @@ PHASES = {"forward": "#2b8ca3", "backward": "#c46a32", "optimizer": "#7d5fb0"}
 OTHER, RULE = "#6b7f99", "#b3261e"
 
 
+def figure_class() -> Any:
+    """matplotlib's Figure; raises ShardwiseError where that is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ShardwiseError("a PNG of a plan needs matplotlib: pip install 'shardwise[plot]'") from error
+    return Figure
+
+
 def picture(made: Plan) -> bytes:
     """A PNG, 16 to 9.
 
     Raises:
         ShardwiseError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ShardwiseError("a PNG of a plan needs matplotlib: pip install 'shardwise[plot]'") from error
-    figure: Any = Figure(figsize=(12.8, 7.2), dpi=150, layout="constrained")
+    figure: Any = figure_class()(figsize=(12.8, 7.2), dpi=150, layout="constrained")
     lanes = drawing.streams(made)
     rows = figure.subplots(2 if lanes else 1, 1, squeeze=False, height_ratios=[3, 1] if lanes else [1])
     figure.suptitle(_title(made), x=0.02, ha="left", fontsize=17, fontweight="bold")

@@ -226,6 +226,11 @@ def _changes(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "four times as many ranks", {"ranks": 4 * setup.ranks}
 
 
+def _origin(hardware: Hardware | None) -> str:
+    measured = hardware is not None and hardware.source.startswith("Measured")
+    return "were measured" if measured else "are assumed"
+
+
 def _lines(made: Plan) -> Iterator[str]:
     setup, peak = made.setup, made.peak
     yield (
@@ -260,7 +265,7 @@ def _lines(made: Plan) -> Iterator[str]:
         yield (
             f"Step: {made.times.step:.3f} s ({made.times.exposed:.3f} s of it communication that"
             f" computation waits for); {made.tokens_per_s:,.0f} tokens/s a device; MFU {made.mfu:.1%}."
-            " By a model of the hardware whose efficiencies are assumed"
+            f" By a model of the hardware, whose efficiencies {_origin(made.hardware)}"
         )
         for words in host_bound(made.times):
             yield f"Host-bound: {words}"
