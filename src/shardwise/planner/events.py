@@ -96,6 +96,7 @@ class Recording:
     parameters: int
     block_parameters: int
     embedding_parameters: int  # of tables that are looked up
+    converted: tuple[str, ...] = ()  # dtypes that the model makes parameters in, and that are not stored
 
     @property
     def middle(self) -> int:

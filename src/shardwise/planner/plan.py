@@ -23,6 +23,8 @@ from shardwise.planner.unroll import RECORDED, NotRegular, unroll
 GIB = 2**30
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
+_CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,7 +37,7 @@ class Plan:
         sent: what the rank sends in a step; `groups` on whose behalf.
         model_flops: three times forward's operations: a multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
-        assumed: of operators whose cost is not known.
+        assumed: of operators whose cost is not known, and of parameters made in another dtype.
         whole: why all blocks were run, instead of a few; empty if a few were.
         times: as the hardware's model has it.
     """
@@ -150,7 +152,10 @@ def plan_of(
         groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,
         computed_flops=computed_flops,
-        assumed=[_ASSUMED.format(name) for name in measure.unknown_operators(recording)],
+        assumed=[
+            *(_CONVERTED.format(one, setup.stored_dtype) for one in recording.converted if one != "float32"),
+            *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
+        ],
         whole=whole,
         hardware=device,
         times=None if device is None else time_of(recording, device, setup.accumulation),

@@ -50,7 +50,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         mesh = stack.enter_context(noop_world(setup.ranks, replicas=setup.replicas, reshard=reshard))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
-        module = built(model, layers, setup.stored_dtype)
+        module, converted = built(model, layers, setup.stored_dtype)
         parameters = sum(p.numel() for p in module.parameters())
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
         looked_up = [one for one in module.modules() if isinstance(one, nn.Embedding)]
@@ -68,7 +68,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         _start(recorder, module, model.blocks(module), tokens)
         for step in range(STEPS):
             _step(recorder, model, module, optimizers, tokens, step, setup)
-        return Recording(layers, recorder.finish(), parameters, in_block, embedded)
+        return Recording(layers, recorder.finish(), parameters, in_block, embedded, converted)
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:

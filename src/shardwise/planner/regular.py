@@ -26,7 +26,7 @@ def check(model: Model, setup: Setup) -> None:
     model = chunked(model) if setup.loss == "chunked" else model
     with FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
         try:
-            module = built(model, model.layers, setup.param_dtype)
+            module, _ = built(model, model.layers, setup.param_dtype)
         except ShardwiseError:
             raise
         except Exception as error:  # of the user's model

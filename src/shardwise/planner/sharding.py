@@ -26,13 +26,14 @@ _KEPT = (
 _MATMULS = (aten.mm.default, aten.addmm.default)
 
 
-def built(model: Model, layers: int, dtype: str) -> nn.Module:
-    """`model` on fake tensors, its parameters stored in `dtype` whatever the dtype that it makes them in."""
+def built(model: Model, layers: int, dtype: str) -> tuple[nn.Module, tuple[str, ...]]:
+    """`model` on fake tensors, its parameters converted to `dtype`; and the other dtypes it made them in."""
     with fakes_convert():
         module = model.build(layers)
-        if other_dtypes(module, dtype):
+        converted = tuple(other_dtypes(module, dtype))
+        if converted:
             getattr(module, CASTS[dtype])()
-    return module
+    return module, converted
 
 
 def other_dtypes(module: nn.Module, dtype: str) -> list[str]:
