@@ -187,3 +187,22 @@ def test_other_urls_are_stores_too_and_those_of_files_are_paths(tmp_path: Path) 
     assert load("memory://run", state) == latest_step("memory://run") == 1
     assert state["w"].tolist() == [1] * 3
     assert save(tmp_path.as_uri(), state, step=1) == tmp_path / "step-00000001"
+
+
+@on_ranks(2)
+def test_a_store_that_each_process_has_to_itself_is_refused_before_anything_is_written() -> None:
+    folder = location("memory://mine")
+    with pytest.raises(CheckpointError, match=r"rank 1: memory:///mine: this store is not shared by all"):
+        save(folder, {"step": 1}, step=1)
+    assert isinstance(folder, StorePath)
+    assert not objects(folder)
+
+
+def test_a_checkpoint_may_lie_at_the_root_of_a_store() -> None:
+    state = {"step": 1, "w": torch.ones(2)}
+    made = save("memory://", state, step=7)
+    assert isinstance(made, StorePath)
+    try:
+        assert latest_step("memory://") == load("memory://", state) == 7
+    finally:
+        made.system.rm(str(made.path), recursive=True)

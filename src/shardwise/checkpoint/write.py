@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, 
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError
-from shardwise.files.stores import Location, location
+from shardwise.files.stores import Location, StorePath, location, write_whole
+
+_MARK = "shared"  # there until all ranks have seen it
 
 
 def save(
@@ -171,10 +173,35 @@ def begun(
     def make_room() -> str:
         plans.append(plan([each["chunks"] for each in told]))
         fits(plans[0])
-        return str(open_staging(location(path), step)) if rank == keeper else ""
+        if rank != keeper:
+            return ""
+        opened = open_staging(location(path), step)
+        if isinstance(opened, StorePath) and size > 1:
+            write_whole(opened / _MARK, b"")
+        return str(opened)
 
     staging = location(together(what, make_room)[keeper])
+    if isinstance(staging, StorePath) and size > 1:
+        _check_shared(what, staging, is_keeper=rank == keeper)
     return Job(what, contents, own[0], plans[0], staging, step, keep, keep_every, keeper)
+
+
+def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
+    """Raise on every rank unless all see what one has put there. Collective."""
+
+    def look() -> None:
+        if not (staging / _MARK).is_file():
+            raise CheckpointError(
+                f"{staging.parent}: this store is not shared by all ranks: rank 0 wrote what is not here. Give"
+                " one that all reach"
+            )
+
+    try:
+        together(what, look)
+    finally:
+        if is_keeper:
+            with suppress(Exception):  # a store that removes nothing keeps it
+                (staging / _MARK).unlink()
 
 
 def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:

@@ -91,7 +91,8 @@ def location(path: str | os.PathLike[str]) -> Location:
 
     system, inside = url_to_fs(text)
     protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
-    return Path(inside) if set(_LOCAL) & set(protocols) else StorePath(PurePosixPath(inside), system)
+    at = PurePosixPath(inside or system.root_marker)
+    return Path(inside) if set(_LOCAL) & set(protocols) else StorePath(at, system)
 
 
 @contextmanager
