@@ -168,9 +168,12 @@ def test_tensors_that_could_not_be_read_again_are_not_saved(tmp_path: Path) -> N
     class Own(torch.Tensor):
         pass
 
-    for tensor in (torch.ones(2).as_subclass(Own), torch.eye(2).to_sparse()):
-        with pytest.raises(CheckpointError, match=r"w: a .* cannot be saved; convert it"):
-            save(tmp_path, {"w": tensor}, step=1)
+    meta = torch.ones(2, device="meta")
+    for tensor in (torch.ones(2).as_subclass(Own), torch.eye(2).to_sparse(), meta):
+        with mock.patch("shardwise.checkpoint.write.open_staging") as opened:
+            with pytest.raises(CheckpointError, match=r"w: a .* cannot be saved; convert it"):
+                save(tmp_path, {"w": tensor}, step=1)
+            opened.assert_not_called()
     assert not list(tmp_path.iterdir())
 
 

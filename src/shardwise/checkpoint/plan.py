@@ -54,18 +54,23 @@ class Held:
             self.chunks.append(
                 [item.index.fqn, list(chunk.offsets), list(chunk.sizes), list(data.size), dtype]
             )
+            self._check(item)
 
     def tensor(self, chunk: Chunk) -> Tensor:
         """The numbers of one of the chunks, where they are."""
         name, offsets = chunk[:2]
         found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
-        if type(found) is not Tensor or found.layout != torch.strided:
-            raise CheckpointError(
-                f"{name}: a {type(found).__name__} of {found.layout} cannot be saved;"
-                " convert it to a dense plain tensor"
-            )
         plain: Tensor = found.resolve_conj().resolve_neg()
         return plain
+
+    def _check(self, item: WriteItem) -> None:
+        """Raise for what could not be written and read again."""
+        found = self._planner.lookup_object(item.index).detach()
+        if type(found) is not Tensor or found.layout != torch.strided or found.is_meta or found.is_quantized:
+            raise CheckpointError(
+                f"{item.index.fqn}: a {type(found).__name__} of {found.layout} and {found.dtype} on"
+                f" {found.device} cannot be saved; convert it to a dense plain tensor with numbers"
+            )
 
 
 def plan(held: Sequence[Sequence[Chunk]]) -> Plan:
