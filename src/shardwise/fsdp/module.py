@@ -208,7 +208,7 @@ def _compiled_call(cls: type) -> FunctionType:
     return own_code(_call)
 
 
-def _call(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+def _call(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
     alive = module()
     assert alive is not None
     return alive(*args, **kwargs)
@@ -228,7 +228,7 @@ def compile_gathered(module: FSDPModule, **how: Any) -> None:
 
 
 @_compat.only_inlined
-def _run_gathered(module: FSDPModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_gathered(module: FSDPModule, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return _run(module._shardwise_state, cast(Any, module), forward, args, kwargs)
 
 
