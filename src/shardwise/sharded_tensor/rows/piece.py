@@ -24,6 +24,10 @@ from shardwise.sharded_tensor.rows.row_shard import RowShard
 EvenCuts = tuple[tuple[dist.ProcessGroup, int], ...]
 
 
+def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
+    return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+
+
 def check_torch(what: str) -> None:
     """Raise ShardingError where torch would run operations on rows as DTensor's own."""
     if not dtensors.RUNS_OWN_DTENSORS:
@@ -60,11 +64,13 @@ class Piece:
     even_cuts: EvenCuts = ()
     name: str = ""
     on_mesh: DeviceMesh | None = field(default=None, repr=False)
+    # Of `on_mesh`, by axis. It asks for them by name, which fails once they are gone, and while torch traces.
+    mesh_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         check_torch("a tensor of whole rows on each rank")
-        if self.on_mesh is not None:
-            self._groups_of_mesh  # noqa: B018 - which is asked by name, of groups that may be gone later
+        if self.on_mesh is not None and not self.mesh_groups:
+            object.__setattr__(self, "mesh_groups", _groups_of(self.on_mesh))
 
     def __deepcopy__(self, memo: object) -> Piece:
         return self  # nothing in it changes, and process groups cannot be copied
@@ -140,11 +146,7 @@ class Piece:
         for group in self.groups:
             found[group] = RowShard(self.counts, step)
             step *= group.size()
-        return tuple(found.get(group, _REPLICATE) for group in self._groups_of_mesh)
-
-    @cached_property
-    def _groups_of_mesh(self) -> list[dist.ProcessGroup]:
-        return [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or _groups_of(self.mesh))
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
         """What DTensor knows of a tensor of this dtype that is cut so."""
