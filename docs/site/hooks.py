@@ -38,6 +38,7 @@ ALSO = {
     "benchmarks/TABLES.md": "tables.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results.svg": "results.svg",
+    "benchmarks/soak.svg": "soak.svg",
     "LICENSE": "LICENSE.txt",
 }
 # What the code host shows as a part of a page, and the site as a page.
