@@ -65,9 +65,7 @@ def go_different_ways(folder: Path) -> None:
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
-    os.environ["SHARDWISE_REPORTS"] = str(
-        folder
-    )  # for good: a thread may write it once the step has raised
+    os.environ["SHARDWISE_REPORTS"] = str(folder)  # for good: a thread may write it once the step has raised
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGTERM)
     if dist.get_rank() == 1:
