@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -43,7 +42,7 @@ from torch.nn import functional as F
 
 from run_log import RunLog, memory_bytes, memory_held, profiled, progress_bar, surroundings, what_ranks_said
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.checkpoint import PerRank, StopSignals, latest_step, load, save
+from shardwise.checkpoint import PerRank, StopSignals, latest_step, load, optimizer_state, save
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.launch import on_ranks
@@ -309,11 +308,7 @@ def training_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
 ) -> dict[str, Any]:
     """All a run needs to go on: shards of parameters and moments, plain numbers, each rank's random state."""
-    if isinstance(optimizer, FlatOptimizer):  # by parameter name, as torch's function has it
-        optimizer.allocate_state()
-        moments = optimizer.state_dict()
-    else:
-        moments = get_optimizer_state_dict(model, optimizer)
+    moments = optimizer_state(model, optimizer)
     own = PerRank({"rng": torch.get_rng_state()}, optional=True)  # other numbers of ranks go on without
     return {"model": get_model_state_dict(model), "optimizer": moments, "progress": progress, "own": own}
 
