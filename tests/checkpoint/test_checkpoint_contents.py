@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankPool, on_ranks
 from shardwise import fully_shard
-from shardwise.checkpoint import PerRank, load, optimizer_state, save
+from shardwise.checkpoint import PerRank, load, optimizer_state, save, save_async
 from shardwise.checkpoint.state import as_bytes
 from shardwise.errors import CheckpointError
 from shardwise.files.tensors import DTYPES
@@ -154,6 +155,8 @@ def test_tensors_of_every_kind_return_bit_for_bit(tmp_path: Path) -> None:
         "part": torch.arange(12.0).view(3, 4)[1:, ::2],
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "negative": torch.tensor([1 + 2j]).conj().imag,
+        "expanded": torch.arange(3.0)[:, None].expand(3, 2),
+        "overlapping": torch.arange(4.0).as_strided((3, 2), (1, 1)),
         "scalar": torch.tensor(2.5),
         "nothing": torch.empty(0, 3),
     }
@@ -164,17 +167,42 @@ def test_tensors_of_every_kind_return_bit_for_bit(tmp_path: Path) -> None:
         assert as_bytes(state[name]) == as_bytes(tensor), name
 
 
-def test_tensors_that_could_not_be_read_again_are_not_saved(tmp_path: Path) -> None:
-    class Own(torch.Tensor):
-        pass
+class Own(torch.Tensor):
+    pass
 
-    meta = torch.ones(2, device="meta")
-    for tensor in (torch.ones(2).as_subclass(Own), torch.eye(2).to_sparse(), meta):
-        with mock.patch("shardwise.checkpoint.write.open_staging") as opened:
-            with pytest.raises(CheckpointError, match=r"w: a .* cannot be saved; convert it"):
-                save(tmp_path, {"w": tensor}, step=1)
-            opened.assert_not_called()
-    assert not list(tmp_path.iterdir())
+
+def unfit(kind: str) -> Any:
+    if kind == "fake":
+        with FakeTensorMode():
+            return torch.ones(2)
+    if kind == "freed":
+        freed = torch.ones(2)
+        freed.untyped_storage().resize_(0)
+        return freed
+    if kind in ("strided", "jagged"):
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=getattr(torch, kind))
+    return {
+        "subclass": torch.ones(2).as_subclass(Own),
+        "coo": torch.eye(2).to_sparse(),
+        "meta": torch.ones(2, device="meta"),
+        "lazy": nn.UninitializedParameter(),
+    }[kind]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["strided", "jagged", "coo", "meta", "fake", "freed", "subclass", "lazy"])
+def test_a_tensor_that_could_not_be_read_again_on_one_rank_is_named_on_all(tmp_path: Path, kind: str) -> None:
+    rank = dist.get_rank()
+    state = {"w": unfit(kind) if rank else torch.ones(2)}
+    found = r"rank 1: w: expected a plain dense tensor with numbers, found a .*; \w+ "
+    for function in (save, save_async):
+        with pytest.raises(CheckpointError, match=found):
+            function(tmp_path / "new", state, step=1)
+    assert not [*tmp_path.iterdir()]
+    save(tmp_path / "there", {"w": torch.zeros(2)}, step=1)
+    with pytest.raises(CheckpointError, match=found):
+        load(tmp_path / "there", state)
+    assert rank or state["w"].all()
 
 
 @on_ranks(2)

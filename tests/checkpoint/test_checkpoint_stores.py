@@ -190,6 +190,21 @@ def test_other_urls_are_stores_too_and_those_of_files_are_paths(tmp_path: Path) 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("url", ["foo://bucket/x", "gs://bucket/x"])
+def test_a_url_that_fsspec_has_no_client_for_is_refused_with_what_to_install(url: str) -> None:
+    state = {"w": torch.ones(2)}
+    calls = [
+        lambda: save(url, state, step=1),
+        lambda: save_async(url, state, step=1),
+        lambda: load(url, state),
+        lambda: latest_step(url),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=rf"{url}: .*pip install 'shardwise\[s3\]'"):
+            call()
+
+
+@on_ranks(2)
 def test_a_store_that_each_process_has_to_itself_is_refused_before_anything_is_written() -> None:
     folder = location("memory://mine")
     with pytest.raises(CheckpointError, match=r"rank 1: memory:///mine: this store is not shared by all"):

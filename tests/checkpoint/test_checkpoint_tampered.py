@@ -230,14 +230,14 @@ def last_swapped(stored: dict[Any, Any]) -> dict[Any, Any]:
     return {first: stored[last], last: stored[first]}
 
 
-@pytest.mark.parametrize("target", ["meta", "expanded", "inference"])
+@pytest.mark.parametrize("target", ["expanded", "overlapping", "inference"])
 def test_memory_that_cannot_be_written_is_found_before_anything_is(tmp_path: Path, target: str) -> None:
-    save(tmp_path, {"a": torch.ones(3), "b": torch.ones(3)}, step=1)
+    save(tmp_path, {"a": torch.ones(3), "b": torch.ones(2, 2)}, step=1)
     with torch.inference_mode(target == "inference"):
-        unwritable = torch.zeros(3, device="meta") if target == "meta" else torch.zeros(1).expand(3)
-        unwritable = torch.zeros(3) if target == "inference" else unwritable
+        strides = {"expanded": (0, 1), "overlapping": (1, 1), "inference": (2, 1)}[target]
+        unwritable = torch.zeros(4).as_strided((2, 2), strides)
     state = {"a": torch.zeros(3), "b": unwritable}
-    refused(lambda: load(tmp_path, state), f"b: .*{target}")
+    refused(lambda: load(tmp_path, state), "b: .*(several elements in one place|inference)")
     assert not state["a"].any()
 
 

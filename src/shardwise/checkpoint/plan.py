@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
+from shardwise.checkpoint.state import check_dense
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.layout import Box, cover
 
@@ -54,7 +55,7 @@ class Held:
             self.chunks.append(
                 [item.index.fqn, list(chunk.offsets), list(chunk.sizes), list(data.size), dtype]
             )
-            self._check(item)
+            check_dense(item.index.fqn, self._planner.lookup_object(item.index))
 
     def tensor(self, chunk: Chunk) -> Tensor:
         """The numbers of one of the chunks, where they are."""
@@ -62,15 +63,6 @@ class Held:
         found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
         plain: Tensor = found.resolve_conj().resolve_neg()
         return plain
-
-    def _check(self, item: WriteItem) -> None:
-        """Raise for what could not be written and read again."""
-        found = self._planner.lookup_object(item.index).detach()
-        if type(found) is not Tensor or found.layout != torch.strided or found.is_meta or found.is_quantized:
-            raise CheckpointError(
-                f"{item.index.fqn}: a {type(found).__name__} of {found.layout} and {found.dtype} on"
-                f" {found.device} cannot be saved; convert it to a dense plain tensor with numbers"
-            )
 
 
 def plan(held: Sequence[Sequence[Chunk]]) -> Plan:

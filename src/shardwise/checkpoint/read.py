@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from shardwise.checkpoint.background import settle
 from shardwise.checkpoint.commit import find, manifest_of, rank_and_size
 from shardwise.checkpoint.index import Index, read_index
-from shardwise.checkpoint.state import Flat, Leaf, describe, flatten, from_json
+from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import raise_all, together
@@ -262,9 +262,6 @@ def _show(tensor: dict[str, Any]) -> str:
 
 def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
     """What this rank is to read for `tensors`, each chunk checked in its file; by file and place."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.is_meta:
-            raise CheckpointError(f"{name}: is on the meta device, without memory to load into; see to_empty")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata)
     found: list[_Read] = []
@@ -275,13 +272,15 @@ def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
             key = item.storage_index
             name, offsets = key.fqn, tuple(key.offset or ())
             place = index.places[name, offsets]
+            target = planner.resolve_tensor(item).detach()
+            check_dense(name, target)
             try:
                 if place.file not in opened:
                     opened[place.file] = stack.enter_context(regular(place.file).open("rb"))
                 if key not in located:
                     located[key] = locate(opened[place.file], place.begin, place.length)
                     _check_stored(located[key], index, key)
-                target = _writable(planner.resolve_tensor(item).detach(), located[key], item)
+                _check_target(target, located[key], item)
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {place.file} at {place.begin}: {error}") from error
             found.append(_Read(place.file, located[key], item.storage_offsets, target))
@@ -298,14 +297,23 @@ def _check_stored(stored: Stored, index: Index, key: MetadataIndex) -> None:
         )
 
 
-def _writable(target: Tensor, stored: Stored, item: ReadItem) -> Tensor:
+def _check_target(target: Tensor, stored: Stored, item: ReadItem) -> None:
     if target.dtype != stored.dtype or tuple(target.shape) != tuple(item.lengths):
         raise CheckpointError(
             f"expected memory for {stored.dtype} {tuple(item.lengths)}, found {target.dtype}"
             f" {tuple(target.shape)}"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
-        raise CheckpointError("the state's tensor is expanded, several elements in one place; clone it")
+    if _overlaps(target):
+        raise CheckpointError("the state's tensor has several elements in one place; clone it")
     if target.is_inference() and not torch.is_inference_mode_enabled():
         raise CheckpointError("the state's tensor was made in inference mode; clone it, or load in that mode")
-    return target
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """May elements of a tensor lie in one place? Not where each step is over all that smaller ones reach."""
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return True
+        reached += (size - 1) * stride
+    return False

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
+from shardwise import _compat
 from shardwise.errors import CheckpointError, here
 
 _TUPLE, _DICT = "__tuple__", "__dict__"
@@ -49,6 +52,12 @@ class Leaf:
     def is_tensor(self) -> bool:
         return _is_tensor(self.value)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a tensor that is not in shards."""
+        sharded = isinstance(self.value, DTensor) or hasattr(self.value, "__create_write_items__")
+        return self.is_tensor and not sharded
+
     def put(self, value: Any) -> None:
         """Replace a plain value; a list stays the same object."""
         if isinstance(value, list) and isinstance(self.value, list):
@@ -74,11 +83,18 @@ class Flat:
 
 
 def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
-    """Every leaf of a nested state by its dotted name. Two leaves with one name are an error."""
+    """Every leaf of a nested state by its dotted name.
+
+    Raises:
+        CheckpointError: two leaves of one name; a plain tensor that is not dense, or has no numbers.
+    """
     if not isinstance(state, dict):
         raise CheckpointError(f"{here()}: a state is a dict, found {type(state).__name__}")
     flat = Flat()
     _walk(state, "", flat, f"rank-{rank}-of-{ranks}")
+    for name, leaf in flat.leaves.items():
+        if leaf.is_plain:
+            check_dense(name, leaf.value)
     return flat
 
 
@@ -120,6 +136,33 @@ def _has_tensors(value: Any) -> bool:
 def describe(leaf: Leaf) -> dict[str, Any]:
     """Logical shape (of the whole tensor, not this rank's part) and dtype, for the manifest."""
     return {"shape": list(leaf.value.shape), "dtype": str(leaf.value.dtype).removeprefix("torch.")}
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise for a tensor whose numbers could not be written and read again."""
+    if is_lazy(tensor):
+        what, fix = "parameter without a shape", "run the model once before"
+    elif tensor.is_meta or isinstance(tensor, _compat.FakeTensor):
+        what, fix = "tensor without numbers", "give it memory (to_empty), or leave it out"
+    elif tensor.is_nested:
+        what, fix = (
+            "nested tensor",
+            "give what it is made of: its values() and offsets(), or unbind() it",
+        )
+    elif tensor.layout != torch.strided:
+        what, fix = f"tensor of {tensor.layout}", "give its values() and indices, or to_dense() of it"
+    elif tensor.is_quantized:
+        what, fix = "quantized tensor", "give its int_repr() and scales, or dequantize() it"
+    elif type(tensor.detach()) is not torch.Tensor:
+        what, fix = type(tensor.detach()).__name__, "give the plain tensors that it is made of"
+    elif tensor.numel() and not tensor.untyped_storage().nbytes():
+        what, fix = (
+            "tensor whose memory is freed",
+            "give sharded parameters, outside of a pass",
+        )
+    else:
+        return
+    raise CheckpointError(f"{name}: expected a plain dense tensor with numbers, found a {what}; {fix}")
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -60,7 +60,8 @@ class Stored:
         itemsize = self.dtype.itemsize
         first = sum(o * stride for o, stride in zip(offsets, self.strides, strict=True))
         span = _span(sizes, self.strides)
-        direct = target.is_cpu and target.is_contiguous() and target.stride() == self.strides
+        is_as_stored = target.stride() == self.strides and not (target.is_conj() or target.is_neg())
+        direct = target.is_cpu and target.is_contiguous() and is_as_stored
         buffer = target.as_strided((span,), (1,)) if direct else torch.empty(span, dtype=self.dtype)
         file.seek(self.begin + first * itemsize)
         numbers: Any = buffer.view(torch.uint8).numpy()

@@ -18,7 +18,6 @@ from typing import Any
 
 import xxhash
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.background import Saving, settle
 from shardwise.checkpoint.commit import FORMAT, discard, open_staging, prune, publish, rank_and_size
@@ -222,12 +221,8 @@ def _told(flat: Flat, *, compare: bool) -> dict[str, Any]:
         "values": {n: to_json(n, leaf.value) for n, leaf in flat.leaves.items() if not leaf.is_tensor},
         "lists": flat.lists,
         "per_rank": flat.per_rank,
-        "contents": {n: _content(leaf) for n, leaf in tensors.items() if compare and _is_plain(leaf)},
+        "contents": {n: _content(leaf) for n, leaf in tensors.items() if compare and leaf.is_plain},
     }
-
-
-def _is_plain(leaf: Leaf) -> bool:
-    return not isinstance(leaf.value, DTensor) and not hasattr(leaf.value, "__create_write_items__")
 
 
 def _content(leaf: Leaf) -> str:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from shardwise.errors import CheckpointError
+
 _LOCAL = ("file", "local")
 _SMALL_BYTES = 1 << 16  # what is asked for at least where places in a file are read
 
@@ -83,13 +85,23 @@ At = TypeVar("At", bound=Location)
 
 
 def location(path: str | os.PathLike[str]) -> Location:
-    """Where a path or an `fsspec` URL leads. Keys and endpoints are from the store's own environment."""
+    """Where a path or an `fsspec` URL leads. Keys and endpoints are from the store's own environment.
+
+    Raises:
+        CheckpointError: a protocol that `fsspec` does not know, or whose client is not installed.
+    """
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:
         return Path(text)
     from fsspec.core import url_to_fs
 
-    system, inside = url_to_fs(text)
+    try:
+        system, inside = url_to_fs(text)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(
+            f"{text}: {error}. Expected a folder, or a URL that fsspec has a client for: pip install"
+            " 'shardwise[s3]' (s3://), gcsfs (gs://) or adlfs (abfs://)"
+        ) from error
     protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
     at = PurePosixPath(inside or system.root_marker)
     return Path(inside) if set(_LOCAL) & set(protocols) else StorePath(at, system)

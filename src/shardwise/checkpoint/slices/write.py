@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.commit import rank_and_size
-from shardwise.checkpoint.state import as_bytes
+from shardwise.checkpoint.state import as_bytes, check_dense
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
@@ -102,11 +102,13 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
         tensor = from_rows(tensor, process_group=dist.group.WORLD)
     elif isinstance(tensor, DTensor):
         tensor = from_dtensor(tensor, process_group=dist.group.WORLD)
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, Tensor):
         raise CheckpointError(
             f"{name}: expected a ShardedTensor, DTensor or plain dense tensor, found {type(tensor).__name__};"
             " convert it"
         )
+    for part in tensor.tensors if isinstance(tensor, ShardedTensor) else [tensor]:
+        check_dense(name, part)
     if tensor.dtype not in NAMES or (tensor.dtype == torch.float4_e2m1fn_x2 and not tensor.ndim):
         raise CheckpointError(
             f"{name}: safetensors files have no {tensor.dtype} of {tensor.ndim} dims; convert it to one of"
