@@ -388,12 +388,24 @@ def _clean_up() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
     torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes' groups are gone
+    _forget_meshes()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # type: ignore[attr-defined]
     gc.collect()
     if len(sys.modules) != _frozen[0]:  # what was imported since need not be visited again either
         _frozen[0] = len(sys.modules)
         gc.freeze()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what it worked out for a mesh, and each group kept alive has a thread that polls."""
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
 def _describe(error: BaseException) -> str:

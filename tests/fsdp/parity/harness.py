@@ -26,10 +26,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -170,9 +171,13 @@ def each(
     return {name: of(p.grad if gradient else p) for name, p in model.named_parameters()}
 
 
-@cache
+_ranks: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()
+
+
 def ranks_of(mesh: DeviceMesh) -> str:
-    return str(mesh.mesh.tolist())  # a millisecond
+    if mesh not in _ranks:
+        _ranks[mesh] = str(mesh.mesh.tolist())  # a millisecond
+    return _ranks[mesh]
 
 
 def describe(tensor: Tensor) -> str:
