@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise.comm.count import CommCounter
+from shardwise.planner.decoder import Decoder, Shape
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
 from shardwise.planner.models import Model, chunked, model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import optimizers_of, shard
+from shardwise.planner.sharding import optimizers_of, shard, split
+from shardwise.planner.tensor import parallelize
 
 if __package__:
     from benchmarks.storages import Allocated
@@ -61,6 +65,10 @@ def llama(layers: int = 2) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=layers, use_cache=False))
 
 
+def decoder(layers: int = 2) -> nn.Module:
+    return Decoder(Shape(96, 32, layers, heads=4, kv_heads=2, ffn=64), layers=layers, positions=SEQUENCE)
+
+
 def setup_of(ranks: int, **changes: Any) -> Setup:
     sizes: dict[str, Any] = {"sequence": SEQUENCE, "micro_batch": 2, "param_dtype": "float32"}
     return Setup(**({"ranks": ranks, "device": "cpu", "ends_apart": False} | sizes | changes))
@@ -85,10 +93,14 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
     """Of the second step: the most bytes alive, and the collectives."""
     model = chunked(model) if setup.loss == "chunked" else model
     module = model.build(model.layers)
-    shard(module, model, setup, init_device_mesh("cpu", (setup.ranks,)))
+    names, sizes = zip(*setup.axes.items(), strict=True)
+    mesh, tensor = split(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    if tensor is not None:
+        parallelize(module, model.name, tensor)
+    shard(module, model, setup, mesh)
     optimizers = optimizers_of(module, model, setup)
     tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
-    with Allocated() as storages:
+    with Allocated() as storages, loss_parallel() if tensor is not None else nullcontext():
         storages.see([[getattr(p, "_local_tensor", p) for p in module.parameters()], list(module.buffers())])
         storages.see(tokens)
         for _ in range(2):
@@ -117,7 +129,7 @@ def rows() -> Iterator[list[str]]:
 
 HEADER = ["model", "ranks", "layout", "checkpointing", "also"]
 HEADER += ["alive planned", "measured", "error", "sent planned", "measured", "order of collectives"]
-_ALSO = {"loss": "whole", "optimizer": "AdamW fused", "accumulation": 1}
+_ALSO = {"loss": "whole", "optimizer": "AdamW fused", "accumulation": 1, "replicas": 1, "tensor": 1}
 _EACH: list[dict[str, Any]] = [
     {"layout": layout, "checkpointing": checkpointing}
     for layout in ("interleaved", "contiguous")
@@ -130,6 +142,10 @@ def _cases(ranks: int) -> Iterator[tuple[str, Any, Setup]]:
     for name, factory in (("train_gpt", gpt), ("transformers Llama", llama)):
         for changes in _EACH:
             yield name, factory, setup_of(ranks, **changes)
+    if ranks == 4:
+        for name, factory in (("planner's Llama", decoder), ("transformers Llama", llama)):
+            for changes in (*_EACH[:6], {"loss": "chunked"}, {"layout": "contiguous", "replicas": 2}):
+                yield name, factory, setup_of(ranks, **{"tensor": 2} | changes)
 
 
 def _on_ranks(ranks: int) -> list[tuple[str, Setup, Comparison]]:

@@ -1,8 +1,10 @@
 """Bytes alive in a process with real memory, without those that it did not allocate."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.planner.storages import Storages
 
@@ -13,6 +15,10 @@ class Allocated(Storages):
     That is mapped safetensors files, the meta device, and what lies within another storage: parameters of
     the interleaved layout lie in their group's buffer.
     """
+
+    def see(self, value: Any) -> None:
+        if not isinstance(value, FakeTensor):  # by which DTensors find shapes
+            super().see(value)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         if id(storage) in self._alive:

@@ -164,9 +164,12 @@ def plan(
         str,
         typer.Argument(help="Published model (llama3-8b), transformers config (.json), module:factory"),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="In all.")] = 8,
     hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a file (.toml).")] = "h100",
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas R of a (R, ranks / R) mesh.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas R of a mesh of R x S ranks.")] = 1,
+    tensor: Annotated[
+        int, typer.Option(min=1, help="Neighbouring ranks that are tensor parallel; R x S x T is all ranks.")
+    ] = 1,
     layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
@@ -200,7 +203,8 @@ def plan(
     from shardwise.planner.picture import figure_class
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
-    choices |= {"strategy": strategy, "replicas": replicas, "sequence": sequence, "loss": loss}
+    choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
+    choices |= {"sequence": sequence, "loss": loss}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         if png_path is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.plan_real import SEQUENCE, compare, gpt, llama, setup_of
+from benchmarks.plan_real import SEQUENCE, compare, decoder, gpt, llama, setup_of
 from torch import nn
 from typer.testing import CliRunner
 
@@ -115,10 +115,19 @@ def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: d
     assert found.same_order
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize(
+    ("factory", "changes"),
+    [
+        (gpt, {"layout": "interleaved"}),
+        (gpt, {"layout": "contiguous"}),
+        (llama, {"tensor": 2}),
+        (decoder, {"tensor": 2, "layout": "contiguous", "loss": "chunked"}),
+    ],
+    ids=["interleaved", "contiguous", "tensor parallel", "tensor parallel, contiguous"],
+)
 @on_ranks(4)
-def test_a_plan_is_what_four_ranks_allocate_and_send(layout: str) -> None:
-    found = compare(gpt, setup_of(4, layout=layout))
+def test_a_plan_is_what_four_ranks_allocate_and_send(factory: Any, changes: dict[str, Any]) -> None:
+    found = compare(factory, setup_of(4, **changes))
     assert found.measured_alive == pytest.approx(found.planned_alive, rel=0.01)
     assert found.measured_sent == found.planned_sent
     assert found.same_order
@@ -147,6 +156,14 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(ShardingError, match="3 replicas does not divide 8 ranks"):
         Setup(ranks=8, replicas=3)
+    with pytest.raises(ShardingError, match=r"tensor=3 does not divide the 8 ranks"):
+        Setup(ranks=8, tensor=3)
+    with pytest.raises(
+        ShardingError, match=r"tensor=4 does not divide its 2 heads of keys; choose one of 1, 2"
+    ):
+        shardwise.plan(llama, tensor=4, sequence=SEQUENCE)
+    with pytest.raises(ShardingError, match=r"gpt does not say how tensor parallelism cuts it.*tensor_plan"):
+        shardwise.plan(gpt, tensor=2, sequence=SEQUENCE)
     with pytest.raises(ShardingError, match="checkpointing must be one of"):
         Setup(checkpointing="some")
     with pytest.raises(ShardingError, match=r"unknown model 'llama9'.*llama3-8b"):
@@ -325,6 +342,6 @@ def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
 
 def test_groups_that_a_rank_makes_after_a_plan_have_the_names_that_other_ranks_give_them() -> None:
     before = dist.distributed_c10d._world.group_count
-    with noop_world(4, replicas=2):
+    with noop_world(4, axes={"replicate": 2, "shard": 2}):
         assert dist.distributed_c10d._world.group_count > before
     assert dist.distributed_c10d._world.group_count == before

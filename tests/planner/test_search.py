@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.plan_real import decoder
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import train_gpt
@@ -43,28 +45,40 @@ def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_reco
     assert planner.from_json(planner.Search, planner.to_json(found)) == found
 
 
-CUTS: list[dict[str, Any]] = [
-    {"layout": "contiguous", "strategy": "zero2", "checkpointing": "selective", "optimizer": "AdamW flat"},
-    {"replicas": 2, "reshard_after_forward": False, "checkpointing": "full", "stored_dtype": "bfloat16"},
+CUTS: list[tuple[Any, dict[str, Any]]] = [
+    (
+        gpt,
+        {
+            "layout": "contiguous",
+            "strategy": "zero2",
+            "checkpointing": "selective",
+            "optimizer": "AdamW flat",
+        },
+    ),
+    (
+        gpt,
+        {"replicas": 2, "reshard_after_forward": False, "checkpointing": "full", "stored_dtype": "bfloat16"},
+    ),
+    (decoder, {"tensor": 2, "layout": "contiguous"}),
 ]
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=["one axis", "two axes"])
+@pytest.mark.parametrize(("factory", "cut"), CUTS, ids=["one axis", "two axes", "tensor parallel"])
 @on_ranks(4)
-def test_the_python_of_a_plan_builds_what_was_planned(cut: dict[str, Any]) -> None:
+def test_the_python_of_a_plan_builds_what_was_planned(factory: Any, cut: dict[str, Any]) -> None:
     setup = Setup(ranks=4, device="cpu", sequence=SEQUENCE, **cut)
-    model = model_of(gpt, sequence=SEQUENCE)
+    model = model_of(factory, sequence=SEQUENCE)
     recording = record(model, setup, layers=3)
     issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
 
     names: dict[str, Any] = {}
     exec(planner.python(model, setup), names)
-    module = gpt(layers=3)
+    module = factory(layers=3)
     optimizer = names["build"](module)
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
     for _ in range(2):
         optimizer.zero_grad()
-        with CommCounter() as counter:
+        with CommCounter() as counter, loss_parallel():
             F.cross_entropy(module(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
             optimizer.step()
     assert counter.calls == issued

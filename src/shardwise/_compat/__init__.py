@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScat
 
 # comm.count: the one subclass that cannot run below an active mode that steps aside for it.
 # hf.generate: a model that has shapes and no memory.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 
 # checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.
@@ -39,6 +39,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # planner.watch: it runs operators on tensors of whole size to learn shapes, once for each kind.
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # A dim cut by tensor parallelism first and by data parallelism second: the order of its pieces
 # is not expressible with public placements.
@@ -130,8 +131,9 @@ def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dims of several sub-meshes of a common mesh."""
-    return DeviceMesh._concatenate(meshes)
+    """One mesh with the dims of several sub-meshes of a common mesh; also under fake tensors."""
+    with unset_fake_temporarily():  # as slicing a mesh does
+        return DeviceMesh._concatenate(meshes)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -437,10 +439,12 @@ def no_process_groups() -> Iterator[None]:
     for one in kept:
         one.clear()
     c10d._update_default_pg(None)
+    _clear_sharding_prop_cache()  # of DTensors: its meshes equal others', and have the names of these groups
     told = sys.excepthook  # each new default group wraps it
     try:
         yield
     finally:
+        _clear_sharding_prop_cache()
         for name in world.pg_names.values():
             c10d._unregister_process_group(name)  # type: ignore[attr-defined]
         for one, content in zip(kept, contents, strict=True):

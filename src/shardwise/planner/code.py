@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
+from torch.distributed import tensor
+from torch.distributed.tensor import parallel
 
-from shardwise.planner.models import Factory, Model, model_of
+from shardwise.planner.models import Factory, Model, chunked, model_of
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import CASTS, other_dtypes
-
-_OPTIMIZERS = {
-    "AdamW": "torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)",
-    "AdamW fused": "torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)",
-    "AdamW flat": "optim.flat(torch.optim.AdamW, model, lr=1e-3, fused=True)",
-    "AdamW 8 bits": "optim.AdamW8bit(model.parameters(), lr=1e-3)",
-    "Muon": "optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, fused=True)",
-    "SGD": "torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)",
-}
+from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
+from shardwise.planner.tensor import ROWS, STYLES, check, heads_by_rows, styles_of, tied
 
 
 def python(model: str | Model | Factory, setup: Setup) -> str:
     """Source of `build(model)`, which shards the model and returns its optimizer; for every rank to call."""
     asked = model_of(model, sequence=setup.sequence)
-    return "\n".join([*_imports(setup), "", "", *_build(asked, setup), ""])
+    body = list(_build(chunked(asked) if setup.loss == "chunked" else asked, setup))
+    return "\n".join([*_imports(setup, "\n".join(body)), "", "", *body, ""])
 
 
-def _imports(setup: Setup) -> Iterator[str]:
+def _imports(setup: Setup, body: str) -> Iterator[str]:
     yield "import torch"
     yield "from torch.distributed.device_mesh import init_device_mesh"
+    called = set(re.findall(r"(\w+)\(", body))
+    for module in (tensor, parallel):
+        used = sorted(called & {*module.__all__} - {"init_device_mesh"})
+        if used and setup.tensor > 1:
+            yield f"from {module.__name__} import {', '.join(used)}"
     yield ""
     names = ["MixedPrecisionPolicy", "fully_shard"]
-    names += ["optim"] if "optim." in _OPTIMIZERS[setup.optimizer].replace("torch.optim.", "") else []
+    names += ["optim"] if "optim." in OPTIMIZERS[setup.optimizer].replace("torch.optim.", "") else []
     yield f"from shardwise import {', '.join(names)}"
     if setup.checkpointing != "none":
         yield "from shardwise.planner import recompute"
@@ -46,11 +47,13 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     )
     if converted:
         yield f"    model.{CASTS[setup.stored_dtype]}()"
-    if setup.replicas == 1:
-        yield f'    mesh = init_device_mesh("{setup.device}", ({setup.ranks},))'
-    else:
-        sizes = f"({setup.replicas}, {setup.ranks // setup.replicas})"
-        yield f'    mesh = init_device_mesh("{setup.device}", {sizes}, mesh_dim_names=("replicate", "shard"))'
+    names, sizes = tuple(setup.axes), tuple(setup.axes.values())
+    quoted = ", ".join(f'"{name}"' for name in names)
+    named = f", mesh_dim_names=({quoted})" if len(names) > 1 else ""
+    yield f'    mesh = init_device_mesh("{setup.device}", {sizes}{named})'
+    if setup.tensor > 1:
+        yield from _tensor_parallel(model, setup)
+        yield f"    mesh = mesh[{quoted.rpartition(', ')[0]}]"
     yield f"    policy = MixedPrecisionPolicy(torch.{setup.param_dtype}, torch.{setup.reduce_dtype})"
     strategy = "" if setup.strategy is None else f', "strategy": "{setup.strategy}"'
     yield f'    options = {{"mesh": mesh, "mp_policy": policy, "layout": "{setup.layout}"{strategy}}}'
@@ -67,7 +70,26 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     if setup.optimizer == "Muon":
         yield "    matrices = [p for block in blocks for p in block.parameters() if p.ndim == 2]"
         yield "    others = [p for p in model.parameters() if all(p is not one for one in matrices)]"
-    yield f"    return {_OPTIMIZERS[setup.optimizer]}"
+    yield f"    return {OPTIMIZERS[setup.optimizer]}"
+
+
+def _tensor_parallel(model: Model, setup: Setup) -> Iterator[str]:
+    with torch.device("meta"):
+        module = model.build(2)
+    words = styles_of(module, model.name)
+    check(module, model.name, setup.tensor)
+    yield "    styles = {"
+    yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word != ROWS)
+    yield "    }"
+    yield '    parallelize_module(model, mesh["tensor"], styles)'
+    for head in heads_by_rows(module, words):
+        yield f"    head = model.{head}"
+        yield "    for name, p in list(head.named_parameters()):"
+        yield '        rows = distribute_tensor(p.detach(), mesh["tensor"], [Shard(0)])'
+        yield "        setattr(head, name, torch.nn.Parameter(rows))"
+    yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
+    if "head_of_sequence" in words.values():
+        yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
 
 
 def _parts(model: Model, setup: Setup) -> tuple[str, list[str], bool]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from shardwise.comm.kinds import NAMESPACES
+
 aten = torch.ops.aten
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _NOTHING = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::empty", "aten::empty_like"}
@@ -20,7 +22,7 @@ _NOTHING = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::empty", "a
 def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, str] | None:
     """FLOPs, bytes and the dtype of computation; None for an operator that touches no memory."""
     name = func.name().partition(".")[0]
-    if func.is_view or name in _NOTHING:
+    if func.is_view or name in _NOTHING or func.namespace in NAMESPACES:
         return None
     tensors = {id(one): one for one in _tensors((args, kwargs, result))}
     if not tensors:

@@ -56,24 +56,18 @@ def _norm(shape: Shape) -> nn.Module:
     return nn.LayerNorm(shape.width) if shape.bias else nn.RMSNorm(shape.width)
 
 
-class Block(nn.Module):
+class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         kv_width = shape.kv_heads * shape.head_width
-        self.norm_1, self.norm_2 = _norm(shape), _norm(shape)
         self.q = nn.Linear(shape.width, shape.width, bias=shape.bias)
         self.k = nn.Linear(shape.width, kv_width, bias=shape.bias)
         self.v = nn.Linear(shape.width, kv_width, bias=shape.bias)
         self.o = nn.Linear(shape.width, shape.width, bias=shape.bias)
-        self.up = nn.Linear(shape.width, shape.ffn, bias=shape.bias)
-        if shape.gated:
-            self.gate = nn.Linear(shape.width, shape.ffn, bias=shape.bias)
-        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.bias)
 
-    def forward(self, x: Tensor, angles: Tensor | None) -> Any:  # (batch, length, width), in and out
-        y = self.norm_1(x)
-        q, k, v = (p(y).unflatten(-1, (-1, self.shape.head_width)) for p in (self.q, self.k, self.v))
+    def forward(self, x: Tensor, *, angles: Tensor | None) -> Any:  # (batch, length, width), in and out
+        q, k, v = (p(x).unflatten(-1, (-1, self.shape.head_width)) for p in (self.q, self.k, self.v))
         if angles is not None:
             q, k = _rotated(q, angles), _rotated(k, angles)
         repeat = self.shape.heads // self.shape.kv_heads
@@ -81,11 +75,31 @@ class Block(nn.Module):
             k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        y = self.norm_2(x)
-        if self.shape.gated:
-            return x + self.down(F.silu(self.gate(y)) * self.up(y))
-        return x + self.down(F.gelu(self.up(y)))
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, shape.ffn, bias=shape.bias)
+        self.gate = nn.Linear(shape.width, shape.ffn, bias=shape.bias) if shape.gated else None
+        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm_1, self.attention = _norm(shape), Attention(shape)
+        self.norm_2, self.ffn = _norm(shape), FeedForward(shape)
+
+    def forward(self, x: Tensor, angles: Tensor | None) -> Any:
+        x = x + self.attention(self.norm_1(x), angles=angles)
+        return x + self.ffn(self.norm_2(x))
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:  # (batch, length, heads, head width); angles complex
@@ -105,13 +119,34 @@ class Head(nn.Module):
         return self.out(self.norm(x))
 
 
+_CUT = {
+    **{f"blocks.*.{name}": "colwise" for name in ("attention.[qkv]", "ffn.up", "ffn.gate")},
+    **{f"blocks.*.{name}": "rowwise" for name in ("attention.o", "ffn.down")},
+    "embedding": "embedding_rowwise",
+    "head.out": "colwise_gather_output",
+}
+_CUT_SEQUENCE = {
+    **_CUT,
+    **{f"blocks.*.{name}": "sequence_parallel" for name in ("norm_1", "norm_2")},
+    **{f"blocks.*.{name}": "gather_sequence" for name in ("attention", "ffn")},
+    **{f"blocks.*.{name}": "rowwise_to_sequence" for name in ("attention.o", "ffn.down")},
+    "embedding": "embedding_to_sequence",
+    "head.norm": "sequence_parallel",
+    "head.out": "head_of_sequence",
+}
+
+
 class Decoder(nn.Module):
-    """Tokens (batch, length) to logits (batch, length, vocabulary)."""
+    """Tokens (batch, length) to logits (batch, length, vocabulary).
+
+    Tensor parallel it is as Megatron-LM has it; Llama's kind as torchtitan does, which cuts the sequence too.
+    """
 
     angles: Tensor | None
 
     def __init__(self, shape: Shape, *, layers: int, positions: int) -> None:
         super().__init__()
+        self.shape, self.tensor_plan = shape, _CUT_SEQUENCE if shape.rotary else _CUT
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position = None if shape.rotary else nn.Embedding(positions, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(layers))

@@ -17,6 +17,7 @@ GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY = (
 )
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY)
 COMPUTATION = "computation"
+TENSOR_PARALLEL = "tensor parallel"  # whose collectives computation waits for at once
 STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")  # in the order of `CommStreams`
 
 
@@ -66,6 +67,7 @@ class Send(NamedTuple):
     collective: Collective
     group: int | str  # the number of a block, or a module's name
     stream: str
+    stride: int = 1  # ranks from one member to the next
 
 
 class Record(NamedTuple):
@@ -95,6 +97,7 @@ class Recording:
     segments: list[Segment]
     parameters: int
     block_parameters: int
+    gathered_parameters: int  # of a block, by a rank: its part of those that tensor parallelism cuts
     embedding_parameters: int  # of tables that are looked up
     converted: tuple[str, ...] = ()  # dtypes that the model makes parameters in, and that are not stored
 

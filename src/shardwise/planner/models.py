@@ -20,10 +20,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError
 from shardwise.nn import linear_cross_entropy
 from shardwise.planner.decoder import PUBLISHED, Decoder
+from shardwise.planner.tensor import ROWS, plan_of
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,19 @@ def chunked(model: Model) -> Model:
     def build(layers: int) -> nn.Module:
         made = model.build(layers)
         in_blocks = {id(one) for block in model.blocks(made) for one in block.modules()}
-        heads = [one for one in made.modules() if isinstance(one, nn.Linear) and id(one) not in in_blocks]
+        linear = {name: one for name, one in made.named_modules() if isinstance(one, nn.Linear)}
+        heads = [name for name, one in linear.items() if id(one) not in in_blocks]
         if not heads:
             raise ShardingError(
                 f"{model.name} has no linear layer beside its blocks, which a chunked loss takes for the head"
             )
-        head: Any = heads[-1]
+        head: Any = linear[heads[-1]]
         whole: Any = made
-        head.forward = lambda x: linear_cross_entropy(x, head.weight, whole.targets, bias=head.bias)
+        head.forward = lambda x: linear_cross_entropy(
+            x.full_tensor() if isinstance(x, DTensor) else x, head.weight, whole.targets, bias=head.bias
+        )
+        if plan := plan_of(made):
+            whole.tensor_plan = plan | {heads[-1]: ROWS}
         return made
 
     def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

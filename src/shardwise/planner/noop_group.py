@@ -112,15 +112,17 @@ def _register() -> None:
 
 
 @contextmanager
-def listening(heard: Callable[[Collective, list[torch.Tensor]], None]) -> Iterator[None]:
-    """Tell `heard` of every collective that a no-op group is asked for, and of its tensors."""
+def listening(
+    heard: Callable[[Collective, list[torch.Tensor], dist.ProcessGroup], None],
+) -> Iterator[None]:
+    """Tell `heard` of every collective that a no-op group is asked for, of its tensors, and of the group."""
 
     def telling(operator: str) -> Callable[..., dist.Work]:
         form = form_of(NATIVE, operator)
         assert form is not None
 
         def tell(group: NoopGroup, *args: Any, **kwargs: Any) -> dist.Work:
-            heard(collective(form, args, ranks=group.size()), list(tensors_in(args)))
+            heard(collective(form, args, ranks=group.size()), list(tensors_in(args)), group)
             return group._finished
 
         return tell
@@ -136,28 +138,31 @@ def listening(heard: Callable[[Collective, list[torch.Tensor]], None]) -> Iterat
 
 @contextmanager
 def noop_world(
-    size: int, *, device_type: str = "cpu", replicas: int = 1, reshard: int = 0
+    size: int, *, device_type: str = "cpu", axes: dict[str, int] | None = None
 ) -> Iterator[DeviceMesh]:
     """Make this process rank 0 of a default group of `size` ranks, apart from one that it has already.
 
-    Yields its mesh: one axis, or (replicate, shard) where there are replicas.
-
-    Args:
-        reshard: a number that `reshard_after_forward` will be.
+    Yields its mesh: one axis of all, or these.
     """
     _register()
     with _compat.no_process_groups():
         dist.init_process_group("noop", rank=0, world_size=size, store=dist.HashStore())  # type: ignore[attr-defined]
-        one_axis = replicas == 1
-        mesh = init_device_mesh(device_type, (size,)) if one_axis else _two_axes(device_type, size, replicas)
-        if reshard > 1 and size % reshard == 0:
-            smaller_shards(mesh, reshard, made=_two_axes(device_type, size, size // reshard))
-        yield mesh
+        if axes is None or len(axes) == 1:
+            yield init_device_mesh(device_type, (size,))
+        else:
+            yield _mesh(device_type, torch.arange(size), axes)
 
 
-def _two_axes(device_type: str, size: int, replicas: int) -> DeviceMesh:
+def make_smaller_shards(mesh: DeviceMesh, ranks: int) -> None:
+    """What `reshard_after_forward` of a number takes: made here, as tensors without memory make no mesh."""
+    if ranks > 1 and mesh.size() % ranks == 0:
+        axes = {"replicate": mesh.size() // ranks, "shard": ranks}
+        smaller_shards(mesh, ranks, made=_mesh(mesh.device_type, mesh.mesh.flatten(), axes))
+
+
+def _mesh(device_type: str, ranks: torch.Tensor, axes: dict[str, int]) -> DeviceMesh:
     """As `init_device_mesh` makes it, but for groups that rank 0 is not in: there may be 100,000."""
-    shards = size // replicas
-    groups = [dist.new_group(range(0, size, shards)), dist.new_group(range(shards))]
-    mesh = torch.arange(size).view(replicas, shards)
-    return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=("replicate", "shard"))
+    mesh = ranks.view(*axes.values())
+    lines = [mesh[(0,) * axis + (slice(None),) + (0,) * (mesh.ndim - axis - 1)] for axis in range(mesh.ndim)]
+    groups = [dist.new_group(line.tolist()) for line in lines]
+    return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=tuple(axes))

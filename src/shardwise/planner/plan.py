@@ -86,7 +86,7 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         """Of one device."""
-        return self.setup.tokens / self.step_times.step
+        return self.setup.tokens / self.setup.tensor / self.step_times.step
 
     @property
     def mfu(self) -> float:
@@ -240,7 +240,8 @@ def _lines(made: Plan) -> Iterator[str]:
     setup, peak = made.setup, made.peak
     yield (
         f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
-        f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}), checkpointing"
+        f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
+        f"{f', tensor parallel over {setup.tensor}' if setup.tensor > 1 else ''}), checkpointing"
         f" {setup.checkpointing}, {setup.optimizer}, {setup.accumulation} x {setup.micro_batch} x"
         f" {setup.sequence} tokens"
     )

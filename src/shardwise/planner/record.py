@@ -21,6 +21,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise._compat import FakeTensorMode
 from shardwise.fsdp import FSDPModule
@@ -28,10 +29,11 @@ from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book
 from shardwise.planner.events import GRADIENTS, PARAMETERS, Recording
 from shardwise.planner.models import Model, chunked, no_packed_sequences
-from shardwise.planner.noop_group import noop_world
+from shardwise.planner.noop_group import make_smaller_shards, noop_world
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import built, optimizers_of, shard
+from shardwise.planner.sharding import built, optimizers_of, shard, split
+from shardwise.planner.tensor import parallelize
 from shardwise.planner.watch import watching
 
 STEPS = 2
@@ -47,7 +49,8 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
     model = chunked(model) if setup.loss == "chunked" else model
     with ExitStack() as stack:
         reshard = int(setup.reshard_after_forward or 0)
-        mesh = stack.enter_context(noop_world(setup.ranks, replicas=setup.replicas, reshard=reshard))
+        data, tensor = split(stack.enter_context(noop_world(setup.ranks, axes=setup.axes)))
+        make_smaller_shards(data, reshard)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
         module, converted = built(model, layers, setup.stored_dtype)
@@ -55,20 +58,26 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
         looked_up = [one for one in module.modules() if isinstance(one, nn.Embedding)]
         embedded = sum({id(p): p.numel() for one in looked_up for p in one.parameters()}.values())
-        shard(module, model, setup, mesh)
+        if tensor is not None:
+            parallelize(module, model.name, tensor)
+            loss = loss_parallel()
+            loss.__enter__()
+            stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
+        gathered = sum(getattr(p, "_local_tensor", p).numel() for p in model.blocks(module)[0].parameters())
+        shard(module, model, setup, data)
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         optimizers = optimizers_of(module, model, setup)
         gc.collect()
         gc.disable()
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
-        recorder = Recorder(model.blocks(module))
+        recorder = Recorder(model.blocks(module), None if tensor is None else tensor.get_group())
         stack.enter_context(watching(recorder, streams=setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, model.blocks(module), tokens)
         for step in range(STEPS):
             _step(recorder, model, module, optimizers, tokens, step, setup)
-        return Recording(layers, recorder.finish(), parameters, in_block, embedded, converted)
+        return Recording(layers, recorder.finish(), parameters, in_block, gathered, embedded, converted)
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:

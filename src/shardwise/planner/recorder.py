@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise._compat import resolve_process_group
 from shardwise.comm.count import Collective, collectives
-from shardwise.comm.kinds import NAMESPACES
+from shardwise.comm.kinds import NAMESPACES, WAIT
 from shardwise.planner.cost import cost_of
 from shardwise.planner.events import (
     ACTIVATIONS,
@@ -26,12 +28,15 @@ from shardwise.planner.events import (
     PARAMETERS,
     STAGING,
     TEMPORARY,
+    TENSOR_PARALLEL,
     Allocate,
     Compute,
     Event,
     Free,
+    Mark,
     Memory,
     Place,
+    Record,
     Segment,
     Send,
     Wait,
@@ -44,8 +49,10 @@ _NOBODY = object()
 class Recorder(Storages):
     """Writes down what happens, while entered."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: list[nn.Module], tensor_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        self.tensor_group = tensor_group
+        self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # from what computes shapes
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
@@ -165,19 +172,38 @@ class Recorder(Storages):
             if isinstance(tensor, Tensor) and (memory := self.memory_of(tensor)) is not None:
                 memory.category = category
 
-    def heard(self, call: Collective, tensors: list[Tensor]) -> None:
+    def heard(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         """A collective of these tensors is issued."""
         self.see(tensors)
-        self.write(Send(call, self.group, self.streams[-1]))
+        self._send(call, group)
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
+
+    def _send(self, call: Collective, group: dist.ProcessGroup) -> None:
+        """Of the current stream; that of tensor parallelism has one of its own, which this one waits for."""
+        name, current = group.group_name, self.streams[-1]
+        if name not in self._strides:
+            first, *more = dist.get_process_group_ranks(group)[:2]
+            self._strides[name] = more[0] - first if more else 1
+        stride = self._strides[name]
+        if self.tensor_group is None or name != self.tensor_group.group_name:
+            self.write(Send(call, self.group, current, stride))
+            return
+        before, after = Mark(self.place.layer), Mark(self.place.layer)
+        self.write(Record(before, current))
+        self.write(Wait(before, TENSOR_PARALLEL))
+        self.write(Send(call, TENSOR_PARALLEL, TENSOR_PARALLEL, stride))
+        self.write(Record(after, TENSOR_PARALLEL))
+        self.write(Wait(after, current))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.looks_away or func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
         namespace, _, name = func.name().partition("::")
         if namespace in NAMESPACES:
+            if name == WAIT:
+                return args[0]  # without memory it would be a copy
             for call in collectives(namespace, name.partition(".")[0], args):
-                self.write(Send(call, self.group, self.streams[-1]))
+                self._send(call, resolve_process_group(args[-1]))
         self._follow_recomputation()
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -21,9 +21,10 @@ class Setup:
     """How a model is cut over ranks and trained.
 
     Attributes:
-        ranks: data-parallel ranks in all.
+        ranks: in all, of every mesh axis together.
         device: "cuda" has streams for communication; on "cpu" each collective ends before its call does.
-        replicas: of them, how many hold each shard (HSDP); 1 cuts over all.
+        replicas: how many hold each shard (HSDP); 1 cuts over all.
+        tensor: neighbouring ranks that share each micro-batch, tensor parallel; 1 has none.
         layout: as `fully_shard` takes it; so are `strategy` and `reshard_after_forward`.
         stored_dtype: of the sharded parameters, and so of gradients and optimizer state.
         param_dtype: of gathered parameters and computation.
@@ -43,6 +44,7 @@ class Setup:
     ranks: int = 8
     device: Literal["cuda", "cpu"] = "cuda"
     replicas: int = 1
+    tensor: int = 1
     layout: Literal["interleaved", "contiguous"] = "interleaved"
     strategy: str | None = None
     reshard_after_forward: bool | int | None = None
@@ -61,7 +63,7 @@ class Setup:
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "micro_batch", "sequence", "accumulation"):
+        for name in ("ranks", "replicas", "tensor", "micro_batch", "sequence", "accumulation"):
             if getattr(self, name) < 1:
                 raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.ranks % self.replicas:
@@ -69,14 +71,26 @@ class Setup:
                 f"a mesh of {self.replicas} replicas does not divide {self.ranks} ranks: choose replicas"
                 " among the divisors of ranks"
             )
+        if self.ranks // self.replicas % self.tensor:
+            raise ShardingError(
+                f"tensor={self.tensor} does not divide the {self.ranks // self.replicas} ranks of"
+                f" {'a replica' if self.replicas > 1 else 'the mesh'}: choose tensor among its divisors"
+            )
         for name, kind in typing.get_type_hints(type(self)).items():
             allowed = typing.get_args(kind)
             if typing.get_origin(kind) is Literal and getattr(self, name) not in allowed:
                 raise ShardingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The mesh: the sizes of its axes, the last of neighbours."""
+        shards = self.ranks // self.replicas // self.tensor
+        sizes = {"replicate": self.replicas, "shard": shards, "tensor": self.tensor}
+        return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+
+    @property
     def tokens(self) -> int:
-        """Of a rank's optimizer step."""
+        """Of a rank's optimizer step, which it has with the ranks that it is tensor parallel with."""
         return self.micro_batch * self.sequence * self.accumulation
 
 

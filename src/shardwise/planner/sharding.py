@@ -14,8 +14,17 @@ from shardwise import optim
 from shardwise._compat import fakes_convert
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.planner.models import Model
-from shardwise.planner.setup import Setup
+from shardwise.planner.setup import Optimizer, Setup
 
+# Of `model`; with Muon of the blocks' `matrices`, and of the `others`. Printed as it is run.
+OPTIMIZERS: dict[Optimizer, str] = {
+    "AdamW": "torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)",
+    "AdamW fused": "torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)",
+    "AdamW flat": "optim.flat(torch.optim.AdamW, model, lr=1e-3, fused=True)",
+    "AdamW 8 bits": "optim.AdamW8bit(model.parameters(), lr=1e-3)",
+    "Muon": "optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, fused=True)",
+    "SGD": "torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)",
+}
 aten = torch.ops.aten
 CASTS = {"float32": "float", "bfloat16": "bfloat16", "float16": "half"}  # methods of modules
 _KEPT = (
@@ -40,6 +49,14 @@ def other_dtypes(module: nn.Module, dtype: str) -> list[str]:
     """What is not stored in `dtype`, and can be."""
     found = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()}
     return sorted(found - {dtype})
+
+
+def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The data-parallel axes of a setup's mesh; and the tensor-parallel one."""
+    *data, last = mesh.mesh_dim_names or ("shard",)
+    if last != "tensor":
+        return mesh, None
+    return mesh[tuple(data)], mesh[last]
 
 
 def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> None:
@@ -83,19 +100,9 @@ def _keep_every_second_matmul() -> Any:
 
 
 def optimizers_of(module: nn.Module, model: Model, setup: Setup) -> list[torch.optim.Optimizer]:
-    parameters = list(module.parameters())
-    muon: list[torch.optim.Optimizer] = []
-    if setup.optimizer == "Muon":
-        matrices = [p for block in model.blocks(module) for p in block.parameters() if p.ndim == 2]
-        muon = [optim.Muon(matrices, lr=1e-3)]
-        inside = {id(one) for one in matrices}
-        parameters = [one for one in parameters if id(one) not in inside]
-    if setup.optimizer == "AdamW":
-        return [torch.optim.AdamW(parameters, lr=1e-3, foreach=True)]
-    if setup.optimizer == "AdamW flat":
-        return [optim.flat(torch.optim.AdamW, module, lr=1e-3, fused=True)]
-    if setup.optimizer == "AdamW 8 bits":
-        return [optim.AdamW8bit(parameters, lr=1e-3)]
-    if setup.optimizer == "SGD":
-        return [torch.optim.SGD(parameters, lr=1e-3, foreach=True)]
-    return [*muon, torch.optim.AdamW(parameters, lr=1e-3, fused=True)]
+    """What the Python of `OPTIMIZERS` makes."""
+    matrices = [p for block in model.blocks(module) for p in block.parameters() if p.ndim == 2]
+    others = [p for p in module.parameters() if all(p is not one for one in matrices)]
+    names = {"torch": torch, "optim": optim, "model": module, "matrices": matrices, "others": others}
+    made = eval(OPTIMIZERS[setup.optimizer], names)
+    return [*made] if isinstance(made, tuple) else [made]

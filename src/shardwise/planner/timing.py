@@ -133,7 +133,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
             host += issues
             begin = max(clocks.get(event.stream, 0.0), host)
             if isinstance(event, Send):
-                takes = times * send_seconds(event.collective, hardware)
+                takes = times * send_seconds(event.collective, hardware, stride=event.stride)
                 communication += takes
             else:
                 takes = times * _compute_seconds(event, hardware)
@@ -187,16 +187,20 @@ def _compute_seconds(event: Compute, hardware: Hardware) -> float:
     return max(seconds, event.flops / (peak * efficiency))
 
 
-def send_seconds(call: Collective, hardware: Hardware) -> float:
-    """A ring over hosts, within which devices are next to each other; for small messages, a tree of hosts."""
+def send_seconds(call: Collective, hardware: Hardware, *, stride: int = 1) -> float:
+    """A ring over hosts, within which devices are next to each other; for small messages, a tree of hosts.
+
+    Args:
+        stride: ranks from one member to the next. Those between do the same over the same connection.
+    """
     ranks = call.group_size
     if ranks == 1 or not call.bytes:
         return 0.0
-    inside = min(ranks, hardware.devices_per_host)
-    hosts = math.ceil(ranks / hardware.devices_per_host)
+    inside = max(1, min(ranks, hardware.devices_per_host // stride))
+    hosts = math.ceil(ranks / inside)
     rate = hardware.host_link_bytes_per_s
     if hosts > 1:
-        rate = min(rate, hardware.network_bytes_per_s)
+        rate = min(rate, hardware.network_bytes_per_s * inside / hardware.devices_per_host)
     hops = min(hosts - 1, 2 * math.ceil(math.log2(hosts))) if hosts > 1 else 0
     latency = (inside - 1) * hardware.host_latency_s + hops * hardware.network_latency_s
     return latency + call.wire_bytes / rate

@@ -1,0 +1,139 @@
+"""Tensor parallelism beside the cut: what torch's `parallelize_module` is to do with a model.
+
+A model says so by `tensor_plan`: a style's word by the name of a module, in which `*` stands for one part of
+it. transformers' models bring a plan in the same words. A word is the Python of a style (`STYLES`), so that
+what is printed is what was planned. "sequence" is about activations that are cut along their sequence where
+nothing is multiplied, as norms and residuals are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel
+
+from shardwise.errors import ShardingError
+
+_FROM_TOKENS, _TO_SEQUENCE = "input_layouts=Replicate()", "output_layouts=Shard(1)"
+STYLES = {
+    "colwise": "ColwiseParallel()",
+    "rowwise": "RowwiseParallel()",
+    "colwise_gather_output": "ColwiseParallel(output_layouts=Replicate())",
+    "colwise_rep": "ColwiseParallel(output_layouts=Replicate())",
+    "embedding_rowwise": f"RowwiseParallel({_FROM_TOKENS})",
+    "replicated_with_grad_allreduce": "SequenceParallel(sequence_dim=2, use_local_output=True)",  # of heads
+    "sequence_parallel": "SequenceParallel()",
+    "gather_sequence": "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())",
+    "rowwise_to_sequence": f"RowwiseParallel({_TO_SEQUENCE})",
+    "embedding_to_sequence": f"RowwiseParallel({_FROM_TOKENS}, {_TO_SEQUENCE})",
+    "head_of_sequence": "ColwiseParallel(input_layouts=Shard(1), use_local_output=False)",
+}
+
+ROWS = "rows"  # of the head's weight, where the head makes the loss: its inputs and outputs stay as they are
+
+
+def parallelize(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Cut `module`, of the model of that name, over the axis `mesh`.
+
+    Raises:
+        ShardingError: nothing says how, or a size that the axis does not divide.
+    """
+    words = styles_of(module, name)
+    check(module, name, mesh.size())
+    ties = dict(tied(module))
+    names = vars(parallel) | {"Replicate": Replicate, "Shard": Shard}
+    styles = {one: eval(STYLES[word], names) for one, word in words.items() if word != ROWS}
+    parallel.parallelize_module(module, mesh, styles, src_data_rank=None)
+    for head in map(module.get_submodule, heads_by_rows(module, words)):
+        for key, p in list(head.named_parameters()):
+            rows = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(head, key, nn.Parameter(rows))
+    for other, first in ties.items():
+        owner, _, attribute = other.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+
+
+def check(module: nn.Module, name: str, degree: int) -> None:
+    """Raises ShardingError where the degree does not divide what is cut, with those that do."""
+    sizes = dict(_sizes(module, styles_of(module, name)))
+    wrong = [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
+    if wrong:
+        whole = math.gcd(*sizes.values())
+        fit = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        raise ShardingError(
+            f"{name}: tensor={degree} does not divide its {' and '.join(wrong[:3])}; choose one of {fit}"
+        )
+
+
+def plan_of(module: nn.Module) -> dict[str, str]:
+    """What it says itself."""
+    return dict(getattr(module, "tensor_plan", None) or getattr(module, "_tp_plan", None) or {})
+
+
+def styles_of(module: nn.Module, name: str) -> dict[str, str]:
+    """Words of `STYLES` by module; the table of a head that is cut is cut with it where they are one.
+
+    Raises:
+        ShardingError: none, or one that torch has no style for.
+    """
+    plan = plan_of(module)
+    if not plan:
+        raise ShardingError(
+            f"{name} does not say how tensor parallelism cuts it: give its module a tensor_plan, such as"
+            ' {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'
+        )
+    unknown = [f"{word!r} for {one!r}" for one, word in plan.items() if word not in (*STYLES, ROWS)]
+    if unknown:
+        raise ShardingError(
+            f"{name}: torch's parallelize_module has no style for {', '.join(unknown)} of the model's tensor"
+            f" parallel plan; known are {', '.join(STYLES)}. Plan with tensor=1"
+        )
+    names = [one for one, _ in module.named_modules()]
+    words = {one: word for one, word in plan.items() if any(_fits(other, one) for other in names)}
+    for other, first in tied(module):
+        head, table = other.rpartition(".")[0], first.rpartition(".")[0]
+        if isinstance(module.get_submodule(table), nn.Embedding) and head in words and table not in words:
+            words = {table: "embedding_rowwise", **words}
+    return words
+
+
+def heads_by_rows(module: nn.Module, words: dict[str, str]) -> list[str]:
+    """Heads whose rows are cut, but for those that a table of another name is."""
+    also = {name.rpartition(".")[0] for name, _ in tied(module)}
+    return [name for name, word in words.items() if word == ROWS and name not in also]
+
+
+def tied(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of parameters that are also others' before them, with these."""
+    first: dict[int, str] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(p), name) != name:
+            yield name, first[id(p)]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch, parts, patterns))
+
+
+def _sizes(module: nn.Module, words: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """What must be divided, in words."""
+    config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
+    for what, names in {
+        "heads": ("num_attention_heads", "heads"),
+        "heads of keys": ("num_key_value_heads", "kv_heads"),
+    }.items():
+        found = [getattr(config, one) for one in names if isinstance(getattr(config, one, None), int)]
+        yield from ((what, one) for one in found[:1])
+    for name, one in module.named_modules():
+        word = next((word for pattern, word in words.items() if _fits(name, pattern)), "")
+        if isinstance(one, nn.Linear) and word not in ("colwise_gather_output", "head_of_sequence", ROWS):
+            if "colwise" in word:
+                yield f"outputs of {name}", one.out_features
+            elif "rowwise" in word:
+                yield f"inputs of {name}", one.in_features
