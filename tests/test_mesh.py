@@ -38,7 +38,6 @@ def check_shard(info: DataParallelMeshInfo, ranks: list[int]) -> None:
     assert members(info.shard_process_group) == ranks
     assert info.shard_mesh_size == len(ranks)
     assert info.shard_mesh_rank == ranks.index(dist.get_rank())
-    assert info.reduce_scatter_process_group is None
     assert shard_mesh(info).mesh.tolist() == ranks
 
 

@@ -12,6 +12,9 @@ flattening several named dims creates a group (collective over the whole mesh).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -81,7 +84,12 @@ class DataParallelMeshInfo:
     def is_spmd_mesh(self) -> bool:
         return self.dp_mesh_dims is not None
 
-    @property
+    @cached_property
+    def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Of `mesh`, by axis. It asks for them by name, which is slow."""
+        return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
+
+    @cached_property
     def process_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """The groups to shard over and to replicate over; None where there is no such axis."""
         return (
@@ -108,8 +116,6 @@ class FSDPMeshInfo(DataParallelMeshInfo):
         self.shard_mesh_size: int = self.mesh.size(axis)
         self.shard_process_group: dist.ProcessGroup = self.mesh.get_group(axis)
         self.shard_mesh_rank: int = self.shard_process_group.rank()
-        # A group of its own lets reduce-scatters overlap all-gathers; None: the shard group.
-        self.reduce_scatter_process_group: dist.ProcessGroup | None = None
 
 
 @dataclass
@@ -129,8 +135,13 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Shards over one axis and replicates over the other."""
 
 
+# By mesh (by default group, for the mesh of all ranks) and names. A living info keeps both alive, and so
+# their ids their own.
+_infos: WeakValueDictionary[tuple[int, Any], DataParallelMeshInfo] = WeakValueDictionary()
+
+
 def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """The data-parallel axes of `mesh`.
+    """The data-parallel axes of `mesh`: one object, as long as anybody has it.
 
     Args:
         mesh: 1-D (shard), 2-D (replicate, shard), or any mesh of which `dims` names dims. None
@@ -141,8 +152,15 @@ def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None)
         ShardingError: a mesh of another rank, without dim names where they are needed, or
             without the named dims.
     """
-    if mesh is None:
-        mesh = default_mesh()
+    names = dims and (dims.shard_names, dims.replicate_names)
+    found = _infos.get((id(dist.group.WORLD if mesh is None else mesh), names))
+    if found is None:
+        found = _info(default_mesh() if mesh is None else mesh, dims)
+        _infos[id(dist.group.WORLD if mesh is None else mesh), names] = found
+    return found
+
+
+def _info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
     if dims is not None:
         return _named(mesh, dims)
     if mesh.ndim == 1:

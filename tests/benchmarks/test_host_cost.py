@@ -52,6 +52,29 @@ def test_calls_made_by_python_code_inside_backward_are_counted() -> None:
     assert count_calls(lambda: x.clone().sum().backward()) < 500
 
 
+@pytest.mark.parametrize(
+    ("layout", "calls", "heap"), [("interleaved", 380, 9_000), ("contiguous", 335, 10_500)]
+)
+def test_sharding_a_module_costs_the_same_few_calls_and_bytes_on_any_number_of_ranks(
+    layout: str, calls: int, heap: int
+) -> None:
+    from host_cost import count_calls, heap_bytes
+    from subjects import linear_layers, startup
+
+    from shardwise.planner.noop_group import noop_world
+
+    spent = []
+    for world in (8, 4096):
+        with noop_world(world) as mesh:
+            startup(
+                layout, mesh, lambda: linear_layers(2)
+            )()  # what is imported, and found once for all alike
+            few, many = (startup(layout, mesh, lambda n=n: linear_layers(n)) for n in (10, 60))
+            spent.append((count_calls(many) - count_calls(few)) / 50)
+            assert heap_bytes(startup(layout, mesh, lambda: linear_layers(300))) / 300 <= heap
+    assert spent[0] == spent[1] <= calls
+
+
 def test_a_section_is_replaced_where_it_stands_and_the_others_are_kept(tmp_path: Path) -> None:
     from results import write_section
 

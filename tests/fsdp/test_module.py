@@ -224,7 +224,7 @@ def test_several_roots_may_share_their_communication_streams() -> None:
 def test_reductions_may_have_a_process_group_of_their_own() -> None:
     net, plain = sharded_net(), sharded_net()
     net.set_separate_reduce_scatter_group(True)
-    groups = {g.info.reduce_scatter_process_group for s in net._states(True) for g in s.groups}
+    groups = {g.settings.reduce_scatter_group for s in net._states(True) for g in s.groups}
     assert len(groups) == 1
     assert None not in groups
     assert groups != {plain._groups()[0].info.shard_process_group}
@@ -233,7 +233,7 @@ def test_reductions_may_have_a_process_group_of_their_own() -> None:
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
     net.set_separate_reduce_scatter_group(False)
-    assert {g.info.reduce_scatter_process_group for s in net._states(True) for g in s.groups} == {None}
+    assert {g.settings.reduce_scatter_group for s in net._states(True) for g in s.groups} == {None}
 
 
 @on_ranks(2)

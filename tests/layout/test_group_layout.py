@@ -86,7 +86,7 @@ def test_each_parameter_has_one_slot_among_those_of_its_dtypes(
 @relaxed
 def test_ranks_differ_only_in_the_pieces_they_hold(specs: list[ParamSpec], how: tuple[int, int]) -> None:
     def common(segment: Segment) -> Segment:
-        slots = tuple(dataclasses.replace(slot, shard_shape=()) for slot in segment.slots)
+        slots = tuple(dataclasses.replace(slot, shard_shape=(), begin=0) for slot in segment.slots)
         return dataclasses.replace(segment, slots=slots)
 
     every = layouts(specs, *how)

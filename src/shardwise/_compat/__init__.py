@@ -343,9 +343,19 @@ def mark_fully_sharded(module: nn.Module) -> None:
     """
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:
-        module.__dict__.setdefault(contract.REGISTRY_KEY, OrderedDict())["fully_shard"] = (
-            contract.RegistryItem()
-        )
+        registry = module.__dict__.setdefault(contract.REGISTRY_KEY, OrderedDict())
+        registry["fully_shard"] = contract.RegistryItem()
+
+
+def hook_state_dicts(
+    module: nn.Module, key: Any, *, before: Callable[..., None], after_loading: Callable[..., None]
+) -> None:
+    """Call `before` when the module's state dict is taken or loaded, `after_loading` when it was loaded.
+
+    torch's functions that register hooks make handles, and wrap what they are given: half of the cost.
+    """
+    module._state_dict_pre_hooks[key] = module._load_state_dict_pre_hooks[key] = before
+    module._load_state_dict_post_hooks[key] = after_loading
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

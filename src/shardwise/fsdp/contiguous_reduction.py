@@ -192,7 +192,8 @@ class ContiguousReducer(GradReducer):
             for param in empty:
                 param.sharded.grad = param.no_rows
         for param in filled:
-            local = shard.as_strided(param.rows_shape, param.rows_stride, begin + param.rows_offset)
+            place = param.place
+            local = shard.as_strided(place.box.sizes, place.rows_stride, begin + place.shard_offset)
             sharded = param.sharded
             if sharded.grad is None:
                 grad = _compat.make_wrapper(ShardedRows, param.global_shape, dtype=dtype, device=device)
@@ -255,7 +256,7 @@ class ContiguousReducer(GradReducer):
         """
         buffer = plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device)
         targets = [
-            buffer.as_strided(param.shape, param.whole_stride, param.place.start) for param in members.params
+            buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
         made = _Staging(buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
         if plan.streams is None and plan.shard_ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):

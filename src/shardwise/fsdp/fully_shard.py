@@ -232,12 +232,13 @@ def _shard_together(
     )
     for group in groups:
         _reshard_for_state_dict(group, managed)
-        _LOG.info("%s: %s", here(), group.summary([type(one).__name__ for one in modules]))
+        if _LOG.isEnabledFor(logging.INFO):
+            _LOG.info("%s: %s", here(), _summary(group, modules))
     for one in modules:
         become_sharded(one)
         _compat.mark_fully_sharded(one)
-    if layout.guards_forward:
-        state.guards = guards([one for one in managed if state_of(one) is None], groups)
+    if layout.guards_forward and (plain := [one for one in managed if state_of(one) is None]):
+        state.guards = guards(plain, groups)
         install(state.guards)
     optimizer_watch.watch_replaced({one.name: one.param for one in found})
 
@@ -400,21 +401,36 @@ def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -
     return HSDPMeshInfo(smaller_shards(info.mesh, reshard), shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
+def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
+    """What was grouped and how, for the log."""
+    classes = dict.fromkeys(type(one).__name__ for one in modules)
+    after = "are freed (not the root's, by default)" if group.post_forward_mesh else "stay gathered"
+    return (
+        f"fully_shard({', '.join(classes)}) groups {len(group.params)} parameters:"
+        f" {group.shard_bytes:,} bytes here, {sum(group.gathered_bytes):,} gathered from"
+        f" {group.ranks} ranks, {group.strategy}; parameters {after} after forward"
+    )
+
+
 def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None:
     """State dicts hold sharded parameters, whenever they are taken or loaded."""
-    ref = weakref.ref(group)
-
-    def reshard(*unused: Any) -> None:
-        if (alive := ref()) is not None:
-            alive.reshard()
-
-    def repack(*unused: Any) -> None:
-        if (alive := ref()) is not None:
-            alive.pack()
-
+    ref = _WeakGroup(group)
     owned = {id(owner.parameters) for param in group.params for owner in param.owners}
     for one in managed:
         if id(_compat.parameters_of(one)) in owned:
-            one.register_state_dict_pre_hook(reshard)
-            one.register_load_state_dict_pre_hook(reshard)
-            one.register_load_state_dict_post_hook(repack)
+            _compat.hook_state_dicts(one, ref, before=ref.reshard, after_loading=ref.pack)
+
+
+class _WeakGroup(weakref.ref[ParamGroup]):
+    __slots__ = ()
+
+    def reshard(self, *unused: Any) -> None:
+        if (alive := self()) is not None:
+            alive.reshard()
+
+    def pack(self, *unused: Any) -> None:
+        if (alive := self()) is not None:
+            alive.pack()
+
+    def __deepcopy__(self, memo: Any) -> _WeakGroup:
+        return self

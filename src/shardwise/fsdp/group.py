@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,14 @@ class ParamGroup(ABC):
         orders: of all ranks that the group communicates with, from its first forward.
     """
 
+    # Models have hundreds of groups. (What subclasses add stands in their dicts.)
+    __slots__ = (
+        "__weakref__", "_changes", "_cut", "_has_unsharded", "_is_packed", "_placed", "_whole", "buffers",
+        "device", "extended", "form", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
+        "info", "layout", "layout_words", "members", "name", "offload", "orders", "params", "policy",
+        "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_shards",
+        "strategy", "streams", "traced",
+    )  # fmt: skip
     params: Sequence[ShardedParam]
     members: Sequence[Sequence[ShardedParam]]
     layout: GroupLayout
@@ -124,10 +132,10 @@ class ParamGroup(ABC):
         self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
         self.shard_group, _ = info.process_groups
         self.gathers = True  # unsharding communicates
-        self.orders: list[Order] = []
+        self.orders: Sequence[Order] = ()
         self.gather_event: Event | None = None  # in words; None, as `layout_words`, if they changed
         self.layout_words: str | None = None
-        self._placed: list[tuple[ShardedParam, Tensor]] = []  # what the shard buffers hold, where
+        self._placed: list[Tensor] = []  # parts of the shard buffers, by packed parameter
         self._is_packed = False
         self._has_unsharded = False
         self._changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
@@ -165,6 +173,8 @@ class ParamGroup(ABC):
 
     def packed_params(self) -> Sequence[ShardedParam]:
         """Those that lie in the buffers."""
+        if not self.extended:
+            return self.params
         return [param for param in self.params if param not in self.extended]
 
     def untraceable(self) -> str | None:
@@ -189,15 +199,6 @@ class ParamGroup(ABC):
     def gathered_bytes(self) -> list[int]:
         """By segment: the whole parameters in the dtype of computation, padding included."""
         return [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
-
-    def summary(self, classes: Sequence[str]) -> str:
-        """What was grouped and how, for the log."""
-        after = "are freed (not the root's, by default)" if self.post_forward_mesh else "stay gathered"
-        return (
-            f"fully_shard({', '.join(dict.fromkeys(classes))}) groups {len(self.params)} parameters:"
-            f" {self.shard_bytes:,} bytes here, {sum(self.gathered_bytes):,} gathered from"
-            f" {self.ranks} ranks, {self.strategy}; parameters {after} after forward"
-        )
 
     def transport(self) -> str:
         """Who gathers, and why, in words."""
@@ -224,7 +225,7 @@ class ParamGroup(ABC):
                 )
         self.pack()
         named = zip(self.layout.specs, self.packed_params(), strict=True)
-        self.layout.specs = tuple([replace(spec, name=param.name) for spec, param in named])
+        self.layout.specs = tuple([spec._replace(name=param.name) for spec, param in named])
         self.layout_words = None
 
     def check_params(self) -> None:
@@ -235,7 +236,7 @@ class ParamGroup(ABC):
             self._check_memory()
 
     def _check_memory(self) -> None:
-        for param, mine in self._placed:
+        for param, mine in zip(self.packed_params(), self._placed, strict=True):
             if param.local is not mine:
                 raise ShardingError(
                     f"{here()}: '{param.name}' was given other memory ({param.local.dtype} on"
@@ -270,18 +271,19 @@ class ParamGroup(ABC):
 
     # What other ranks must do alike
 
-    def join_orders(self) -> list[Order]:
+    def join_orders(self) -> Sequence[Order]:
         """Find with whom the group's collectives are compared from now on."""
-        self.orders = []
+        orders: list[Order] = []
         for group in self.info.process_groups:
             order = order_of(group)
             if order is not None:
-                self.orders.append(order)
+                orders.append(order)
                 if self.post_forward_mesh is not None and self.post_forward_mesh is not self.info:
                     order.groups.add(self.post_forward_mesh.shard_process_group)
-                if isinstance(self.info, FSDPMeshInfo) and self.info.reduce_scatter_process_group is not None:
-                    order.groups.add(self.info.reduce_scatter_process_group)
-        return self.orders
+                if self.settings.reduce_scatter_group is not None:
+                    order.groups.add(self.settings.reduce_scatter_group)
+        self.orders = orders
+        return orders
 
     def announce_gather(self) -> None:
         """Before an all-gather; see `comm.order`."""
@@ -343,14 +345,14 @@ class ParamGroup(ABC):
                     piece.copy_(param.local)
                 param.move(piece)
             self.shards.append(shard)
-        self._placed, self._is_packed = [(param, param.local) for param in params], True
+        self._placed, self._is_packed = [param.local for param in params], True
 
     def _lie_in_buffers(self, params: Sequence[ShardedParam]) -> bool:
         if not self._is_packed or len(self._placed) != len(params):
             return False
         if self._has_unsharded and any(param.unsharded is None for param in self.params):
             return False  # one was replaced
-        return all(param.local is mine for param, mine in self._placed)
+        return all(param.local is mine for param, mine in zip(params, self._placed, strict=True))
 
     def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
         shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)

@@ -53,11 +53,14 @@ class InterleavedGroup(ParamGroup):
 
     def __init__(self, params: list[EvenParam], **how: Any) -> None:
         super().__init__(params, **how)
+        self.rank = self.info.shard_mesh_rank if isinstance(self.info, FSDPMeshInfo) else 0
         self.main: Exchange | None = None
         self.smaller: Exchange | None = None  # over the post-forward mesh
         self.smaller_ready: torch.Event | None = None  # accelerators: its shards have been written
         for param in params:
-            param.register(param.sharded)
+            if stays_out_of_buffer(param):
+                self._settle_alone(param)
+                param.move(param.local)
         self.extended = self._extend()
         self.pack()
 
@@ -73,7 +76,7 @@ class InterleavedGroup(ParamGroup):
 
     def check_params(self) -> None:
         super().check_params()
-        for param, _ in self._placed if self._has_unsharded else ():
+        for param in self.packed_params() if self._has_unsharded else ():
             if stays_out_of_buffer(cast(EvenParam, param)):
                 raise ShardingError(
                     f"{here()}: the local tensor of '{param.name}' was given hooks for the all-gather after"
@@ -93,15 +96,23 @@ class InterleavedGroup(ParamGroup):
         self.layout = InterleavedLayout(
             [param.layout_spec() for param in params],
             ranks=self.ranks,
-            rank=self.params[0].rank,
+            rank=self.rank,
             align_bytes=self.align_bytes,
         )
         packed = cast(list[EvenParam], params)
         self.members = [[packed[slot.index] for slot in one.slots] for one in self.layout.segments]
         for segment, members in zip(self.layout.segments, self.members, strict=True):
             for slot, param in zip(segment.slots, members, strict=True):
-                param.slot = slot
+                param.settle(slot)
+        for param in self.params if self.extended else ():
+            if param in self.extended:
+                self._settle_alone(param)
         self.main = self.smaller = None
+
+    def _settle_alone(self, param: EvenParam) -> None:
+        """For who keeps memory of its own, but is reduced with the others."""
+        layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
+        param.settle(layout.segments[0].slots[0])
 
     def _whole_memory(self, index: int) -> Tensor:
         segment = self.layout.segments[index]
@@ -213,7 +224,7 @@ class InterleavedGroup(ParamGroup):
         shards = []
         for segment, members in zip(plan.layout.segments, self.members, strict=True):
             shard = torch.zeros(segment.shard_numel, dtype=segment.gather_dtype, device=self.device)
-            mine = [param.in_shard(shard, slot) for slot, param in zip(segment.slots, members, strict=True)]
+            mine = [slot.of(shard) for slot in segment.slots]
             wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]
             _compat.foreach_copy(mine, wholes)
             for param, local in zip(members, mine, strict=True):

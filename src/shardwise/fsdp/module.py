@@ -222,7 +222,7 @@ def compile_gathered(module: FSDPModule, **how: Any) -> None:
     """
     state = module._shardwise_state
     guard.lift(state.guards)  # which come and go between passes: a recomputation would meet other code
-    state.guards = []
+    state.guards = ()
     forward = torch.compile(_of_equal_modules("_call_gathered", module), **how)
     module.__dict__[_COMPILED] = functools.partial(_run_gathered, module, forward)
 

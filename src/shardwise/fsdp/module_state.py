@@ -49,6 +49,15 @@ class ModuleState:
         reshard_is_automatic: nobody chose `reshard_after_forward`, so the root keeps its parameters.
     """
 
+    # Models have hundreds of these.
+    __slots__ = (
+        "__weakref__", "all_groups", "below", "device", "groups", "guards", "in_reverse", "input_dtype",
+        "inside", "is_root", "larger_than_most", "lists", "modules", "myself", "name", "policy",
+        "prefetch_in_backward", "prefetch_in_forward", "reducers", "reshard_is_automatic", "running",
+        "runs_outside", "schedule", "schedule_settings", "shared_streams", "shown", "stays_gathered",
+        "still_to_run", "to_check", "training_state",
+    )  # fmt: skip
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -75,7 +84,7 @@ class ModuleState:
         self.inside = False  # some module around this one is sharded too
         self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
         self.all_groups = list(zip(groups, reducers, strict=True))  # of a root: those of all below it too
-        self.guards: list[guard.Guard] = []
+        self.guards: Sequence[guard.Guard] = ()
         self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
         self.lists: list[ModuleState] = []  # tracing, root only: the states below of several modules
         self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead

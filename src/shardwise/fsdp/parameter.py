@@ -11,12 +11,11 @@ the group.
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +43,7 @@ ParamPlacement = Shard | RaggedShard | Owned
 ShardPlacementFn = Callable[[nn.Parameter], "ParamPlacement | ShardPlacementResult | None"]
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(NamedTuple):
     """A module's dict of parameters and the name under which it holds this one.
 
     The dict, not the module, which owns the group that owns this: a reference back would keep it alive.
@@ -64,10 +62,17 @@ class ShardedParam(ABC):
         module: the first of the modules that own it.
     """
 
-    sharded: nn.Parameter
+    # Models have thousands of these. (What subclasses add stands in their dicts.)
+    __slots__ = (
+        "__weakref__", "accumulated", "accumulates", "chosen_grad_dtype", "global_shape", "grads_are_alike",
+        "info", "is_packed", "module", "name", "owners", "placement", "policy", "shape", "sharded", "tp_spec",
+        "trainable", "unsharded", "whole",
+    )  # fmt: skip
+    sharded: nn.Parameter  # once packed
     placement: EvenShard | RaggedShard | Owned
     replaced_if: str
     grads_are_alike: bool  # of the stored dtype
+    whole: Tensor  # or what of it this rank holds; until packed
 
     def __init__(
         self,
@@ -86,8 +91,7 @@ class ShardedParam(ABC):
         self.policy = policy
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
         self.trainable = param.requires_grad
-        self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-        self.rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
+        self.is_packed = False
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
         if isinstance(param, ShardedRows):
             raise ShardingError(
@@ -95,10 +99,10 @@ class ShardedParam(ABC):
                 " full_tensor(), or leave it out by ignored_params"
             )
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
-        self.whole = _compat.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
-        self.global_shape = param.shape
-        self.shape = self.whole.shape
-        self.numel = self.whole.numel()
+        self.whole = param.detach() if self.tp_spec is None else _compat.local_tensor(param).detach()
+        self.global_shape = self.shape = param.shape
+        if self.tp_spec is not None:
+            self.shape = self.whole.shape
         if not self.whole.is_contiguous():
             raise ShardingError(
                 f"{here()}: '{self.name}' of shape {tuple(self.shape)} has strides {self.whole.stride()};"
@@ -115,9 +119,17 @@ class ShardedParam(ABC):
         self.accumulated: Tensor | None = None
 
     @property
-    @abstractmethod
+    def ranks(self) -> int:
+        return self.info.shard_mesh_size if isinstance(self.info, FSDPMeshInfo) else 1
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
     def local(self) -> Tensor:
-        """This rank's piece, unpadded."""
+        """This rank's piece, unpadded; before packing maybe all."""
+        return _compat.local_tensor(self.sharded) if self.is_packed else self.whole
 
     def check_data(self) -> None:  # noqa: B027
         """Raise if the user assigned to the sharded form's `data` in vain."""
@@ -140,6 +152,8 @@ class ShardedParam(ABC):
 
     def adopt(self) -> None:
         """Take over a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
+        if not self.is_packed:
+            return
         owner = self.owners[0]
         current = owner.parameters[owner.name]
         if current is None or (current is not self.sharded and current is not self.unsharded):
@@ -163,7 +177,7 @@ class ShardedParam(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The stored dtype."""
-        return self.sharded.dtype
+        return self.sharded.dtype if self.is_packed else self.whole.dtype
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -172,8 +186,8 @@ class ShardedParam(ABC):
         return computed if computed is not None and dtype.is_floating_point else dtype
 
     def layout_spec(self) -> ParamSpec:
-        shape = tuple(self.shape)
-        return ParamSpec(self.name, shape, self.dtype, self.gather_dtype, self.placement, self.trainable)
+        placement, trains = self.placement, self.trainable
+        return ParamSpec(self.name, self.shape, self.dtype, self.gather_dtype, placement, trains)
 
     def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
         """The unsharded form over memory `whole`, made once."""
@@ -201,9 +215,13 @@ class ShardedParam(ABC):
         """The dtype of the sharded gradient; None: of the reduction."""
         return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
 
-    def settle_form(self) -> None:
-        """Learn what the user made of the sharded form: its `grad_dtype`, which conversions forget."""
-        found = _compat.chosen_grad_dtype(self.sharded)
+    def settle_form(self, *, made: bool = False) -> None:
+        """Learn what the user made of the sharded form: its `grad_dtype`, which conversions forget.
+
+        Args:
+            made: just now, so that no user has seen it.
+        """
+        found = () if made else _compat.chosen_grad_dtype(self.sharded)
         if found or not self.chosen_grad_dtype:
             self.chosen_grad_dtype = found
         else:
@@ -278,6 +296,9 @@ class ShardedParam(ABC):
             hook(self.sharded)
 
 
+_ROWS = EvenShard(0)
+
+
 class EvenParam(ShardedParam):
     """A parameter of the interleaved layout: a DTensor, cut evenly on one dim; by default, dim 0."""
 
@@ -287,16 +308,15 @@ class EvenParam(ShardedParam):
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
-        whole = self.whole
-        del self.whole
-        self.placement = self._check_placement(placement, whole)
-        spec = self._sharding_spec(param)
-        piece = self.piece_of(whole, self.info)
-        self.sharded = _compat.dtensor_parameter(piece, spec, requires_grad=param.requires_grad)
-        self.settle_form()
-        self.shard_shape = piece.shape
-        self.shard_stride = _compat.contiguous_stride(piece.shape)
-        self.padded_shard_numel = math.prod(self.placement.padded_shape(tuple(self.shape), ranks=self.ranks))
+        self.placement = self._check_placement(placement, self.whole)
+        self.spec = self._sharding_spec(param)
+
+    def settle(self, slot: Slot) -> None:
+        """Say which piece this rank holds; `move` gives it memory."""
+        self.slot = slot
+        if not self.is_packed:
+            dim = self.placement.dim
+            self.whole = self.whole.narrow(dim, slot.begin, slot.shard_shape[dim])
 
     def _check_placement(self, placement: ParamPlacement | None, whole: Tensor) -> EvenShard:
         if placement is not None and not isinstance(placement, Shard):
@@ -304,6 +324,8 @@ class EvenParam(ShardedParam):
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None"
                 f" for '{self.name}', got {placement!r}; whole blocks of rows need layout=\"contiguous\""
             )
+        if placement is None and whole.ndim:
+            return _ROWS
         dim = 0 if placement is None else placement.dim
         if not -whole.ndim <= dim < whole.ndim:
             raise ShardingError(
@@ -381,8 +403,8 @@ class EvenParam(ShardedParam):
             return None
         return current if current.shape == self.global_shape else None
 
-    def settle_form(self) -> None:
-        super().settle_form()
+    def settle_form(self, *, made: bool = False) -> None:
+        super().settle_form(made=made)
         self.spec = _compat.spec_of(self.sharded)  # gradients share it: DTensor hashes each object once
         self._known = self.local, _compat.storage_id(self.sharded)  # by which to see that it was changed
 
@@ -403,30 +425,24 @@ class EvenParam(ShardedParam):
         box = self.placement.box(tuple(self.shape), rank=rank, ranks=ranks)
         return whole.narrow(dim, box.offsets[dim], box.sizes[dim])
 
-    def in_shard(self, shard: Tensor, slot: Slot) -> Tensor:
-        """A rank's piece where `slot` says, without its padding."""
-        dim = self.placement.dim
-        padded = shard.narrow(0, slot.shard_offset, slot.padded_shard_numel).view(slot.padded_shard_shape)
-        return padded.narrow(dim, 0, slot.shard_shape[dim])
-
     def part_of(self, shard: Tensor) -> Tensor:
-        return own_storage(self.in_shard(shard, self.slot))
+        return own_storage(self.slot.of(shard))
 
     def whole_in(self, full: Tensor) -> Tensor:
         return full.narrow(0, self.slot.unsharded_offset, self.numel).view(self.shape)
 
     def move(self, piece: Tensor) -> None:
-        if piece.device == self.local.device:
+        in_place = self.is_packed and piece.device == self.local.device
+        if in_place:
             _compat.set_local_tensor(self.sharded, piece)
-        else:  # which a DTensor cannot change
-            requires_grad = self.sharded.requires_grad
+        else:  # a DTensor cannot change its device
+            requires_grad = self.sharded.requires_grad if self.is_packed else self.trainable
             self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)
             self.register(self.sharded)
-        self.settle_form()
-
-    @property
-    def local(self) -> Tensor:
-        return _compat.local_tensor(self.sharded)
+        if not self.is_packed:
+            del self.whole
+            self.is_packed = True
+        self.settle_form(made=not in_place)
 
     def set_sharded_grad(self, shard: Tensor) -> None:
         """As `assign_grad`, for a gradient of the stored dtype without hooks."""

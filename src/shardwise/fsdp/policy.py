@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import _compat
@@ -72,12 +73,15 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-@dataclass
+_ALL_GATHER, _REDUCE_SCATTER = AutoAllGather(), AutoReduceScatter()
+
+
+@dataclass(slots=True)
 class GroupSettings:
     """What a user may change between steps; see the `FSDPModule` method of the same name."""
 
-    all_gather: AllGather = field(default_factory=AutoAllGather)
-    reduce_scatter: ReduceScatter = field(default_factory=AutoReduceScatter)
+    all_gather: AllGather = _ALL_GATHER
+    reduce_scatter: ReduceScatter = _REDUCE_SCATTER
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True
@@ -91,6 +95,7 @@ class GroupSettings:
     staging_bytes: int = 128 << 20  # contiguous: reduce larger groups in slices of this size
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
+    reduce_scatter_group: dist.ProcessGroup | None = None  # to overlap with gathers; None: the shard group
 
 
 def chosen(policy: MixedPrecisionPolicy, offload: OffloadPolicy, settings: GroupSettings) -> list[str]:

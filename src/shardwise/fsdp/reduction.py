@@ -29,7 +29,6 @@ from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.strategy import StatePlacement
-from shardwise.mesh import FSDPMeshInfo
 
 Collected = list[tuple[ShardedParam, Tensor]]
 Kind = tuple[torch.dtype, torch.dtype | None]  # of the reduction and its result; None: by parameter
@@ -154,8 +153,8 @@ class GradReducer(ABC):
         inner, outer = group.strategy.shard_axis, group.strategy.replicate_axis
         if inner is not None and inner.gradient is StatePlacement.REPLICATE:
             shard_group, replicate_group = None, shard_group
-        if isinstance(info, FSDPMeshInfo) and shard_group is not None:
-            shard_group = info.reduce_scatter_process_group or shard_group
+        if shard_group is not None:
+            shard_group = settings.reduce_scatter_group or shard_group
         scatters_twice = outer is not None and outer.gradient is StatePlacement.SHARD
         dtype, result_dtype = kind
         device_group = shard_group or replicate_group
@@ -283,7 +282,7 @@ class InterleavedReducer(GradReducer):
             grads,
             [param.placement.dim for param in params],
             plan,
-            shard_numel=sum([param.padded_shard_numel for param in params]),
+            shard_numel=sum([param.slot.padded_shard_numel for param in params]),
             partial=partial,
         )
         if result.partial is not None:
@@ -320,9 +319,10 @@ class InterleavedReducer(GradReducer):
                     break
         with nullcontext() if one_by_one else _compat.plain_attributes():
             for param in params:
-                piece = shard.as_strided(param.shard_shape, param.shard_stride, offset)
+                slot = param.slot
+                piece = shard.as_strided(slot.shard_shape, slot.shard_stride, offset)
                 if one_by_one:
                     param.assign_grad(piece)
                 else:
                     param.set_sharded_grad(piece)
-                offset += param.padded_shard_numel
+                offset += slot.padded_shard_numel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,8 @@ from shardwise.layout import ContiguousLayout, Owned, Place, RaggedShard
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import even_cuts_of
 
+_ROWS = RaggedShard()
+
 
 class RowsParam(ShardedParam):
     """A parameter whose sharded form is a `ShardedParameter`, once its group has packed it.
@@ -32,11 +34,9 @@ class RowsParam(ShardedParam):
     placement: RaggedShard | Owned
     place: Place
     replaced_if = "on all ranks alike"
-    no_rows: ShardedRows | None  # the gradient, the same in every step, where this rank holds no rows
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
-        self.is_packed = False
         self.placement = self._check_placement(placement)
         if type(self.whole) is not Tensor and not _compat.is_fake(self.whole):
             raise ShardingError(
@@ -49,7 +49,7 @@ class RowsParam(ShardedParam):
         if isinstance(placement, (RaggedShard, Owned)):
             return placement
         if placement is None or (isinstance(placement, Shard) and placement.dim in (0, -len(self.shape))):
-            return RaggedShard()
+            return _ROWS
         if isinstance(placement, Shard):
             raise ShardingError(
                 f"{here()}: '{self.name}' of shape {tuple(self.shape)} is to be cut on dim {placement.dim},"
@@ -61,26 +61,15 @@ class RowsParam(ShardedParam):
             f" or None for '{self.name}', got {placement!r}"
         )
 
-    @property
-    def local(self) -> Tensor:
-        return self.sharded._local_tensor if self.is_packed else self.whole
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.sharded.dtype if self.is_packed else self.whole.dtype
-
     def settle(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
         """Say which rows this rank holds; `move` gives them memory."""
         self.place = place
         rows = place.box
         self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
-        self.rows_shape = torch.Size(rows.sizes)
-        self.rows_offset = place.shard_offset
-        self.rows_stride = _compat.contiguous_stride(rows.sizes)
-        self.whole_stride = _compat.contiguous_stride(self.shape)
         box_of = partial(layout.box, place.index)
         cuts, mesh = even_cuts_of(self.tp_spec), self._shown_mesh()
-        self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh)
+        shown = self.info.mesh_groups if mesh is self.info.mesh else ()
+        self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, shown)
 
     def _shown_mesh(self) -> DeviceMesh:
         """The mesh of the DTensor that the sharded form is to others."""
@@ -96,14 +85,16 @@ class RowsParam(ShardedParam):
         return _compat.concatenate_meshes([self.info.mesh, *others])
 
     def part_of(self, shard: Tensor) -> Tensor:
-        return shard.narrow(0, self.rows_offset, self.place.box.numel).view(self.rows_shape)
+        return self.rows_in(shard)
 
     def whole_in(self, full: Tensor) -> Tensor:
         return full.narrow(0, self.place.start, self.numel).view(self.shape)
 
     def rows_in(self, shard: Tensor) -> Tensor:
         """This rank's rows in a reduced shard, which may be a part of a larger buffer."""
-        return shard.as_strided(self.rows_shape, self.rows_stride, shard.storage_offset() + self.rows_offset)
+        place = self.place
+        begin = shard.storage_offset() + place.shard_offset
+        return shard.as_strided(place.box.sizes, place.rows_stride, begin)
 
     def as_grad(self, piece: Tensor) -> Tensor:
         return ShardedRows.wrap(piece, self.piece) if self.no_rows is None else self.no_rows
@@ -119,25 +110,25 @@ class RowsParam(ShardedParam):
         if not self.is_packed:
             del self.whole
             self.is_packed = True
-        self.settle_form()
+        self.settle_form(made=not alike)
 
-    def settle_form(self) -> None:
-        super().settle_form()
+    def settle_form(self, *, made: bool = False) -> None:
+        super().settle_form(made=made)
+        vars(self).pop("no_rows", None)
+
+    @cached_property
+    def no_rows(self) -> ShardedRows | None:
+        """The gradient, the same in every step, where this rank holds no rows."""
         local = self.sharded._local_tensor
-        self.no_rows = None
-        if not local.numel():
-            kept = self.kept_dtype or self.sum_dtype or self.gather_dtype
-            self.no_rows = ShardedRows.wrap(torch.empty_like(local, dtype=kept), self.piece)
+        if local.numel():
+            return None
+        kept = self.kept_dtype or self.sum_dtype or self.gather_dtype
+        return ShardedRows.wrap(torch.empty_like(local, dtype=kept), self.piece)
 
     def rename(self, name: str) -> None:
         super().rename(name)
         self.piece = self.sharded.piece = replace(self.piece, name=name)
-        if self.no_rows is not None:
-            self.no_rows.piece = self.piece
-
-    def adopt(self) -> None:
-        if self.is_packed:
-            super().adopt()
+        vars(self).pop("no_rows", None)
 
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
         if isinstance(current, DTensor) and current.shape == self.global_shape:

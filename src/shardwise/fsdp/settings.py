@@ -216,7 +216,7 @@ class ModuleSettings(nn.Module):
         for state in self._states(recurse):
             for group, reducer in zip(state.groups, state.reducers, strict=True):
                 if isinstance(group.info, FSDPMeshInfo):
-                    _separate_group(group.info, made, enable=enable)
+                    group.settings.reduce_scatter_group = _separate_group(group, made) if enable else None
                     reducer.forget_plans()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -226,7 +226,7 @@ class ModuleSettings(nn.Module):
             if not isinstance(group.info, FSDPMeshInfo):
                 continue
             info = group.info
-            reduce_group = info.reduce_scatter_process_group or info.shard_process_group
+            reduce_group = group.settings.reduce_scatter_group or info.shard_process_group
             group.settings.all_gather = (
                 ProcessGroupAllocAllGather(info.shard_process_group) if enable else AutoAllGather()
             )
@@ -262,16 +262,11 @@ def states_of(modules: Sequence[ModuleSettings]) -> list[FSDPState]:
     return [module._shardwise_state for module in modules]
 
 
-def _separate_group(
-    info: FSDPMeshInfo, made: dict[tuple[int, ...], dist.ProcessGroup], *, enable: bool
-) -> None:
-    if not enable:
-        info.reduce_scatter_process_group = None
-        return
-    ranks = tuple(dist.get_process_group_ranks(info.shard_process_group))
+def _separate_group(group: ParamGroup, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+    assert group.shard_group is not None
+    ranks = tuple(dist.get_process_group_ranks(group.shard_group))
     if ranks not in made:
-        existing = info.reduce_scatter_process_group
-        made[ranks] = existing or dist.new_group(
+        made[ranks] = group.settings.reduce_scatter_group or dist.new_group(
             list(ranks), use_local_synchronization=True, group_desc="shardwise_reduce_scatter"
         )
-    info.reduce_scatter_process_group = made[ranks]
+    return made[ranks]

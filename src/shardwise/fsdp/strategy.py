@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Literal
 
 from shardwise.errors import ShardingError, here
@@ -72,6 +73,11 @@ class Strategy:
         return ", ".join(f"{names[row]} over the {axis} axis" for axis, row in axes if row is not None)
 
 
+@cache
+def _usual(replicates: bool, shards: bool) -> Strategy:
+    return Strategy(ROWS["ddp"] if replicates else None, ROWS["fsdp"] if shards else None)
+
+
 def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strategy:
     """The strategy of that name on the axes of `info`; None is FSDP on a shard axis, DDP on a replicate one.
 
@@ -79,10 +85,7 @@ def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strat
         ShardingError: an unknown name, or one for a mesh of other dims.
     """
     if name is None:
-        return Strategy(
-            ROWS["ddp"] if isinstance(info, DDPMeshInfo) else None,
-            ROWS["fsdp"] if isinstance(info, FSDPMeshInfo) else None,
-        )
+        return _usual(isinstance(info, DDPMeshInfo), isinstance(info, FSDPMeshInfo))
     if name not in NAMED:
         raise ShardingError(f"{here()}: strategy must be one of {', '.join(NAMED)}, got {name!r}")
     outer, inner = NAMED[name]

@@ -22,7 +22,6 @@ from shardwise.fsdp.module_state import state_of
 from shardwise.graph.backends import Backend, with_passes
 from shardwise.graph.passes import Passes
 from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
-from shardwise.mesh import FSDPMeshInfo
 
 BACKENDS = ("inductor", *_compat.AOT_EAGER, "eager")
 MODES = ("full", "regional")
@@ -151,8 +150,8 @@ def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str]
     names: list[str] = []
     states = [state for module in sharded if (state := state_of(module)) is not None]
     for state in states:
-        for info in (group.info for group in state.groups):
-            groups |= {one: None for one in info.process_groups if one is not None and one.size() > 1}
-            if isinstance(info, FSDPMeshInfo) and info.reduce_scatter_process_group is not None:
-                names.append(info.reduce_scatter_process_group.group_name)
+        for group in state.groups:
+            groups |= {one: None for one in group.info.process_groups if one is not None and one.size() > 1}
+            if group.settings.reduce_scatter_group is not None:
+                names.append(group.settings.reduce_scatter_group.group_name)
     return list(groups), [*(group.group_name for group in groups), *names], states[0].device

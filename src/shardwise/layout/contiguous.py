@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from shardwise._compat import contiguous_stride
 from shardwise.errors import ShardingError, here
 from shardwise.layout.box import Box
 from shardwise.layout.group_layout import ParamSpec
@@ -44,6 +45,10 @@ class Place:
     box: Box  # this rank's rows, in the parameter's own coordinates; zero rows where it holds none
     shard_offset: int  # where this rank's rows begin in its shard buffer; 0 for an empty box
 
+    @cached_property
+    def rows_stride(self) -> tuple[int, ...]:
+        return contiguous_stride(self.box.sizes)
+
 
 @dataclass(frozen=True)
 class ContiguousSegment:
@@ -61,7 +66,7 @@ class ContiguousSegment:
         """Elements of the gathered buffer."""
         return self.ranks * self.shard_numel
 
-    @property
+    @cached_property
     def padding(self) -> int:
         """Elements of the gathered buffer that no parameter uses."""
         return sum(size for _, size in self.gaps)

@@ -12,7 +12,8 @@ and the *unsharded buffer* holds the whole parameters. Two parameters A and B ov
 That is the interleaved layout: every parameter is an even chunk of dim 0 (or another dim) and can
 be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out.
 
-This file knows shapes, dtypes and offsets only: no processes, no tensors.
+This file knows shapes, dtypes and offsets only: no processes, no tensors. The arithmetic depends on shapes,
+not on names, and is done once for all groups that are alike.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
+from shardwise._compat import contiguous_stride
 from shardwise.errors import ShardingError
 from shardwise.layout.placement import EvenShard, Placement
 
 
-@dataclass(frozen=True)
-class ParamSpec:
-    """What the layout must know of a parameter."""
+class ParamSpec(NamedTuple):
+    """What the layout must know of a parameter; how it lies follows from all but its name."""
 
     name: str
     shape: tuple[int, ...]  # of the unsharded parameter
@@ -46,12 +49,21 @@ class Slot:
     index: int  # of the parameter in the group
     shard_shape: tuple[int, ...]  # this rank's piece
     padded_shard_shape: tuple[int, ...]  # what every rank stores and sends
+    begin: int  # of this rank's piece in the parameter, on the dim that is cut
     shard_offset: int  # in a rank's shard buffer
     unsharded_offset: int  # in the unsharded buffer
 
-    @property
+    @cached_property
     def padded_shard_numel(self) -> int:
         return math.prod(self.padded_shard_shape)
+
+    @cached_property
+    def shard_stride(self) -> tuple[int, ...]:
+        return contiguous_stride(self.shard_shape)
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's piece in a shard buffer; padding follows it, as only dim 0 is cut unevenly."""
+        return shard.as_strided(self.shard_shape, self.shard_stride, self.shard_offset)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Segment:
     padding: int  # elements at the end of each rank's shard buffer
     ranks: int
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return sum(slot.padded_shard_numel for slot in self.slots) + self.padding
 
@@ -89,28 +101,8 @@ class InterleavedLayout:
         self.specs = tuple(specs)
         self.ranks = ranks
         self.rank = rank
-        keys = dict.fromkeys((spec.dtype, spec.gather_dtype) for spec in self.specs)
-        self.segments = tuple(self._segment(*key, align_bytes=align_bytes) for key in keys)
-
-    def _segment(self, dtype: torch.dtype, gather_dtype: torch.dtype, *, align_bytes: int) -> Segment:
-        slots: list[Slot] = []
-        shard_numel = 0
-        for index, spec in enumerate(self.specs):
-            if (spec.dtype, spec.gather_dtype) != (dtype, gather_dtype):
-                continue
-            placement = _even(spec)
-            slot = Slot(
-                index=index,
-                shard_shape=placement.box(spec.shape, rank=self.rank, ranks=self.ranks).sizes,
-                padded_shard_shape=placement.padded_shape(spec.shape, ranks=self.ranks),
-                shard_offset=shard_numel,
-                unsharded_offset=self.ranks * shard_numel,
-            )
-            slots.append(slot)
-            shard_numel += slot.padded_shard_numel
-        smallest = min(dtype.itemsize, gather_dtype.itemsize)
-        align = max(1, align_bytes // smallest)
-        return Segment(dtype, gather_dtype, tuple(slots), -shard_numel % align, self.ranks)
+        shaped = tuple([(_even(s), s.shape, s.dtype, s.gather_dtype) for s in self.specs])
+        self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def describe(self) -> str:
         """One line per parameter; equal on ranks that will communicate alike."""
@@ -119,6 +111,34 @@ class InterleavedLayout:
             f" cut on dim {_even(s).dim} over {self.ranks}"
             for s in self.specs
         )
+
+
+_Shaped = tuple[EvenShard, tuple[int, ...], torch.dtype, torch.dtype]
+
+
+@lru_cache(maxsize=1024)
+def _segments(shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: int) -> tuple[Segment, ...]:
+    found = []
+    for dtype, gather_dtype in dict.fromkeys((stored, gathered) for _, _, stored, gathered in shaped):
+        slots: list[Slot] = []
+        shard_numel = 0
+        for index, (placement, shape, *dtypes) in enumerate(shaped):
+            if dtypes != [dtype, gather_dtype]:
+                continue
+            box = placement.box(shape, rank=rank, ranks=ranks)
+            slot = Slot(
+                index=index,
+                shard_shape=box.sizes,
+                padded_shard_shape=placement.padded_shape(shape, ranks=ranks),
+                begin=box.offsets[placement.dim],
+                shard_offset=shard_numel,
+                unsharded_offset=ranks * shard_numel,
+            )
+            slots.append(slot)
+            shard_numel += slot.padded_shard_numel
+        align = max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize))
+        found.append(Segment(dtype, gather_dtype, tuple(slots), -shard_numel % align, ranks))
+    return tuple(found)
 
 
 def _even(spec: ParamSpec) -> EvenShard:
