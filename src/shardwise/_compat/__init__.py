@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise._compat.compiler import *
 from shardwise._compat.gradients import *
+from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
 
 

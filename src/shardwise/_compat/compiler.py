@@ -203,26 +203,6 @@ def aot_edited(
         return cast(Callable[..., Any], backend(graph_module, inputs))
 
 
-def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
-    """What `torch.compile(backend="inductor", options=options)` gives a graph to, for a backend around it."""
-    wrapper: Any = torch._TorchCompileInductorWrapper
-    return cast(Callable[..., Any], wrapper(None, options, dynamic))
-
-
-def inductor_pass(edit: Callable[[torch.fx.Graph], None], uuid: str) -> Any:
-    """A pass over inductor's graphs; the `uuid` tells its caches of compiled graphs what the pass does."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            edit(graph)
-
-        def uuid(self) -> str:
-            return uuid
-
-    return Pass()
-
-
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
     """Calls in here that compile trace `torch.autograd.grad`, which torch leaves off by default.

@@ -35,12 +35,8 @@ def with_passes(
     """
     if options is not None and backend != "inductor":
         raise ShardingError(f"options are inductor's; backend {backend!r} takes none")
-    if backend == "inductor":  # whose passes must not undo the order of collectives: ours go last
-        ours = {
-            "post_grad_custom_post_pass": _compat.inductor_pass(passes, passes.uuid),
-            "reorder_for_peak_memory": False,  # which would move collectives, each rank as it sees fit
-            "reorder_for_locality": False,  # which without autograd would gather everything first
-        }
+    if backend == "inductor":
+        ours = inductor_options(passes, passes.uuid)
         if first is not None:
             ours["joint_custom_pre_pass"] = _compat.inductor_pass(first, passes.uuid)
         for name in ours:
@@ -59,3 +55,17 @@ def with_passes(
     if backend in _compat.AOT_EAGER:
         return {"backend": partial(_compat.aot_edited, edit=edit, decompose=_compat.AOT_EAGER[backend])}
     return {"backend": backend}
+
+
+def inductor_options(edit: Callable[[Graph], Any], uuid: str | None) -> dict[str, Any]:
+    """Inductor's options for it to run `edit` last, and to leave collectives where that puts them.
+
+    Args:
+        uuid: tells caches of compiled graphs what `edit` does; None: graphs are compiled anew.
+    """
+    return {
+        "post_grad_custom_post_pass": _compat.inductor_pass(edit, uuid),
+        "reorder_for_peak_memory": False,  # which would move collectives, each rank as it sees fit
+        "reorder_for_locality": False,  # which without autograd would gather everything first
+        "_pre_fusion_custom_pass": _compat.collectives_in_place(),
+    }

@@ -29,6 +29,11 @@ def aliased(node: Node) -> Node | None:
     return None
 
 
+def is_view(node: Node) -> bool:
+    """Does a node compute nothing, as its output lies in an input's memory, as it was?"""
+    return aliased(node) is not None and not written(node)
+
+
 def written(node: Node) -> list[Node]:
     """The inputs that a node's operator writes to."""
     return [

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise import _compat
-from shardwise.graph.memory import aliased, written
+from shardwise.graph.memory import is_view
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -35,8 +35,7 @@ def recompute(graph: Graph) -> list[Node]:
     again: set[Node] = set()
     for node in nodes[:start]:
         # A view of what is computed again would keep it.
-        is_view = aliased(node) is not None and not written(node)
-        if _is_marked(node) or (is_view and all(one in again for one in node.all_input_nodes)):
+        if _is_marked(node) or (is_view(node) and all(one in again for one in node.all_input_nodes)):
             again.add(node)
     copies: dict[Node, Node] = {}
     for node in nodes[start:]:

@@ -1,20 +1,25 @@
 """Keep the graphs that a compiled model is made of, to look at after it has trained.
 
 A `Recorder` is a backend for `torch.compile`, so it sees what any backend would: the forward and the backward
-graphs of operators that AOTAutograd makes, each once, when it is compiled. It runs them operator by operator.
+graphs of operators that AOTAutograd makes, each once, when it is compiled. It runs them operator by operator,
+or lets inductor compile them and keeps them in the order in which inductor runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.graph.backends import inductor_options
+from shardwise.graph.collectives import is_wait
 from shardwise.graph.measure import graph_report
+from shardwise.graph.memory import is_view
 from shardwise.graph.reports import GraphReport, Kind, ModelReport
 
 
@@ -32,11 +37,11 @@ class Recorder:
     """A backend for `torch.compile` that keeps the graphs it is given; see `record`.
 
     Attributes:
-        decompose, passes: see `record`.
+        backend, passes: see `record`.
         graphs: what it has been given, in the order of compilation.
     """
 
-    decompose: bool
+    backend: str
     passes: tuple[Callable[[Graph], Any], ...]
     graphs: list[Recorded] = field(default_factory=list)
     traced: int = 0
@@ -52,16 +57,29 @@ class Recorder:
         if frame is not None:
             self.recompiles += frame[0] in self._frames and frame[1] > 0
             self._frames.add(frame[0])
+        if self.backend == "inductor":
+            options = inductor_options(self._run, None)
+            options["_post_fusion_custom_pass"] = _compat.scheduled(partial(self._keep_schedule, number))
+            return cast(Callable[..., Any], _compat.inductor(options, None)(module, inputs))
         kinds: list[Kind] = []
 
         def keep(graph: Graph) -> None:
-            for run in self.passes:
-                run(graph)
+            self._run(graph)
             kinds.append("backward" if kinds else "forward")  # AOTAutograd compiles forward first
             assert graph.owning_module is not None
             self.graphs.append(Recorded(kinds[-1], number, graph.owning_module))
 
-        return _compat.aot_edited(module, inputs, edit=keep, decompose=self.decompose)
+        return _compat.aot_edited(module, inputs, edit=keep, decompose=_compat.AOT_EAGER[self.backend])
+
+    def _run(self, graph: Graph) -> None:
+        for run in self.passes:
+            run(graph)
+
+    def _keep_schedule(
+        self, number: int, module: GraphModule, backward: bool, kernels: list[_compat.Kernel]
+    ) -> None:
+        made = GraphModule(module, in_order(module.graph, kernels))
+        self.graphs.append(Recorded("backward" if backward else "forward", number, made))
 
     @property
     def modules(self) -> list[GraphModule]:
@@ -101,14 +119,54 @@ def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], 
         print(recorder.report())
 
     Args:
-        backend: "aot_eager", or "aot_eager_decomp_partition", whose graphs are those that inductor gets.
-        passes: run over each graph before it is kept, such as `shardwise.graph.passes.Passes()`.
+        backend: "aot_eager", or "aot_eager_decomp_partition", whose graphs are those that inductor gets. Or
+            "inductor", whose graphs are kept as it schedules them: collectives, waits and calls of libraries
+            where it issues them, what it fuses where the kernel runs. It compiles anew, past its caches.
+        passes: run over each graph before it is kept, such as `shardwise.graph.passes.Passes()`; inductor
+            schedules what they leave.
 
     Raises:
         ShardingError: another backend.
     """
-    if backend not in _compat.AOT_EAGER:
-        raise ShardingError(
-            f"backend {backend!r} cannot be recorded; expected one of {', '.join(_compat.AOT_EAGER)}"
+    known = ("inductor", *_compat.AOT_EAGER)
+    if backend not in known:
+        raise ShardingError(f"backend {backend!r} cannot be recorded; expected one of {', '.join(known)}")
+    return Recorder(backend, passes)
+
+
+def in_order(graph: Graph, kernels: Sequence[_compat.Kernel]) -> Graph:
+    """A copy of a graph of operators in the order in which kernels compute its nodes.
+
+    A kernel names what is computed for it, in graph order, which may be computed again elsewhere: a node
+    stands where it is computed first. A call of a library computes the last of its nodes, from all it names.
+    Views, which no kernel computes, stand before what takes them.
+    """
+    made = Graph(graph.owning_module)
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            copies[node] = made.node_copy(node)
+
+    def is_ready(node: Node) -> bool:
+        return node in copies or (
+            is_view(node) and not is_wait(node) and all(map(is_ready, node.all_input_nodes))
         )
-    return Recorder(_compat.AOT_EAGER[backend], passes)
+
+    def add(node: Node) -> Node:
+        for one in node.all_input_nodes:
+            if one not in copies:
+                add(one)
+        copies[node] = made.node_copy(node, copies.__getitem__)
+        return copies[node]
+
+    for nodes, is_call in kernels:
+        for node in nodes:
+            if node not in copies and (
+                (is_call and node is nodes[-1]) or all(map(is_ready, node.all_input_nodes))
+            ):
+                add(node)
+    for node in graph.nodes:
+        if node not in copies and node.op != "output":
+            add(node)
+    made.node_copy(graph.output_node(), copies.__getitem__)
+    return made

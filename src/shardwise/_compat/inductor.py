@@ -1,0 +1,107 @@
+"""Private names of inductor: passes over its graphs, and the order in which it schedules their kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
+    """What `torch.compile(backend="inductor", options=options)` gives a graph to, for a backend around it."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    return cast(Callable[..., Any], wrapper(None, options, dynamic))
+
+
+def inductor_pass(edit: Callable[[torch.fx.Graph], Any], uuid: str | None) -> Any:
+    """A pass over inductor's graphs; the `uuid` tells its caches of compiled graphs what the pass does.
+
+    With a `uuid` of None graphs are compiled anew.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            edit(graph)
+
+        def uuid(self) -> str | None:
+            return uuid
+
+    return Pass()
+
+
+def collectives_in_place() -> Any:
+    """A pass over what inductor is about to fuse: collectives stay where the graph has them.
+
+    Inductor fuses kernels that read the same memory, however far apart they stand. What one of them waits
+    for then runs before all that follows the other: a reduction slipped behind the next block's products.
+    Each collective, and each wait, is told to follow the calls of libraries before it and to precede those
+    behind it. Kernels that inductor generates may still move: fusing them is worth more than their place.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import is_collective, is_wait
+    from torch._inductor.virtualized import V
+
+    def follow(node: Any, earlier: Sequence[Any]) -> None:
+        mine = next(iter(node.get_buffer_names()))
+        for name in (name for one in earlier for name in one.get_buffer_names()):
+            node.add_fake_dep(WeakDep(name, mutating_buf=mine, is_fake=True))
+
+    # 2.13 made a class of its own for passes of the scheduler.
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+    class Pass(base):  # type: ignore[misc]
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            since: list[Any] = []  # the collective before, and what inductor calls behind it
+            found = False
+            for node in nodes:
+                kernel = getattr(node, "node", None)  # several have none
+                if is_collective(kernel) or is_wait(kernel):
+                    follow(node, since)
+                    since, found = [node], True
+                elif node.is_extern() or node.is_template():
+                    follow(node, since[:1] if found else ())
+                    since.append(node)
+            if found:
+                V.graph.scheduler.compute_ancestors()  # by which it tells what it may fuse
+            return nodes
+
+        def uuid(self) -> str:
+            return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+    return Pass()
+
+
+# The nodes in it, in graph order, and whether it is a call that computes the last of them.
+Kernel = tuple[tuple[Node, ...], bool]
+
+
+def scheduled(keep: Callable[[GraphModule, bool, list[Kernel]], None]) -> Callable[[list[Any]], list[Any]]:
+    """A pass over what inductor has fused, which it leaves as it is: `keep` is called with every graph.
+
+    With the graph, whether it is a backward one, and its kernels in their order. No public hook shows it.
+    """
+    from torch._inductor.virtualized import V
+
+    def look(nodes: list[Any]) -> list[Any]:
+        if getattr(V.graph, "parent", None) is None:  # no graph inside another
+            module = cast(GraphModule, V.graph.module)
+            place = {node: i for i, node in enumerate(module.graph.nodes)}
+            kernels = [
+                (
+                    tuple(sorted((o for o in one.node.origins if o in place), key=place.__getitem__)),
+                    one.is_extern(),
+                )
+                for fused in nodes
+                for one in fused.get_nodes()
+                if one.node is not None
+            ]
+            keep(module, bool(V.graph.is_backward), kernels)
+        return nodes
+
+    return look
