@@ -134,6 +134,8 @@ class _LocalSteps:
         first = values[0] if values else None
         if isinstance(first, Tensor) and first.ndim and not isinstance(first, DTensor):
             raise AttributeError
+        if first is None and any(value is not None for value in values):  # momentum not yet begun for all
+            raise AttributeError
         return isinstance(first, DTensor)
 
     def _cut_alike(self, cuts: list[Any], others: list[Any]) -> bool:
