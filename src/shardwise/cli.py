@@ -173,6 +173,10 @@ def plan(
     layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
+    compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
+    float8: Annotated[
+        bool, typer.Option("--float8", help="Linear layers of compiled blocks multiply in float8.")
+    ] = False,
     optimizer: Annotated[
         str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
@@ -205,6 +209,7 @@ def plan(
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
     choices |= {"sequence": sequence, "loss": loss}
+    choices |= {"compile": compiled, "float8": float8}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         if png_path is not None:

@@ -25,6 +25,7 @@ from shardwise.cli import app
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.planner import drawing
 from shardwise.planner.cost import cost_of
+from shardwise.planner.measure import Moment
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.setup import Setup
 
@@ -188,6 +189,82 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         shardwise.plan(Even())
     with pytest.raises(ShardingError, match="'nowhere:gpt' cannot be imported"):
         shardwise.plan("nowhere:gpt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"ranks": "8"}, "ranks must be of type int, got '8'"),
+        ({"micro_batch": 1.5}, "micro_batch must be of type int, got 1.5"),
+        ({"clip_norm": 1}, "clip_norm must be of type bool, got 1"),
+        ({"reshard_after_forward": "no"}, r"must be of type bool \| int \| None, got 'no'"),
+        ({"param_dtype": "bf16"}, r"param_dtype must be one of .*'bfloat16'.*, got 'bf16'"),
+        ({"rank": 8}, "Setup has no field rank: its fields are ranks, "),
+    ],
+)
+def test_a_field_of_a_setup_that_is_unknown_or_of_another_type_is_named(
+    fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ShardingError, match=told):
+        planner.from_json(Setup, json.dumps(fields))
+    with pytest.raises(ShardingError, match=told):
+        shardwise.plan(gpt, **fields)
+
+
+def test_json_that_is_no_plan_is_told_what_it_lacks() -> None:
+    with pytest.raises(ShardingError, match="Setup cannot be read: this is no JSON"):
+        planner.from_json(Setup, "{")
+    with pytest.raises(ShardingError, match=r"object of its fields, got \[\]"):
+        planner.from_json(Setup, "[]")
+    with pytest.raises(ShardingError, match="Plan needs layers, parameters"):
+        planner.from_json(planner.Plan, '{"model": "gpt"}')
+    moment = json.dumps({"phase": "forward", "layer": "first", "alive": {}})
+    with pytest.raises(ShardingError, match=r"Moment: layer must be of type int \| None, got 'first'"):
+        planner.from_json(Moment, moment)
+
+
+class TwoLists(Even):
+    """More vision blocks than the 8 and 9 blocks that are run of the longest list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(nn.Linear(256, 256) for _ in range(10))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(12))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.embedding(tokens)
+        for block in [*self.vision, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+def test_of_two_lists_of_blocks_the_longest_is_cut_and_the_plan_says_so() -> None:
+    made = shardwise.plan(TwoLists, ranks=2, sequence=8)
+    assert made.layers == 12
+    assert not made.whole
+    assert {group.name for group in made.groups} == {"blocks 0 to 10", "block 11", "the root"}
+    (assumed,) = made.assumed
+    assert (
+        "the 12 of 'blocks', the longest ModuleList; the modules of 'vision' (10) are no groups of" in assumed
+    )
+    assert assumed in str(made)
+
+
+def test_a_mamba_is_planned_from_its_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "state_size": 4, "expand": 2}
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, n_groups=1, chunk_size=8, **sizes
+    )
+    path = tmp_path / "mamba.json"
+    path.write_text(config.to_json_string())  # with an infinity; its kinds of blocks cannot be set
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    made = shardwise.plan(str(path), ranks=2, sequence=8)
+    assert made.parameters == sum(p.numel() for p in model.parameters())
+    path.write_text(config.to_json_string().replace('"hidden_size": 32', '"hidden_size": 33'))
+    with pytest.raises(ShardingError, match=r"mamba.json is no transformers config: (?s:.*)hidden_size"):
+        shardwise.plan(str(path), ranks=2, sequence=8)
 
 
 class Doubled(nn.Module):

@@ -24,6 +24,7 @@ def python(model: str | Model | Factory, setup: Setup) -> str:
 
 def _imports(setup: Setup, body: str) -> Iterator[str]:
     yield "import torch"
+    yield from ["import shardwise"] * setup.compile
     yield "from torch.distributed.device_mesh import init_device_mesh"
     called = set(re.findall(r"(\w+)\(", body))
     for module in (tensor, parallel):
@@ -65,6 +66,10 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     yield f"    for module in [*blocks{apart}]:"
     yield f"        fully_shard(module, reshard_after_forward={setup.reshard_after_forward}, **options)"
     yield "    fully_shard(model, **options)"
+    if setup.float8:
+        yield "    # before: torchao's convert_to_float8_training(block), with enable_fsdp_float8_all_gather"
+    if setup.compile:
+        yield '    shardwise.compile(model, mode="regional")'
     if setup.loss == "chunked":
         yield "    # the head returns shardwise.nn.linear_cross_entropy(x, self.weight, targets)"
     if setup.optimizer == "Muon":

@@ -16,7 +16,10 @@ from shardwise.comm.kinds import NAMESPACES
 
 aten = torch.ops.aten
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_NOTHING = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::empty", "aten::empty_like"}
+_NOTHING = {  # in memory; those that return what they are given are no views by their schema
+    f"aten::{name}"
+    for name in ("detach", "alias", "lift_fresh", "empty", "empty_like", "_unsafe_view", "_reshape_alias")
+}
 
 
 def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, str] | None:
@@ -24,7 +27,7 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, s
     name = func.name().partition(".")[0]
     if func.is_view or name in _NOTHING or func.namespace in NAMESPACES:
         return None
-    tensors = {id(one): one for one in _tensors((args, kwargs, result))}
+    tensors = {id(one): one for one in tensors_of((args, kwargs, result))}
     if not tensors:
         return None
     nbytes = sum(one.nbytes for one in tensors.values())
@@ -55,11 +58,11 @@ def _attention(query: Tensor, *others: Tensor) -> int:
     return int(sdpa_flop_count(query.shape, *((b, heads, *one.shape[2:]) for one in others)))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (list, tuple)):
-        return [one for item in value for one in _tensors(item)]
+        return [one for item in value for one in tensors_of(item)]
     return []

@@ -39,6 +39,7 @@ class Model:
         blocks: a module's blocks, in the order of forward: those of `build(n)` are n.
         ends: its first and last modules, which may be groups of their own.
         loss: of the module, of inputs and of the tokens that follow them (int64, micro-batch x sequence).
+        assumed: of it, for people.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Model:
     blocks: Callable[[nn.Module], list[nn.Module]]
     ends: Callable[[nn.Module], list[nn.Module]]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    assumed: tuple[str, ...] = ()
 
 
 Factory = Callable[..., nn.Module]
@@ -139,19 +141,26 @@ def no_packed_sequences() -> Iterator[None]:
         masks.find_packed_sequence_indices = kept
 
 
-def longest_list(module: nn.Module) -> nn.ModuleList:
-    """The list of blocks: the longest `ModuleList`, which must not be empty."""
-    lists = [one for one in module.modules() if isinstance(one, nn.ModuleList)]
-    if not lists or not len(best := max(lists, key=len)):
+def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
+    """Every `ModuleList` with something in it, and in no other, by name; the longest is first.
+
+    That one is taken for the list of blocks.
+    """
+    found: dict[str, nn.ModuleList] = {}
+    for name, one in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(one, nn.ModuleList) and len(one) and not inside:
+            found[name] = one
+    if not found:
         raise ShardingError(
             f"{type(module).__name__} has no ModuleList of blocks: pass a shardwise.planner.Model that says"
             " which modules are its blocks"
         )
-    return best
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    return list(longest_list(module))
+    return list(next(iter(block_lists(module).values())))
 
 
 def _no_ends(module: nn.Module) -> list[nn.Module]:
@@ -173,18 +182,26 @@ def _published(name: str, sequence: int) -> Model:
 def _of_factory(factory: Factory) -> Model:
     takes_layers = "layers" in inspect.signature(factory).parameters
     with torch.device("meta"):
-        whole = factory()
-    blocks = longest_list(whole)
+        lists = block_lists(factory())
+    chosen, *others = lists
+
+    def blocks(module: nn.Module) -> list[nn.Module]:
+        return list(cast(nn.ModuleList, module.get_submodule(chosen)))
 
     def build(layers: int) -> nn.Module:
         if takes_layers:
             return factory(layers=layers)
         made = factory()
-        del longest_list(made)[layers:]
+        del cast(nn.ModuleList, made.get_submodule(chosen))[layers:]
         return made
 
+    count, rest = len(lists[chosen]), ", ".join(f"'{name}' ({len(lists[name])})" for name in others)
+    assumed = (
+        f"Its blocks are the {count} of '{chosen}', the longest ModuleList; the modules of {rest} are no"
+        " groups of their own: pass a shardwise.planner.Model that says which are"
+    )
     name = getattr(factory, "__name__", "model")
-    return Model(name, len(blocks), build, _blocks, _no_ends, logits_loss)
+    return Model(name, count, build, blocks, _no_ends, logits_loss, (assumed,) if others else ())
 
 
 def _of_transformers(path: Path) -> Model:
@@ -193,15 +210,17 @@ def _of_transformers(path: Path) -> Model:
     except ImportError as error:
         raise ShardingError(f"{path} is a transformers config: pip install transformers") from error
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(path.read_text(), object_hook=_float)
         config = AutoConfig.for_model(**told)
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # of the file, and of transformers' own checks
         raise ShardingError(f"{path} is no transformers config: {error}") from error
+
+    kinds = list(vars(config).get("layer_types") or ())  # some configs make theirs from the number of blocks
 
     def build(layers: int) -> nn.Module:
         config.num_hidden_layers, config.use_cache = layers, False
-        if getattr(config, "layer_types", None):
-            config.layer_types = (config.layer_types * layers)[:layers]
+        if kinds:
+            config.layer_types = kinds[:layers]
         try:
             made: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         except ValueError as error:
@@ -217,3 +236,8 @@ def _of_transformers(path: Path) -> Model:
 
     layers: Any = told.get("num_hidden_layers", config.num_hidden_layers)
     return Model(path.stem, layers, build, _blocks, _no_ends, loss)
+
+
+def _float(value: dict[str, Any]) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value

@@ -16,7 +16,7 @@ from shardwise.planner.events import CATEGORIES, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.models import Factory, Model, model_of
 from shardwise.planner.record import record
-from shardwise.planner.setup import Setup
+from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
 from shardwise.planner.unroll import RECORDED, NotRegular, unroll
 
@@ -37,7 +37,7 @@ class Plan:
         sent: what the rank sends in a step; `groups` on whose behalf.
         model_flops: three times forward's operations: a multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
-        assumed: of operators whose cost is not known, and of parameters made in another dtype.
+        assumed: of operators without a cost, of parameters made in another dtype, of which blocks are cut.
         whole: why all blocks were run, instead of a few; empty if a few were.
         times: as the hardware's model has it.
     """
@@ -126,7 +126,7 @@ def plan(
     Raises:
         ShardingError: the setup does not fit the model, or the model cannot be run on fake tensors.
     """
-    setup = replace(setup or Setup(), **changes)
+    setup = changed(setup or Setup(), changes)
     asked = model_of(model, sequence=setup.sequence)
     recording, whole = _recording(asked, setup)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
@@ -153,6 +153,7 @@ def plan_of(
         model_flops=model_flops,
         computed_flops=computed_flops,
         assumed=[
+            *model.assumed,
             *(_CONVERTED.format(one, setup.stored_dtype) for one in recording.converted if one != "float32"),
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],

@@ -27,6 +27,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.fsdp import FSDPModule
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book
+from shardwise.planner.compiled import compiled
 from shardwise.planner.events import GRADIENTS, PARAMETERS, Recording
 from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import make_smaller_shards, noop_world
@@ -71,13 +72,17 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         gc.disable()
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
-        recorder = Recorder(model.blocks(module), None if tensor is None else tensor.get_group())
+        tensor_group = None if tensor is None else tensor.get_group()
+        recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile)
         stack.enter_context(watching(recorder, streams=setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, model.blocks(module), tokens)
         for step in range(STEPS):
             _step(recorder, model, module, optimizers, tokens, step, setup)
-        return Recording(layers, recorder.finish(), parameters, in_block, gathered, embedded, converted)
+        segments = recorder.finish()
+        if recorder.touches is not None:
+            segments = compiled(segments, recorder.touches, float8=setup.float8)
+        return Recording(layers, segments, parameters, in_block, gathered, embedded, converted)
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._compat import resolve_process_group
+from shardwise._compat import FakeTensor, resolve_process_group
 from shardwise.comm.count import Collective, collectives
 from shardwise.comm.kinds import NAMESPACES, WAIT
-from shardwise.planner.cost import cost_of
+from shardwise.planner.compiled import Touched, Touches
+from shardwise.planner.cost import cost_of, tensors_of
 from shardwise.planner.events import (
     ACTIVATIONS,
     COMPUTATION,
@@ -44,16 +45,25 @@ from shardwise.planner.events import (
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
+_DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 
 class Recorder(Storages):
     """Writes down what happens, while entered."""
 
-    def __init__(self, blocks: list[nn.Module], tensor_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        tensor_group: dist.ProcessGroup | None = None,
+        *,
+        touches: bool = False,
+    ) -> None:
         super().__init__()
         self.tensor_group = tensor_group
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # from what computes shapes
+        self.touches: Touches | None = {} if touches else None  # what a compiler would see
+        self.in_library = 0  # calls of it that are under way
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
         self.last = len(blocks) - 1
@@ -175,10 +185,10 @@ class Recorder(Storages):
     def heard(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         """A collective of these tensors is issued."""
         self.see(tensors)
-        self._send(call, group)
+        self._touch(self._send(call, group), tensors, tensors)
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
 
-    def _send(self, call: Collective, group: dist.ProcessGroup) -> None:
+    def _send(self, call: Collective, group: dist.ProcessGroup) -> Send:
         """Of the current stream; that of tensor parallelism has one of its own, which this one waits for."""
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
@@ -186,38 +196,67 @@ class Recorder(Storages):
             self._strides[name] = more[0] - first if more else 1
         stride = self._strides[name]
         if self.tensor_group is None or name != self.tensor_group.group_name:
-            self.write(Send(call, self.group, current, stride))
-            return
+            event = Send(call, self.group, current, stride)
+            self.write(event)
+            return event
         before, after = Mark(self.place.layer), Mark(self.place.layer)
         self.write(Record(before, current))
         self.write(Wait(before, TENSOR_PARALLEL))
-        self.write(Send(call, TENSOR_PARALLEL, TENSOR_PARALLEL, stride))
+        event = Send(call, TENSOR_PARALLEL, TENSOR_PARALLEL, stride)
+        self.write(event)
         self.write(Record(after, TENSOR_PARALLEL))
         self.write(Wait(after, current))
+        return event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.looks_away or func is torch.ops.prim.device.default:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # asked for in most calls: without another dispatch
+        if self.looks_away or func is _DEVICE:
             return func(*args, **(kwargs or {}))
         namespace, _, name = func.name().partition("::")
         if namespace in NAMESPACES:
             if name == WAIT:
                 return args[0]  # without memory it would be a copy
             for call in collectives(namespace, name.partition(".")[0], args):
-                self._send(call, resolve_process_group(args[-1]))
+                self._touch(self._send(call, resolve_process_group(args[-1])), args, ())
         self._follow_recomputation()
+        if func is _COPY:  # of which nothing is new but the values
+            self.now += 1
+            self.ran(func, args, kwargs or {}, args[0])
+            return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if self._around:
             self._ran_by_layer(func, args, kwargs, result)
             return
-        self._compute(func, args, kwargs, result)
+        event = self._compute(func, args, kwargs, result)
         self.see((args, kwargs, result))
+        if event is not None:
+            self._touch(event, (args, kwargs), result)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> Compute | None:
         cost = cost_of(func, args, kwargs, result)
-        if cost is not None:
-            self.write(Compute(str(func.overloadpacket), *cost, self.streams[-1]))
+        if cost is None:
+            return None
+        event = Compute(str(func.overloadpacket), *cost, self.streams[-1])
+        self.write(event)
+        return event
+
+    def _touch(self, event: Event, read: Any, written: Any) -> None:
+        if self.touches is None:
+            return
+        reads, writes = (
+            [
+                (memory, min(one.nbytes, memory.nbytes))
+                for one in tensors_of(value)
+                if (memory := self.memory_of(one)) is not None
+            ]
+            for value in (read, written)
+        )
+        inside = not (self.in_library or self._around or self.place.layer is None)
+        own = inside and isinstance(event, Compute) and event.stream == COMPUTATION
+        self.touches[id(event)] = Touched(reads, writes, own)
 
     def _ran_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator on many blocks' tensors at once is one event for each block."""
@@ -244,6 +283,8 @@ class Recorder(Storages):
                 self.write(Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1]))
                 self.see((row, made))
             self.see((args, kwargs, result))
+        if self.segments[-1].events:
+            self._touch(self.segments[-1].events[-1], (args, kwargs, result), ())
         self.owner, self._holds = _NOBODY, False
 
     def _is_new(self, tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from shardwise.planner.code import python
 from shardwise.planner.events import Recording
 from shardwise.planner.models import Factory, Model, model_of
 from shardwise.planner.plan import GIB, Plan, plan_of, recorded
-from shardwise.planner.setup import Setup
+from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, hardware_of, send_seconds
 from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
 
@@ -93,7 +93,7 @@ def search(
     Raises:
         ShardingError: as `plan`.
     """
-    setup = replace(setup or Setup(), **changes)
+    setup = changed(setup or Setup(), changes)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     asked = model_of(model, sequence=setup.sequence)
     space = [*dict.fromkeys(_space(setup, device, micro_batches))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from shardwise.errors import ShardingError
@@ -31,6 +31,8 @@ class Setup:
         reduce_dtype: of gradients while they are reduced.
         ends_apart: the model's first and last modules are groups of their own, beside its blocks.
         checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "full".
+        compile: blocks are compiled: `shardwise.compile(mode="regional")`.
+        float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
         optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
         micro_batch: sequences a rank computes at a time.
@@ -53,6 +55,8 @@ class Setup:
     reduce_dtype: DType = "float32"
     ends_apart: bool = True
     checkpointing: Checkpointing = "none"
+    compile: bool = False
+    float8: bool = False
     optimizer: Optimizer = "AdamW fused"
     loss: Literal["whole", "chunked"] = "whole"
     micro_batch: int = 1
@@ -63,9 +67,14 @@ class Setup:
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in ("ranks", "replicas", "tensor", "micro_batch", "sequence", "accumulation"):
             if getattr(self, name) < 1:
                 raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.float8 and not self.compile:
+            raise ShardingError(
+                "float8 is planned for compiled blocks, whose kernels find its scales: compile=True"
+            )
         if self.ranks % self.replicas:
             raise ShardingError(
                 f"a mesh of {self.replicas} replicas does not divide {self.ranks} ranks: choose replicas"
@@ -76,10 +85,6 @@ class Setup:
                 f"tensor={self.tensor} does not divide the {self.ranks // self.replicas} ranks of"
                 f" {'a replica' if self.replicas > 1 else 'the mesh'}: choose tensor among its divisors"
             )
-        for name, kind in typing.get_type_hints(type(self)).items():
-            allowed = typing.get_args(kind)
-            if typing.get_origin(kind) is Literal and getattr(self, name) not in allowed:
-                raise ShardingError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -94,13 +99,55 @@ class Setup:
         return self.micro_batch * self.sequence * self.accumulation
 
 
+def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
+    """`setup` with other values of these fields."""
+    known = {one.name for one in fields(setup)}
+    _check_names(Setup, sorted(changes.keys() - known))
+    return replace(setup, **changes)
+
+
+def _check_names(kind: type, unknown: list[str]) -> None:
+    if unknown:
+        known = ", ".join(typing.get_type_hints(kind))
+        raise ShardingError(f"{kind.__name__} has no field {', '.join(unknown)}: its fields are {known}")
+
+
+def _check_types(made: Any) -> None:
+    """Raises ShardingError for a field of a dataclass that is not what its annotation says."""
+    kind = type(made)
+    for name, hint in typing.get_type_hints(kind).items():
+        value = getattr(made, name)
+        if not _is(value, hint):
+            literals = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+            expected = f"one of {literals}" if literals else f"of type {kind.__annotations__[name]}"
+            raise ShardingError(f"{kind.__name__}: {name} must be {expected}, got {value!r}")
+
+
+def _is(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(_is(value, one) for one in arguments)
+    if origin is not None:
+        return isinstance(value, origin)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
 def to_json(value: Any) -> str:
     """A dataclass as JSON; `from_json` makes it again."""
     return json.dumps(asdict(value), indent=1)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    made: T = _made(kind, json.loads(text))
+    """The dataclass that `text` has. Raises ShardingError for fields unknown, missing or of another type."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ShardingError(f"{kind.__name__} cannot be read: this is no JSON: {error}") from error
+    made: T = _made(kind, value)
     return made
 
 
@@ -111,15 +158,22 @@ def _made(kind: Any, value: Any) -> Any:
         kind = next((one for one in arguments if is_dataclass(one)), None)
         return value if kind is None or value is None else _made(kind, value)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        unknown = value.keys() - hints.keys()
-        if unknown:
-            raise ShardingError(f"{kind.__name__} has no field {sorted(unknown)}")
-        return kind(
-            **{one.name: _made(hints[one.name], value[one.name]) for one in fields(kind) if one.name in value}
-        )
-    if typing.get_origin(kind) in (list, tuple):
+        return _dataclass(kind, value)
+    if typing.get_origin(kind) in (list, tuple) and isinstance(value, list):
         return typing.get_origin(kind)(_made(arguments[0], one) for one in value)
-    if typing.get_origin(kind) is dict:
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
         return {key: _made(arguments[1], one) for key, one in value.items()}
     return value
+
+
+def _dataclass(kind: Any, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ShardingError(f"{kind.__name__} is read from a JSON object of its fields, got {value!r}")
+    hints = typing.get_type_hints(kind)
+    _check_names(kind, sorted(value.keys() - hints.keys()))
+    needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+    if missing := [name for name in needed if name not in value]:
+        raise ShardingError(f"{kind.__name__} needs {', '.join(missing)}, which the JSON does not have")
+    made = kind(**{name: _made(hints[name], one) for name, one in value.items()})
+    _check_types(made)
+    return made

@@ -32,6 +32,7 @@ def watching(recorder: Recorder, *, streams: bool) -> Iterator[None]:
         (FSDPState, "pre_forward", watcher.pre_forward),
         (FSDPState, "post_forward", watcher.post_forward),
         (FSDPState, "pre_backward", watcher.pre_backward),
+        (FSDPState, "post_backward", lambda original: original),
         (FSDPState, "reduce", watcher.reduce),
         (FSDPState, "end_of_backward", watcher.end_of_backward),
         (ParamGroup, "reshard", watcher.reshard),
@@ -40,13 +41,24 @@ def watching(recorder: Recorder, *, streams: bool) -> Iterator[None]:
     ]
     originals = [(kind, name, getattr(kind, name)) for kind, name, _ in watched]
     for kind, name, wrap in watched:
-        setattr(kind, name, wrap(getattr(kind, name)))
+        setattr(kind, name, _inside(recorder, wrap(getattr(kind, name))))
     try:
         with listening(recorder.heard), _recorded_streams(recorder) if streams else nullcontext():
             yield
     finally:
         for kind, name, original in originals:
             setattr(kind, name, original)
+
+
+def _inside(recorder: Recorder, method: Method) -> Method:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder.in_library += 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            recorder.in_library -= 1
+
+    return call
 
 
 class _Watcher:

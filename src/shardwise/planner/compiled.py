@@ -1,0 +1,167 @@
+"""What compiling the blocks changes in a recording: `shardwise.compile(mode="regional")`.
+
+A compiler sees a block between its gather and its reductions, forward and backward. From what each operator
+there reads and writes it follows
+
+    dead      what nobody reads is not computed, and not kept for backward either
+    fused     operators without matmuls, one after another, are one kernel: it reads each input once and
+              writes what is read after it; what lies between is never in memory
+    freed     memory is free after its last reader
+
+Operators on complex numbers are not fused: inductor calls torch's own for them. A compiler may also compute
+again what is cheap instead of keeping it; that is not modelled, and takes less memory than planned where
+nothing is checkpointed.
+
+With float8 the matmuls of blocks run at that rate. What they take of activations is cast first: read, and
+written at one byte. Its largest magnitude is found by the kernel that made it. Weights are cast before they
+are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwise.planner.events import GATHERED, Allocate, Compute, Event, Free, Memory, Segment, Send
+
+FLOAT8 = "float8_e4m3fn"
+_MATMULS = ("aten.mm", "aten.addmm")
+
+
+class Touched(NamedTuple):
+    """Memory that an event reads and writes, each with how many bytes."""
+
+    reads: list[tuple[Memory, int]]
+    writes: list[tuple[Memory, int]]
+    own: bool  # a block's forward or backward asked for it, not the library
+
+
+Touches = dict[int, Touched]  # by the event's id
+
+
+def compiled(segments: list[Segment], touches: Touches, *, float8: bool) -> list[Segment]:
+    """The same step with compiled blocks."""
+    compiler = _Compiler(segments, touches)
+    made = [Segment(one.place, list(compiler.rewritten(one))) for one in segments]
+    if float8:
+        made = [Segment(one.place, list(_in_float8(one, touches))) for one in made]
+    return made
+
+
+class _Compiler:
+    """Knows events and memory by their ids."""
+
+    def __init__(self, segments: list[Segment], touches: Touches) -> None:
+        self.touches = touches
+        self.kernel: dict[int, int] = {}  # of an event that is fused: its kernel's number
+        self.maker: dict[int, int] = {}  # of memory: the event that writes it first
+        self.last: dict[int, int] = {}  # of memory: the last event that has a use for it
+        self.live: set[int] = set()  # events that make something that is used
+        events = [event for segment in segments for event in segment.events]
+        self._number_kernels(segments)
+        self._find_uses(events)
+        self.never: set[int] = set()  # memory that is not made
+        self.early: dict[int, list[Event]] = {}  # frees, by the event that they now come after
+        self.moved: set[int] = set()
+        for event in events:
+            if isinstance(event, Free):
+                self._settle(event)
+
+    def _number_kernels(self, segments: list[Segment]) -> None:
+        number = 0
+        for segment in segments:
+            number += 1
+            for event in segment.events:
+                touched = self.touches.get(id(event))
+                for memory, _ in touched.writes if touched else ():
+                    self.maker.setdefault(id(memory), id(event))
+                fuses = isinstance(event, Compute) and not event.flops and "complex" not in event.dtype
+                if touched is not None and touched.own and fuses:
+                    self.kernel[id(event)] = number
+                elif not isinstance(event, (Allocate, Free)):
+                    number += 1
+
+    def _find_uses(self, events: list[Event]) -> None:
+        freed = {id(event.memory) for event in events if isinstance(event, Free)}
+        for event in reversed(events):
+            touched = self.touches.get(id(event))
+            if touched is None:
+                continue
+            written = [id(memory) for memory, _ in touched.writes]
+            if touched.own and all(
+                self._is_own(one) and one in freed and one not in self.last for one in written
+            ):
+                continue
+            self.live.add(id(event))
+            for one in [*written, *(id(memory) for memory, _ in touched.reads)]:
+                self.last.setdefault(one, id(event))
+
+    def _is_own(self, memory: int) -> bool:
+        return memory in self.maker and self.touches[self.maker[memory]].own
+
+    def _settle(self, event: Free) -> None:
+        memory = id(event.memory)
+        if not self._is_own(memory):
+            return
+        last = self.last.get(memory)
+        if last is None or self.kernel.get(self.maker[memory], -1) == self.kernel.get(last):
+            self.never.add(memory)
+        elif self.touches[last].own:
+            self.early.setdefault(last, []).append(event)
+            self.moved.add(memory)
+
+    def rewritten(self, segment: Segment) -> Iterator[Event]:
+        together: list[Compute] = []
+        for event in segment.events:
+            if isinstance(event, Allocate):
+                if id(event.memory) not in self.never:
+                    yield event
+            elif isinstance(event, Free):
+                if id(event.memory) not in self.never | self.moved:
+                    yield event
+            elif isinstance(event, Compute) and id(event) in self.kernel:
+                together += [event] if id(event) in self.live else []
+            else:
+                yield from self._fused(together)
+                together = []
+                if id(event) in self.live or id(event) not in self.touches:
+                    yield event
+                    yield from self.early.get(id(event), ())
+        yield from self._fused(together)
+
+    def _fused(self, together: list[Compute]) -> Iterator[Event]:
+        reads, writes, made = dict[int, int](), dict[int, int](), set[int]()
+        for event in together:
+            touched = self.touches[id(event)]
+            for memory, nbytes in touched.reads:
+                if id(memory) not in made:
+                    reads[id(memory)] = max(nbytes, reads.get(id(memory), 0))
+            for memory, nbytes in touched.writes:
+                made.add(id(memory))
+                if id(memory) not in self.never:
+                    writes[id(memory)] = max(nbytes, writes.get(id(memory), 0))
+        if together:
+            nbytes = sum(reads.values()) + sum(writes.values())
+            yield together[0]._replace(name="prims.fused", nbytes=nbytes)
+        for event in together:
+            yield from self.early.get(id(event), ())
+
+
+def _in_float8(segment: Segment, touches: Touches) -> Iterator[Event]:
+    cast: set[int] = set()  # memory, once in forward and once in backward
+    for event in segment.events:
+        touched = touches.get(id(event))
+        if isinstance(event, Send) and isinstance(event.group, int) and event.collective.kind == "all_gather":
+            half = event.collective.bytes // 2
+            yield event._replace(collective=replace(event.collective, bytes=half))
+        elif isinstance(event, Compute) and touched and touched.own and event.name in _MATMULS:
+            factors = touched.reads[-2:]
+            for memory, nbytes in factors:
+                if memory.category != GATHERED and id(memory) not in cast:
+                    cast.add(id(memory))
+                    yield event._replace(name="prims.cast", flops=0, nbytes=nbytes + nbytes // 2)
+            saved = sum(nbytes // 2 for _, nbytes in factors)
+            yield event._replace(nbytes=event.nbytes - saved, dtype=FLOAT8)
+        else:
+            yield event

@@ -1,0 +1,102 @@
+"""Compiled blocks in a plan: what a compiler would fuse, leave out and free, from what operators touch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise
+from shardwise.errors import ShardingError
+from shardwise.planner.events import Compute, Recording
+from shardwise.planner.measure import last_step
+from shardwise.planner.models import model_of
+from shardwise.planner.record import record
+from shardwise.planner.setup import Setup
+
+WIDTH, TOKENS = 64, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.down(self.mid(F.silu(self.up(x)) * 2))
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def recorded(**setup: Any) -> Recording:
+    asked = Setup(ranks=2, sequence=TOKENS, **setup)
+    return record(model_of(Chain, sequence=TOKENS), asked, layers=2)
+
+
+def kernels(recording: Recording, phase: str) -> list[Compute]:
+    """Of the first block's own work."""
+    found = [(place, event) for place, event, _ in last_step(recording, 1) if isinstance(event, Compute)]
+    return [
+        event
+        for place, event in found
+        if place.layer == 0 and place.phase == phase and (event.flops or event.name.startswith("prims."))
+    ]
+
+
+def test_operators_between_matmuls_are_one_kernel_that_reads_and_writes_once() -> None:
+    one = TOKENS * WIDTH * 2  # bytes of an activation in bfloat16
+    names = ["aten.mm", "prims.fused", "aten.mm", "aten.mm", "prims.fused"]
+    forward = kernels(recorded(compile=True), "forward")
+    assert [event.name for event in forward] == names
+    # 2 silu(x) for the second matmul: x is read, 2 silu(x) written; the residual: two are read, one written
+    assert [event.nbytes for event in forward if not event.flops] == [2 * one, 3 * one]
+    backward = kernels(recorded(compile=True, checkpointing="full"), "backward")
+    # computed again are two matmuls, as nobody reads the third one's result; then six for gradients
+    assert sum(event.name == "aten.mm" for event in backward) == 8
+
+
+def test_what_checkpointing_keeps_and_backward_does_not_read_is_not_kept() -> None:
+    """Of three matmuls selective checkpointing keeps the first and the third; of that nobody asks again."""
+    eager, compiled = (
+        shardwise.plan(
+            Chain, ranks=2, sequence=TOKENS, checkpointing="selective", compile=on, hardware="h100"
+        )
+        for on in (False, True)
+    )
+    ends = [next(one for one in plan.moments if one.phase == "backward").alive for plan in (eager, compiled)]
+    assert ends[0]["activations"] - ends[1]["activations"] == 2 * TOKENS * WIDTH * 2
+    assert compiled.step_times.computation < eager.step_times.computation
+    assert compiled.sent == eager.sent
+    assert compiled.model_flops == eager.model_flops
+
+
+def test_float8_halves_what_blocks_gather_and_casts_each_input_once_a_phase() -> None:
+    wide, narrow = (recorded(compile=True, float8=on) for on in (False, True))
+    (gathers, halves) = (
+        {event.collective.bytes for _, event, _ in last_step(one, 1) if getattr(event, "group", None) == 0}
+        for one in (wide, narrow)
+    )
+    block = 3 * WIDTH * WIDTH
+    assert gathers == {2 * block, 4 * block}  # gathered in bfloat16, reduced in float32
+    assert halves == {block, 4 * block}
+    forward = [event.name for event in kernels(narrow, "forward")]
+    multiply = ["prims.cast", "aten.mm"]
+    assert forward == [*multiply, "prims.fused", *multiply, *multiply, "prims.fused"]
+    matmuls = [event for event in kernels(narrow, "forward") if event.flops]
+    assert {event.dtype for event in matmuls} == {"float8_e4m3fn"}
+    with pytest.raises(ShardingError, match="float8 is planned for compiled blocks"):
+        Setup(float8=True)
