@@ -203,6 +203,19 @@ def aot_edited(
         return cast(Callable[..., Any], backend(graph_module, inputs))
 
 
+_MARKS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
+
+
+def is_of_backward(node: torch.fx.Node) -> bool:
+    """Did autograd compute this node of a graph with forward and backward in it?
+
+    Before 2.12 a tracer marks none of those; the first is the gradient of the loss, ones like it.
+    """
+    if _MARKS_BACKWARD:
+        return bool(node.meta.get("autograd_backward"))
+    return node.target is torch.ops.aten.ones_like.default and node.meta["val"].dim() == 0
+
+
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
     """Calls in here that compile trace `torch.autograd.grad`, which torch leaves off by default.

@@ -316,7 +316,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         alive = myself()
         assert alive is not None
-        return _run(alive._shardwise_state, alive, functools.partial(original, alive), args, kwargs)
+        return _run_traced(alive._shardwise_state, alive, functools.partial(original, alive), args, kwargs)
 
     setattr(module, method_name, call)
 

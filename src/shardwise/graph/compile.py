@@ -85,7 +85,10 @@ def compile(
             'prefetch, max_unsharded and merge_bytes are of mode "full"; in mode "regional" groups are'
             " gathered when the uncompiled model gathers them; set_modules_to_forward_prefetch changes that"
         )
-    run = _AgreedBackend(_backend(backend, passes, dynamic, options), sharded, fullgraph=fullgraph)
+    # Beside breaks, and between the collectives of sharded modules, graphs may be one rank's only.
+    run = _AgreedBackend(
+        _backend(backend, passes, dynamic, options), sharded, silent_ones=mode == "full" and fullgraph
+    )
     if mode == "full":
         return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
     for module in sharded:
@@ -115,11 +118,12 @@ class _AgreedBackend:
     """A backend that first compares a graph's collectives with those of other ranks.
 
     A graph like one before is not compared: a rank may have to compile again for sizes that only it has met.
+    Nor is one that issues nothing, except for `silent_ones`.
     """
 
-    def __init__(self, backend: Backend, sharded: list[FSDPModule], *, fullgraph: bool) -> None:
+    def __init__(self, backend: Backend, sharded: list[FSDPModule], *, silent_ones: bool) -> None:
         self._backend = backend
-        self._fullgraph = fullgraph
+        self._silent_ones = silent_ones
         self._agreed: set[str] = set()
         self._groups, self._named, self._device = _groups_of(sharded)
 
@@ -134,8 +138,7 @@ class _AgreedBackend:
         return partial(_fail, error)  # Dynamo would wrap it as well, and an error of its own reach the user
 
     def _agree(self, text: str) -> None:
-        # Beside breaks there may be graphs of one rank only, which issue nothing.
-        if text not in self._agreed and (text or self._fullgraph):
+        if text not in self._agreed and (text or self._silent_ones):
             check_text(text, groups=self._groups, device=self._device)
             self._agreed.add(text)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
 from ranks import on_ranks
-from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.comm import DefaultAllGather
 from shardwise.errors import LifecycleError, ShardingError
 
@@ -39,6 +39,36 @@ def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
     compare(regional)  # 10 blocks, and torch compiles a function 8 times at most
     found = compare(replace(regional, model=Transformer, options={"layout": "interleaved"}))
     assert type(found.model.blocks[0].up) is nn.Linear
+
+
+class Encoder(nn.Linear):
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.relu(nn.Linear.forward(self, x))
+
+
+class Encoded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder.encode(x))
+
+
+@on_ranks(2)
+def test_registered_forward_methods_are_part_of_the_graph() -> None:
+    found = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = Encoded()
+        fully_shard(model.encoder)
+        register_fsdp_forward_method(model.encoder, "encode")
+        fully_shard(model)
+        call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+        loss = call(torch.ones(2, 8)).square().sum()
+        loss.backward()
+        found.append([loss.detach(), *(local(param.grad) for param in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @on_ranks(1)
