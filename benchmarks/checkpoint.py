@@ -1,4 +1,4 @@
-"""Saving and loading, beside torch's distributed checkpoint on the same bytes; and steps while one is saved.
+"""Saving and loading, beside torch's distributed checkpoint on the same bytes; steps beside a save or copy.
 
     python benchmarks/checkpoint.py            show the tables
     python benchmarks/checkpoint.py --write    and replace their section of TABLES.md
@@ -6,9 +6,13 @@
 The state is a model in either layout and its AdamW moments. Both libraries write to the same disk and take
 turns; ours also hashes every byte, both ways, and syncs. Files are in the system's cache when they are
 read. Times are the slowest rank's, medians. Steps are timed without a save, then while one is in flight.
+
+Each rank has a host's memory of its own, a folder in /dev/shm, and copies itself to the next one's every
+EVERY steps. Then one rank has lost what it had, and all load: from the copies, and from storage.
 """
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -26,10 +30,11 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from shardwise import fully_shard
-from shardwise.checkpoint import load, save, save_async
+from shardwise.checkpoint import HostMemory, load, save, save_async
 from shardwise.verify.processes import run_ranks
 
 SECTION = "checkpoint"
+EVERY = 10  # steps between copies in memory
 SHAPES = {"12 layers of 1024 x 1024": (12, 1024, 64), "200 layers of 64 x 64": (200, 64, 16)}
 
 
@@ -47,8 +52,10 @@ def slowest(action: Callable[[], Any]) -> float:
     return float(spent)
 
 
-def on_rank(alive: Callable[[], None], layout: str, shape: tuple[int, int, int], turns: int, out: str) -> Any:
-    """Seconds by what is done, and the state's bytes."""
+def training(
+    layout: str, shape: tuple[int, int, int]
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A model, its optimizer and a step, which has run."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     count, width, rows = shape
@@ -66,6 +73,12 @@ def on_rank(alive: Callable[[], None], layout: str, shape: tuple[int, int, int],
 
     for _ in range(3):
         step()
+    return model, optimizer, step
+
+
+def on_rank(alive: Callable[[], None], layout: str, shape: tuple[int, int, int], turns: int, out: str) -> Any:
+    """Seconds by what is done, and the state's bytes."""
+    model, optimizer, step = training(layout, shape)
     spent: dict[str, list[float]] = {}
 
     def timed(name: str, action: Callable[[], Any]) -> None:
@@ -94,6 +107,40 @@ def on_rank(alive: Callable[[], None], layout: str, shape: tuple[int, int, int],
         spent.setdefault("in flight", []).append(time.perf_counter() - begun)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     return spent, 12 * numbers
+
+
+def with_copies(
+    alive: Callable[[], None], layout: str, shape: tuple[int, int, int], turns: int, out: str
+) -> Any:
+    """Seconds by what is done."""
+    model, optimizer, step = training(layout, shape)
+    rank = dist.get_rank()
+    host = Path("/dev/shm" if os.path.isdir("/dev/shm") else out, f"{Path(out).name}-{rank}")
+    copies, spent = HostMemory(host), dict[str, list[float]]()
+
+    def steps(save_at: int | None) -> None:
+        for number in range(EVERY):
+            step()
+            if number == save_at:
+                copies.save(state_of(model, optimizer), step=number)
+
+    try:
+        for turn in range(turns + 1):
+            actions: dict[str, Callable[[], Any]] = {
+                "steps": lambda: steps(None),
+                "steps with a copy": lambda: steps(0),
+                "wait": copies.wait,
+                "save": lambda: save(Path(out, "stored"), state_of(model, optimizer), step=turn, keep=1),  # noqa: B023
+                "lose": lambda: shutil.rmtree(host) if rank == 1 else None,
+                "load from memory": lambda: copies.load(state_of(model, optimizer)),
+                "load from storage": lambda: load(Path(out, "stored"), state_of(model, optimizer)),
+            }
+            for name, action in actions.items():
+                spent.setdefault(name, []).append(slowest(action))
+                alive()
+        return {name: statistics.median(times[1:]) for name, times in spent.items()}
+    finally:
+        shutil.rmtree(host, ignore_errors=True)
 
 
 def all_of(value: bool) -> bool:
@@ -128,11 +175,30 @@ def main() -> None:
             rows.append([name, layout, *mib])
     heads = ["state", "layout", "bytes", "save, ms: ours / torch", "ratio", "load, ms: ours / torch", "ratio"]
     heads += ["save_async returns, ms", "in flight, ms", "step, ms", "step while saving"]
-    table = Table("Checkpoints", heads, rows)
-    table.show()
+    tables = [Table("Checkpoints", heads, rows), copies_table(args)]
+    for table in tables:
+        table.show()
     if args.write:
         facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
-        write_section(SECTION, f"{facts}\n\n{table.markdown()}", path=args.results)
+        content = "\n\n".join(table.markdown() for table in tables)
+        write_section(SECTION, f"{facts}\n\n{content}", path=args.results)
+
+
+def copies_table(args: argparse.Namespace) -> Table:
+    rows = []
+    for name, shape in SHAPES.items():
+        for layout in ("interleaved", "contiguous"):
+            with tempfile.TemporaryDirectory(dir="runs") as out:
+                spent = run_ranks(
+                    with_copies, layout, shape, args.turns, out, world_size=args.ranks, timeout=120
+                )[0]
+            step, copying = spent["steps"] / EVERY, spent["steps with a copy"] / EVERY
+            memory, storage = spent["load from memory"], spent["load from storage"]
+            times = [f"{step * 1e3:.1f}", f"{copying * 1e3:.1f}", f"{copying / step:.2f}"]
+            rows.append([name, layout, *times, f"{memory:.2f}", f"{storage:.2f}"])
+    heads = ["state", "layout", "step, ms", f"with a copy every {EVERY} steps, ms", "ratio"]
+    heads += ["one rank lost: load from memory, s", "from storage, s"]
+    return Table("Copies in memory", heads, rows)
 
 
 if __name__ == "__main__":

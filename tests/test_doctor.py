@@ -31,6 +31,7 @@ from shardwise.doctor import (
     judge_ranks,
     judge_shared_memory,
 )
+from shardwise.files.stores import location
 from shardwise.verify.processes import RankError
 
 
@@ -118,6 +119,15 @@ def test_room_for_checkpoints_is_judged_where_they_will_go(tmp_path):
     assert judge_disk("/data", 1 << 30, True).status is Status.WARNING
     assert judge_disk("/data", 100 << 30, False).status is Status.BROKEN
     assert str(tmp_path / "not" / "yet") in check_disk(tmp_path / "not" / "yet").found
+
+
+def test_a_store_is_one_that_keeps_an_object(monkeypatch):
+    assert check_disk("memory://doctor").status is Status.OK
+    assert not [*location("memory://doctor").iterdir()]
+    monkeypatch.setattr(doctor, "write_whole", mock.Mock(side_effect=PermissionError("Access Denied")))
+    denied = check_disk("memory://doctor")
+    assert denied.status is Status.BROKEN
+    assert "Access Denied" in denied.found
 
 
 def test_a_containers_small_shared_memory_is_a_warning(monkeypatch, tmp_path):

@@ -320,10 +320,10 @@ def run_command(
 )
 def doctor(
     reports: Annotated[
-        Path | None,
-        typer.Argument(help="Folder of ranks' reports (SHARDWISE_REPORTS): say who waited for whom."),
+        str | None,
+        typer.Argument(help="Folder or URL of ranks' reports (SHARDWISE_REPORTS): say who waited for whom."),
     ] = None,
-    checkpoints: Annotated[Path, typer.Option(help="Where checkpoints are to go.")] = Path(),
+    checkpoints: Annotated[str, typer.Option(help="Where checkpoints are to go: a folder or a URL.")] = ".",
 ) -> None:
     """Check that this machine, or those of torchrun's ranks, can run sharded training; or explain a hang."""
     from shardwise import doctor as checks

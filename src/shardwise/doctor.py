@@ -24,6 +24,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from rich.table import Table
 
 from shardwise import _compat
 from shardwise._compat.dtensors import OWN_DTENSORS_SINCE
+from shardwise.files.stores import StorePath, location, write_whole
 from shardwise.torch_version import SUPPORTED, WANTED, minor_version
 from shardwise.verify.processes import RankError, run_ranks
 
@@ -63,10 +65,10 @@ class CheckResult:
     fix: str = ""  # what to do about it; empty when it is OK
 
 
-def examine(folder: Path = Path()) -> list[CheckResult]:
+def examine(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
     """Run every check of this machine; one that raises is broken, and the others still run.
 
-    `folder` is where checkpoints are to go.
+    `folder`, or a URL, is where checkpoints are to go.
     """
     checks: dict[str, Callable[[], CheckResult]] = {
         "torch": check_torch,
@@ -81,7 +83,7 @@ def examine(folder: Path = Path()) -> list[CheckResult]:
     return [_guarded(name, check) for name, check in checks.items()]
 
 
-def examine_ranks(folder: Path = Path()) -> list[CheckResult]:
+def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
     """`examine` on each host, and the hosts compared. Every rank calls it; rank 0 gets the results."""
     local = examine(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
     try:
@@ -229,10 +231,29 @@ def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
     )
 
 
-def check_disk(folder: Path = Path()) -> CheckResult:
-    """Is there room for checkpoints in `folder`, and may they be written?"""
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    return judge_disk(str(folder.resolve()), shutil.disk_usage(there).free, os.access(there, os.W_OK))
+def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
+    """Is there room for checkpoints in `folder`, and may they be written? Does a store keep an object?"""
+    at = location(folder)
+    if isinstance(at, StorePath):
+        return check_store(at)
+    there = next(path for path in (at.resolve(), *at.resolve().parents) if path.exists())
+    return judge_disk(str(at.resolve()), shutil.disk_usage(there).free, os.access(there, os.W_OK))
+
+
+def check_store(at: StorePath) -> CheckResult:
+    """Can an object be written there, seen and removed?"""
+    probe = at / f"shardwise-doctor-{uuid4().hex[:6]}"
+    try:
+        write_whole(probe, b"")
+        kept = probe.is_file()
+        probe.unlink()
+    except Exception as error:  # whatever a client raises
+        fix = "Set the keys and the endpoint that the store's client reads, or choose another URL."
+        return CheckResult("disk", Status.BROKEN, f"{at}: {type(error).__name__}: {error}", fix)
+    if not kept:
+        fix = "Choose a store that lists an object once it is written."
+        return CheckResult("disk", Status.BROKEN, f"{at} does not show what was written", fix)
+    return CheckResult("disk", Status.OK, f"{at} keeps what is written")
 
 
 def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import RankFailure, RankPool, on_ranks
 from shardwise import fully_shard
-from shardwise.checkpoint import LivingRanks, PerRank
-from shardwise.checkpoint.living import places
+from shardwise.checkpoint import LivingRanks, PerRank, meeting
+from shardwise.checkpoint.meeting import Meeting, places
 from shardwise.errors import CheckpointError
 
 STEPS, LOST_AT, RANKS, LOST = 6, 2, 4, 3
@@ -122,7 +123,7 @@ def live(folder: Path, strategy: str, place: str, dropout: float, wait_s: float,
         while run.training.progress["step"] < STEPS:
             step = run.training.progress["step"]
             (folder / f"step-{step}").touch()
-            while step == come_at > LOST_AT and dist.get_rank() == 0 and not run._has_new_ranks():
+            while step == come_at > LOST_AT and dist.get_rank() == 0 and not run._meeting.has_new():
                 time.sleep(0.02)
             with run.attempt() as training:
                 drawn.setdefault(step, set()).add(torch.rand(()).item())
@@ -146,12 +147,12 @@ def failing_after(run: Any, lose: Any) -> Any:
         if (
             options.get("group") is run._group
             and run.training.progress["step"] == LOST_AT
-            and run._size == RANKS
+            and run._meeting.size == RANKS
         ):
             if lose is not None:
                 time.sleep(0.5)
                 lose()
-            if run._round == 0:
+            if run._meeting.round == 0:
                 raise RuntimeError("Connection closed by peer")
         return work
 
@@ -252,6 +253,43 @@ def test_ranks_without_state_begin_no_run_unless_all_are_there(tmp_path: Path, m
             wait_s=0.1,
             timeout=timedelta(seconds=0.1),
         )
+
+
+@on_ranks(2)
+def test_a_rank_that_dies_while_others_connect_to_it_is_not_waited_for(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    options: Any = {"store": dist.FileStore(str(tmp_path / "store")), "ranks": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_SILENT_S", 1.0)
+        if rank == 1:  # another process, which dies once it has come
+            before = Meeting(wait_s=60.0, timeout=timedelta(seconds=60), **options)
+            before.come(1, has_state=False)
+            before.hold()
+        run = LivingRanks(lambda: Training("hsdp", 0.0), rank=rank, folder=tmp_path, **options)
+        with run.attempt() as training:
+            training.backward()
+            run.commit(training.advance)
+    assert (run.training.progress["step"], run._meeting.round) == (1, 1)
+
+
+def test_a_round_waits_for_those_who_live_and_not_for_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_SILENT_S", 1.0)
+    stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(2)]
+    here, away = (Meeting(store, ranks=2, wait_s=0.1, timeout=timedelta(seconds=60)) for store in stores)
+    with ThreadPoolExecutor(2) as threads:
+        met = [threads.submit(each.come, None, has_state=False) for each in (here, away)]
+        assert sorted(each.result() for each in met) == [(0, False), (1, False)]
+        alone = threads.submit(here.come, 0, has_state=True)
+        with pytest.raises(TimeoutError):
+            alone.result(timeout=1.5)
+        away.hold()  # beats no more
+        assert alone.result() == (0, True)
+    assert here.size == 1
+    here.hold()
 
 
 def test_a_place_is_kept_and_holes_are_filled() -> None:

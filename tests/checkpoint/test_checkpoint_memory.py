@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,30 @@ def test_a_copy_is_sent_while_the_run_goes_on_within_its_bound(tmp_path: Path) -
     numbers = torch.arange(4096.0) + rank
     bound = 4 * (numbers.nbytes + memory._CHUNK_BYTES) + (1 << 14)  # of two ranks, twice; and the indices
     copies = HostMemory(tmp_path / f"host{rank}", limit_bytes=bound)
-    for step in range(3):
-        copies.save({"own": PerRank(numbers)}, step=step)
-        numbers += 1  # is not in the copy
-    copies.wait()
+    carry, may_send, held = HostMemory._carry, threading.Event(), [0]
+
+    def carried(*args: Any) -> None:
+        may_send.wait()
+        carry(*args)
+        files = (tmp_path / f"host{rank}").glob("*/*")
+        held.append(sum(file.stat().st_size for file in files))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "_carry", carried)
+        for step in range(3):
+            copies.wait()
+            may_send.clear()
+            copies.save({"own": PerRank(numbers)}, step=step)
+            numbers += 1  # is not in the copy
+            dist.all_reduce(torch.ones(1))  # the run goes on, on all ranks, though nothing may be sent
+            assert copies._sending is not None
+            assert copies._sending.is_alive()
+            may_send.set()
+        copies.wait()
+    assert 4 * numbers.nbytes < max(held) <= bound
     there = [folder for *_, folder in checkpoints(tmp_path / f"host{rank}")]
     assert [folder.name for folder in there] == ["step-00000002"]
     assert {"__0_0.distcp", "__1_0.distcp"} < {file.name for file in there[0].iterdir()}
-    assert 2 * sum(file.stat().st_size for file in there[0].iterdir()) <= bound
     own = PerRank(torch.zeros(4096))
     assert copies.load({"own": own}) == 2
     assert own.value[0] == 2 + rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,10 +16,23 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ranks import RankPool, on_ranks
-from shardwise import fully_shard
-from shardwise.checkpoint import StopSignals, background, commit, latest_step, load, part, save, save_async
+from shardwise import fully_shard, hf
+from shardwise.checkpoint import (
+    HostMemory,
+    StopSignals,
+    background,
+    commit,
+    latest_step,
+    load,
+    load_slices,
+    part,
+    save,
+    save_async,
+    save_slices,
+)
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import StorePath, location
+from shardwise.sharded_tensor import ChunkShardingSpec
 
 
 @pytest.fixture(scope="session")
@@ -150,33 +163,46 @@ def test_a_save_in_a_store_that_was_killed_is_no_checkpoint_and_spoils_no_later_
     assert {name.partition("/")[0][:15] for name in objects(folder)} == {"step-00000002.1"}
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("what", ["part", "manifest"])
-def test_a_store_that_refuses_ends_the_save_on_every_rank_and_keeps_nothing_of_it(
+@on_ranks(2, 3)
+@pytest.mark.parametrize("what", ["part", "manifest", "midway"])
+def test_a_store_that_refuses_ends_the_save_on_every_rank_and_the_next_one_works(
     store: tuple[str, str], what: str
 ) -> None:
     folder = reached(store)
-    save(folder, {"w": torch.ones(3)}, step=1)
+    save(folder, state_of("interleaved", 1), step=1)
     before = objects(folder)
 
     def refused(*args: Any) -> Any:
         raise OSError("no")
 
+    def refused_midway(*args: Any) -> Any:
+        part.write_part(*args)
+        raise OSError("no")
+
+    culprit = 0 if what == "manifest" else 1
+    failed = rf"saving step 2 to s3://.* failed\n  rank {culprit}: OSError: no"
     with pytest.MonkeyPatch.context() as patch, StopSignals() as stop:
         if what == "manifest":
             patch.setattr(commit, "write_manifest", refused)
         elif dist.get_rank() == 1:
             patch.setattr(background, "write_part", refused)
-        saving = save_async(folder, {"w": torch.zeros(3)}, step=2)
-        saving._thread.join()
-        culprit = 1 if what == "part" else 0
-        with pytest.raises(
-            CheckpointError, match=rf"saving step 2 to s3://.* failed\n  rank {culprit}: OSError: no"
-        ):
-            assert not any(stop.asked() for _ in range(2))
+            patch.setattr("shardwise.checkpoint.write.write_part", refused_midway)
+        if what == "midway":
+            with pytest.raises(CheckpointError, match=failed):
+                save(folder, state_of("interleaved", 2), step=2)
+        else:
+            saving = save_async(folder, state_of("interleaved", 2), step=2)
+            saving._thread.join()
+            with pytest.raises(CheckpointError, match=failed):
+                assert not any(stop.asked() for _ in range(2))
     dist.barrier()
     assert objects(folder) == before
     assert latest_step(folder) == 1
+    dist.barrier()
+    save(folder, state_of("interleaved", 3), step=2)
+    state = state_of("interleaved", 0)
+    assert load(folder, state) == 2
+    check(state, 3)
 
 
 def test_other_urls_are_stores_too_and_those_of_files_are_paths(tmp_path: Path) -> None:
@@ -201,6 +227,21 @@ def test_a_url_that_fsspec_has_no_client_for_is_refused_with_what_to_install(url
     ]
     for call in calls:
         with pytest.raises(CheckpointError, match=rf"{url}: .*pip install 'shardwise\[s3\]'"):
+            call()
+
+
+@on_ranks(2)
+def test_what_reads_and_writes_folders_only_refuses_a_url_and_says_so() -> None:
+    url, spec = "memory://model", ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+    calls: list[Callable[[], Any]] = [
+        lambda: load_slices(url, "w", spec),
+        lambda: save_slices({"w": torch.ones(2)}, url),
+        lambda: HostMemory(url),
+        lambda: hf.load(url),
+        lambda: hf.save(nn.Linear(2, 2), url),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=f"ranks 0, 1: {url}: expected a path of the file system"):
             call()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,10 +17,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from ranks import RankFailure, RankPool
-from shardwise import fully_shard
+from shardwise import ShardwiseError, fully_shard
 from shardwise.cli import FOUND, NOT_RUN, app
 from shardwise.comm import order, watch
-from shardwise.comm.report import read_reports, verdict
+from shardwise.comm.report import check_folder, read_reports, verdict
+from shardwise.files.stores import location, write_whole
 
 
 def wait(folder: Path) -> None:
@@ -132,3 +134,18 @@ def test_ranks_that_are_all_there_wait_outside_of_shardwise() -> None:
 def test_a_folder_without_reports_is_an_error(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert said.exit_code == NOT_RUN
+
+
+def test_reports_copied_to_a_store_are_read_there_and_none_are_written_to_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = location("memory://reports")
+    for rank in range(2):
+        write_whole(folder / f"rank-{rank}.json", json.dumps(report(rank, event=7)).encode())
+    write_whole(folder / ".rank-2.json.17", b"half")
+    said = CliRunner().invoke(app, ["doctor", "memory://reports"])
+    assert said.exit_code == FOUND
+    assert said.output.startswith("Ranks 0, 1 wait at pass 4, event 7")
+    monkeypatch.setenv("SHARDWISE_REPORTS", "s3://bucket/reports")
+    with pytest.raises(ShardwiseError, match="expected a folder in SHARDWISE_REPORTS, found s3://bucket/rep"):
+        check_folder()

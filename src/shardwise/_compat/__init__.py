@@ -215,6 +215,21 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
 
 
+# checkpoint.living: a process group has its number among the keys by which its ranks find each other.
+def number_groups_anew() -> None:
+    """Count process groups from 0, as one that could not be made was counted too. There must be none."""
+    c10d._world.group_count = 0
+
+
+# checkpoint.living: ranks connect within seconds, or not at all; what they send may take longer. The public
+# function is of torch 2.15.
+def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Have collectives of `group`, None is the default one, wait so long for other ranks."""
+    group = group or c10d._get_default_group()
+    for device in group._device_types:
+        cast(Any, group._get_backend(device))._set_default_timeout(timeout)
+
+
 def device_type_of(group: dist.ProcessGroup) -> str:
     """The kind of device whose tensors `group` moves."""
     return group._device_types[0].type

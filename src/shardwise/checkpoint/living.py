@@ -12,28 +12,27 @@ where one rank has stepped, every other can, whatever has been lost since.
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise._compat import PrefixStore, Store
+from shardwise import _compat
+from shardwise._compat import Store
+from shardwise.checkpoint.meeting import START, Meeting
 from shardwise.checkpoint.memory import HostMemory
 from shardwise.comm.agree import together
 from shardwise.comm.order import first_line
 from shardwise.comm.watch import explained, leave_all, look_into, of_transport, order_of
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
+from shardwise.files.stores import on_disk
 
-_LOOK = 0.02  # seconds between looks into the store
-_START = "Start all ranks again from a checkpoint"
-_LOST = f"A lost rank had what no living one has, or living ranks differ. {_START}"
+_CONNECT = timedelta(seconds=10)  # that ranks which have met wait for a connection, several times
+_LOST = f"A lost rank had what no living one has, or living ranks differ. {START}"
 
 
 class Training(Protocol):
@@ -99,13 +98,11 @@ class LivingRanks(Generic[_T]):
             CheckpointError: where this rank came, and neither all others nor one that has state; on every
                 rank, where a part of the state was lost with those that had it.
         """
-        self._store = PrefixStore("shardwise/living", store)
+        self._meeting = Meeting(store, ranks=ranks, wait_s=wait_s, timeout=timeout)
         self._build, self._resume = build, resume
-        self._ranks, self._folder = ranks, Path(folder, "handed-on")
-        self._wait_s, self._backend, self._timeout = wait_s, backend, timeout
-        self._rank = rank
-        self._size = 0
-        self._round, self._met_at = -1, -1
+        self._folder, self._rank = on_disk(folder) / "handed-on", rank
+        self._backend, self._timeout = backend, timeout
+        self._met_at = -1
         self._training: _T | None = None
         self._taken: int | None = None  # steps; None while this process has no state
         self._ready: Sequence[Callable[[], object]] = ()  # takes the step, once this rank has its gradients
@@ -134,6 +131,7 @@ class LivingRanks(Generic[_T]):
             if not _is_loss(error):
                 raise
             leave_all(f"failed, and meets those that live: {first_line(str(error))}")
+            self._meeting.break_up(first_line(str(error)))
             self._go_on(error)
 
     def commit(self, *actions: Callable[[], object]) -> None:
@@ -142,12 +140,13 @@ class LivingRanks(Generic[_T]):
         Costs an all-reduce of 8 bytes that all ranks wait for.
         """
         self._ready = actions
-        flag = torch.tensor([self._has_new_ranks()])
+        flag = torch.tensor([dist.get_rank() == 0 and self._meeting.has_new()])
         try:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             order = order_of(dist.group.WORLD)
             raise explained(error, [order] if order else [], "commit the step") from error
+        self._meeting.hold()
         self._take()
         if self._memory is not None:  # all have loaded what was handed on
             self._memory.keep_only(None)
@@ -172,26 +171,33 @@ class LivingRanks(Generic[_T]):
                     return
             except RuntimeError as another:
                 if not _is_loss(another):
+                    self._meeting.hold()
                     raise
                 error = another
+                self._meeting.break_up(first_line(str(error)))
             else:
                 assert error is not None
                 raise error  # the same ranks failed at the same step again
 
     def _meet(self, failed: bool) -> bool:
         """Make a process group of those who are there, and go on from their state; False if that is vain."""
-        before = self._size
-        self._rank, self._size = self._join()
+        before = self._meeting.size
+        self._rank, counts = self._meeting.come(self._rank, has_state=self._taken is not None)
+        if not counts:
+            self._forget()
         if dist.is_initialized():
             dist.destroy_process_group()
+        _compat.number_groups_anew()
         dist.init_process_group(
             self._backend,
-            store=PrefixStore(f"{self._round}/group", self._store),
+            store=self._meeting.watched("group"),
             rank=self._rank,
-            world_size=self._size,
-            timeout=self._timeout,
+            world_size=self._meeting.size,
+            timeout=min(self._timeout, _CONNECT),
         )
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=min(self._timeout, _CONNECT))
+        for group in (dist.group.WORLD, self._group):
+            _compat.set_timeout(group, self._timeout)
         look_into(self._group)
         own = [self._taken, bool(self._ready), self._training is not None]
         told = [tuple(each) for each in together("meeting", lambda: own)]
@@ -204,61 +210,17 @@ class LivingRanks(Generic[_T]):
         self._move(newest, keeps=all(has for taken, _, has in told if taken is not None))
         return True
 
-    def _join(self) -> tuple[int, int]:
-        """This rank and how many there are, once all are there or, to one with state, `wait_s` is over."""
-        while True:
-            newest = int(self._store.get("round")) if self._store.check(["round"]) else -1
-            if newest > self._round:
-                self._forget()
-            self._round = newest + 1
-            at = f"{self._round}/"
-            number = self._store.add(f"{at}came", 1)
-            self._store.set(f"{at}{number}", json.dumps(self._rank))
-            patience = self._wait_s + (self._timeout.total_seconds() if self._taken is None else 0)
-            begun = time.monotonic()
-            while not self._store.check([f"{at}closed"]):
-                came = self._store.add(f"{at}came", 0)
-                late = time.monotonic() - begun > patience
-                if late and self._taken is None and came < self._ranks:
-                    raise CheckpointError(self._alone(newest, came, patience))
-                if late or came >= self._ranks:
-                    self._store.compare_set(f"{at}closed", "", str(came))
-                time.sleep(_LOOK)
-            size = int(self._store.get(f"{at}closed"))
-            if number <= size:
-                self._store.set("round", str(self._round))
-                members = [json.loads(self._store.get(f"{at}{each}")) for each in range(1, size + 1)]
-                return places(members)[number - 1], size
-            self._forget()
-
-    def _alone(self, newest: int, came: int, waited_s: float) -> str:
-        """Why ranks that have no state do not begin: fewer than all have come, and none that has any."""
-        here = {json.loads(self._store.get(f"{newest + 1}/{each}")) for each in range(1, came + 1)}
-        missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
-        if newest < 0:
-            return (
-                f"{came} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}. A run"
-                " begins with all; start those too, or give a longer timeout"
-            )
-        return (
-            f"rank {self._rank}: a run has begun in this store, and in {waited_s:g} s none of its ranks came"
-            f" to meet this one. {_START}, with a new store"
-        )
-
     def _forget(self) -> None:
         """The others have gone on without this rank, which joins them as a new one."""
         self._training = self._taken = None
         self._ready, self._random = (), []
-
-    def _has_new_ranks(self) -> bool:
-        return dist.get_rank() == 0 and self._store.check([f"{self._round + 1}/came"])
 
     def _catch_up(self, told: Sequence[Any], newest: int) -> None:
         """Make sure that all have taken the same steps."""
         for rank, (taken, ready, *_) in enumerate(told):
             if taken is not None and taken != newest and not (ready and taken == newest - 1):
                 raise CheckpointError(
-                    f"rank {rank} has taken {taken} steps and cannot take the last of {newest}. {_START}"
+                    f"rank {rank} has taken {taken} steps and cannot take the last of {newest}. {START}"
                 )
         if self._taken is not None and self._taken < newest:
             self._take()
@@ -276,7 +238,7 @@ class LivingRanks(Generic[_T]):
         elif keeps:
             state = {"state": self._training.state()} if self._training is not None else {}
             try:
-                memory.save(state, step=self._round)
+                memory.save(state, step=self._meeting.round)
             except CheckpointError as error:
                 raise CheckpointError(f"{error}\n{_LOST}") from error
             memory.wait()
@@ -285,7 +247,7 @@ class LivingRanks(Generic[_T]):
         if taken:
             state = {"state": training.state()}
             if memory.load(state) is None:
-                raise CheckpointError(f"{self._folder}: what ranks handed on is gone. {_START}")
+                raise CheckpointError(f"{self._folder}: what ranks handed on is gone. {START}")
             training.load(state["state"])
         else:
             self._resume(training)
@@ -303,25 +265,6 @@ def _is_loss(error: RuntimeError) -> bool:
     return isinstance(error, RankMismatchError) or (
         not isinstance(error, ShardwiseError) and of_transport(error)
     )
-
-
-def places(old: Sequence[int | None]) -> list[int]:
-    """The rank of each who came: the old one where it fits, else the lowest that is free.
-
-    Args:
-        old: in the order in which they came, the rank that each had; None for a new one.
-    """
-    size, found, taken = len(old), dict[int, int](), set[int]()
-    for number, rank in enumerate(old):
-        if rank is not None and rank < size and rank not in taken:
-            found[number] = rank
-            taken.add(rank)
-    free = iter(sorted({*range(size)} - taken))
-    rest = sorted(
-        (each for each in range(size) if each not in found),
-        key=lambda each: (old[each] is None, old[each] or 0),
-    )
-    return [rank for _, rank in sorted({**found, **{each: next(free) for each in rest}}.items())]
 
 
 def _random_state() -> list[torch.Tensor]:

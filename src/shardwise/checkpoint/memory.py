@@ -45,6 +45,7 @@ from shardwise.comm.agree import together
 from shardwise.comm.watch import announced
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, whole_file
+from shardwise.files.stores import on_disk
 
 _TAG = 0x7B100000
 _CHUNK_BYTES = 4096  # that a chunk in a file takes beside its numbers, at most
@@ -82,10 +83,11 @@ class HostMemory:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
-        self._path, self._limit = Path(path), limit_bytes
+        self._limit = limit_bytes
         self._rank, size = rank_and_size()
         self._group = dist.new_group(backend="gloo") if size > 1 else None
-        hosts = together("sharing memory", lambda: f"{socket.gethostname()}:{self._path.absolute()}")
+        hosts = together("sharing memory", lambda: f"{socket.gethostname()}:{on_disk(path).absolute()}")
+        self._path = on_disk(path)
         self._hosts = [hosts.index(host) for host in hosts]
         self._host = self._hosts[self._rank]
         self._sending: threading.Thread | None = None

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from typing import Any
 from shardwise.comm.differences import named
 from shardwise.comm.order import Order, first_line
 from shardwise.comm.stacks import calls_of
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, here
+from shardwise.files.stores import location
 
 FOLDER = "SHARDWISE_REPORTS"
 _EVENTS = 200  # of the last passes, in a file
@@ -69,15 +71,28 @@ def _record(order: Order) -> Iterator[dict[str, Any]]:
             node = node.parent
 
 
-def read_reports(folder: Path) -> dict[int, Report]:
-    """The files that ranks wrote to `folder`, by rank.
+def check_folder() -> None:
+    """Raise for a folder that reports could not be written to when ranks fail."""
+    if "://" in (folder := os.environ.get(FOLDER, "")):
+        raise ShardwiseError(
+            f"{here()}: expected a folder in {FOLDER}, found {folder}: a store may not answer a rank that"
+            " fails. Give a folder, and copy it there afterwards; `shardwise doctor` reads URLs too"
+        )
+
+
+def read_reports(folder: str | os.PathLike[str]) -> dict[int, Report]:
+    """The files that ranks wrote to a folder, maybe copied to an `fsspec` URL since, by rank.
 
     Raises:
         ShardwiseError: there are none, or one is damaged.
     """
+    at = location(folder)
     try:
-        reports = [json.loads(file.read_text()) for file in sorted(folder.glob(_NAME.format("*")))]
+        files = [file for file in at.iterdir() if fnmatch(file.name, _NAME.format("*"))]
+        reports = [json.loads(file.read_text()) for file in sorted(files, key=lambda file: file.name)]
         found = {int(report["rank"]): report for report in reports}
+    except FileNotFoundError:
+        found = {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShardwiseError(f"{folder}: a report cannot be read ({error})") from error
     if not found:

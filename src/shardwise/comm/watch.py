@@ -35,7 +35,7 @@ from shardwise import _compat
 from shardwise.comm.auto import over_gloo
 from shardwise.comm.differences import differences, named
 from shardwise.comm.order import STORE_GONE, TIME_TO_READ, Node, Order, Record, event_for, first_line
-from shardwise.comm.report import FOLDER, write_report
+from shardwise.comm.report import FOLDER, check_folder, write_report
 from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
@@ -66,6 +66,7 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
     if choice == "0" or (choice is None and not over_gloo(group)):
         return None
     if group not in _orders:
+        check_folder()
         _orders[group] = Order(group, _compat.default_store())
         _look_after(_orders[group])
     return _orders[group]

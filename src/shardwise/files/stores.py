@@ -107,6 +107,21 @@ def location(path: str | os.PathLike[str]) -> Location:
     return Path(inside) if set(_LOCAL) & set(protocols) else StorePath(at, system)
 
 
+def on_disk(path: str | os.PathLike[str]) -> Path:
+    """Where a path leads, for what reads and writes no store.
+
+    Raises:
+        CheckpointError: a URL of a store.
+    """
+    found = location(path)
+    if isinstance(found, StorePath):
+        raise CheckpointError(
+            f"{path}: expected a path of the file system, found a URL of a store, where only checkpoints may"
+            " lie; give a folder, and copy it from there or to there with fsspec's get or put"
+        )
+    return found
+
+
 @contextmanager
 def new_file(file: Location) -> Iterator[Any]:
     """An unbuffered stream into a new file; it is on disk, or in the store, when the context ends well."""

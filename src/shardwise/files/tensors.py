@@ -8,6 +8,7 @@ Files are opened as they are needed. An index or a folder cannot have anything o
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import read_json
 from shardwise.files.paths import inside, regular
+from shardwise.files.stores import on_disk
 
 DTYPES = {
     "F64": torch.float64,
@@ -75,9 +77,9 @@ class TensorFiles:
         known: the names met so far, with their files; all of them once a name was not found.
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         self.known: dict[str, Path] = {}
-        self._listed = itertools.chain.from_iterable(map(_tensor_files, paths))
+        self._listed = itertools.chain.from_iterable(_tensor_files(on_disk(path)) for path in paths)
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
 

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from shardwise import _compat
 from shardwise.comm.agree import together
 from shardwise.errors import ShardingError
+from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library, replace_tensors, skeleton_of, take_values
@@ -114,7 +115,7 @@ def generate_command(
     made: list[Any] = []
 
     def prepare() -> None:
-        config, prompt, tokenizer = _read_prompt(folder, ids, text)
+        config, prompt, tokenizer = _read_prompt(on_disk(folder), ids, text)
         if any(Path(folder).glob("*.safetensors")):
             programs = cut_folder(folder, prompt, tokens, rank, ranks, strategies)
         else:

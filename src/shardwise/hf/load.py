@@ -30,6 +30,7 @@ from shardwise import _compat
 from shardwise.comm.agree import agree, fingerprint, together
 from shardwise.errors import CheckpointError, ShardingError, here
 from shardwise.files.paths import inside
+from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp import fully_shard
 from shardwise.fsdp.fully_shard import Options
@@ -140,9 +141,9 @@ def _weights(what: str, found: Any) -> list[Path]:
     """The file or index with a folder's weights. Collective."""
     if not isinstance(found, (str, os.PathLike)):
         return []
-    folder = Path(found)
 
     def look() -> None:
+        folder = on_disk(found)
         files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
         there.extend(file for file in files if file.is_file())
         if not there:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import agree, together
 from shardwise.errors import CheckpointError, ShardingError, here
-from shardwise.files.stores import sync
+from shardwise.files.stores import on_disk, sync
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
 from shardwise.layout import Box
@@ -57,7 +57,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         CheckpointError: on every rank: a path that is taken, no size, a full disk; nothing is left then.
         RankMismatchError: ranks that save otherwise.
     """
-    path, what = Path(path), f"saving {path}"
+    what = f"saving {path}"
+    path = Path(together(what, lambda: str(on_disk(path)))[dist.get_rank()])
     agree(f"{what} in files of {max_shard_size}", group=group_or_default(None), what="what to save")
 
     def begin() -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from shardwise.errors import CheckpointError
+from shardwise.files.stores import on_disk
 from shardwise.files.tensors import StoredTensor, TensorFiles
 from shardwise.tensor_parallel.device import as_is, here_for
 from shardwise.tensor_parallel.placement import Placement, Split
@@ -161,7 +162,7 @@ def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
     if isinstance(checkpoint, Mapping):
         yield lambda name: _in_memory(checkpoint[name]) if name in checkpoint else None
         return
-    paths = [Path(path) for path in ([checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
+    paths = [*map(on_disk, [checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
     pickled = [path for path in paths if path.suffix in _PICKLED and path.is_file()]
     loaded = {name: tensor for path in pickled for name, tensor in _mapped(path).items()}
     with TensorFiles(path for path in reversed(paths) if path not in pickled) as files:  # later ones count

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
+from shardwise.files.stores import on_disk
 from shardwise.files.tensors import StoredTensor, TensorFiles
 from shardwise.layout import Box
 from shardwise.sharded_tensor.group import cut_by, group_or_default
@@ -101,9 +102,8 @@ def _copied(stored: StoredTensor, box: Box) -> Tensor:
 
 
 def _paths(path_or_paths: _Paths) -> list[Path]:
-    if isinstance(path_or_paths, (str, os.PathLike)):
-        return [Path(path_or_paths)]
-    return [Path(path) for path in path_or_paths]
+    paths = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
+    return [*map(on_disk, paths)]
 
 
 def _not_there(name: str, paths: Sequence[Path], known: list[str]) -> str:

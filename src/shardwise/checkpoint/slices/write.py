@@ -28,7 +28,7 @@ from shardwise.checkpoint.state import as_bytes, check_dense
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import CheckpointError
-from shardwise.files.stores import sync
+from shardwise.files.stores import on_disk, sync
 from shardwise.files.tensors import DTYPES, NAMES
 from shardwise.layout import Box
 from shardwise.sharded_tensor.dtensor import from_dtensor
@@ -62,8 +62,8 @@ def save_slices(
         CheckpointError: on every rank, with the problems of all: a dtype that the format does not know, ranks
             that disagree, a full disk.
     """
-    path = Path(path)
     what = f"saving {path}"
+    path = Path(together(what, lambda: str(on_disk(path)))[rank_and_size()[0]])
     own: dict[str, ShardedTensor | Tensor] = {}
 
     def tell() -> dict[str, Any]:

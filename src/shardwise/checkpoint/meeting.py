@@ -1,0 +1,250 @@
+"""Where ranks meet: in a store that outlives each of them, round by round.
+
+    R/came, R/1, R/2 ...    who came, with the rank that each would be
+    R/closed                how many belong to the round: all there are to be, or who was there in time
+    R/beat/1 ...            a count of each member's that goes on until the round has held
+    R/broken                why it has not: its members meet in the next
+
+Ranks that connect to each other tell where they are through the store. One that dies before it has told
+would leave the others waiting. So they wait in a store that looks whether the round's members live; and no
+round is closed while a member of the round before lives that has not come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+from shardwise._compat import PrefixStore, Store
+from shardwise.errors import CheckpointError
+
+START = "Start all ranks again from a checkpoint"
+_LOOK_S = 0.02  # between looks into the store
+_BEAT_S, _SILENT_S = 0.5, 5.0  # between beats; without one, a member is taken for dead
+
+
+class Meeting:
+    """The rounds in which this process has met others. Local, but for what the methods say.
+
+    Attributes:
+        round: the last that it came to.
+        size: of that round.
+        timeout: for what ranks wait for in the store.
+    """
+
+    def __init__(self, store: Store, *, ranks: int, wait_s: float, timeout: timedelta) -> None:
+        """Arguments as of `LivingRanks`."""
+        self._store = PrefixStore("shardwise/living", store)
+        self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout
+        self.round, self.size = -1, 0
+        self._number = 0  # among those who came to the round
+        self._beating: threading.Event | None = None
+        self._stores: list[_Watched] = []  # torch keeps what is behind them, not the objects
+        _all.add(self)
+
+    def come(self, rank: int | None, *, has_state: bool) -> tuple[int, bool]:
+        """Come to the next round; this process's rank there, and whether its state still counts.
+
+        Returns once all are there or, to one that has state, once it has waited for long enough.
+        """
+        while True:
+            newest = int(self._store.get("round")) if self._store.check(["round"]) else -1
+            has_state = has_state and newest <= self.round  # else the others have gone on without it
+            patience_s = self._wait_s + (0 if has_state else self.timeout.total_seconds())
+            before = _Pulses(self._store, newest, skip=None) if has_state and newest >= 0 else None
+            self._sign_in(newest + 1, rank)
+            at, begun = f"{self.round}/", time.monotonic()
+            while not self._store.check([f"{at}closed"]):
+                came, waited_s = self._store.add(f"{at}came", 0), time.monotonic() - begun
+                late = waited_s > patience_s
+                if late and not has_state and came < self._ranks:
+                    raise CheckpointError(self._alone(rank, newest, came, patience_s))
+                if late and before is not None and waited_s < patience_s + self.timeout.total_seconds():
+                    late = len(before.silent()) == len(before)
+                if late or came >= self._ranks:
+                    self._store.compare_set(f"{at}closed", "", str(came))
+                time.sleep(_LOOK_S)
+            size = int(self._store.get(f"{at}closed"))
+            if self._number <= size:
+                self.size = size
+                self._store.set("round", str(self.round))
+                members = self.watched()
+                told = [json.loads(members.get(f"{at}{number}")) for number in range(1, size + 1)]
+                return places(told)[self._number - 1], has_state
+            has_state = False
+
+    def watched(self, name: str = "") -> Store:
+        """The store, which ends waiting where a member of the round dies before the round has held."""
+        self._stores.append(_Watched(self._store, self))
+        return PrefixStore(f"{self.round}/{name}", self._stores[-1]) if name else self._stores[-1]
+
+    def has_new(self) -> bool:
+        """Has anyone come to the next round?"""
+        return self._store.check([f"{self.round + 1}/came"])
+
+    def hold(self) -> None:
+        """The round has held: nobody connects any more, and who dies is missed elsewhere."""
+        if self._beating is not None:
+            self._beating.set()
+            self._thread.join()
+            self._beating = None
+
+    def break_up(self, why: str) -> None:
+        """Have those who still connect come to the next round."""
+        if self.round >= 0:
+            self._store.set(f"{self.round}/broken", why)
+
+    def pulses(self) -> _Pulses | None:
+        """The other members, while the round has yet to hold."""
+        return _Pulses(self._store, self.round, skip=self._number) if self._beating is not None else None
+
+    def broken(self, pulses: _Pulses) -> str | None:
+        """Why the round has come to nothing, as far as is known."""
+        if self._store.check([f"{self.round}/broken"]):
+            return self._store.get(f"{self.round}/broken").decode()
+        if not pulses.silent():
+            return None
+        why = f"one of {self.size} that met has given no sign of life for {_SILENT_S:g} s"
+        self.break_up(why)
+        return why
+
+    def _sign_in(self, number: int, rank: int | None) -> None:
+        self.hold()
+        self.round = number
+        self._number = self._store.add(f"{number}/came", 1)
+        self._beating = threading.Event()
+        self._thread = threading.Thread(
+            target=_beat,
+            args=(self._store, f"{number}/beat/{self._number}", self._beating),
+            name="shardwise-living",
+            daemon=True,
+        )
+        self._thread.start()
+        self._store.set(f"{number}/{self._number}", json.dumps(rank))
+
+    def _alone(self, rank: int | None, newest: int, came: int, waited_s: float) -> str:
+        """Why ranks that have no state do not begin: fewer than all have come, and none that has any."""
+        here = {json.loads(self._store.get(f"{newest + 1}/{each}")) for each in range(1, came + 1)}
+        missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
+        if newest < 0:
+            return (
+                f"{came} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}. A run"
+                " begins with all; start those too, or give a longer timeout"
+            )
+        return (
+            f"rank {rank}: a run has begun in this store, and in {waited_s:g} s none of its ranks came"
+            f" to meet this one. {START}, with a new store"
+        )
+
+
+def places(old: Sequence[int | None]) -> list[int]:
+    """The rank of each who came: the old one where it fits, else the lowest that is free.
+
+    Args:
+        old: in the order in which they came, the rank that each had; None for a new one.
+    """
+    size, found, taken = len(old), dict[int, int](), set[int]()
+    for number, rank in enumerate(old):
+        if rank is not None and rank < size and rank not in taken:
+            found[number] = rank
+            taken.add(rank)
+    free = iter(sorted({*range(size)} - taken))
+    rest = sorted(
+        (each for each in range(size) if each not in found),
+        key=lambda each: (old[each] is None, old[each] or 0),
+    )
+    return [rank for _, rank in sorted({**found, **{each: next(free) for each in rest}}.items())]
+
+
+def _beat(store: Store, key: str, ended: threading.Event) -> None:
+    for count in itertools.count():
+        store.set(key, str(count))
+        if ended.wait(_BEAT_S):
+            return
+
+
+class _Pulses:
+    """Which members of a round have given no sign of life for a while, as this process sees it."""
+
+    def __init__(self, store: Store, round: int, *, skip: int | None) -> None:
+        self._store, self._looked = store, 0.0
+        size = int(store.get(f"{round}/closed"))
+        keys = [f"{round}/beat/{number}" for number in range(1, size + 1) if number != skip]
+        self._seen: dict[str, tuple[bytes, float]] = dict.fromkeys(keys, (b"", time.monotonic()))
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def silent(self) -> list[str]:
+        now = time.monotonic()
+        if now - self._looked > _BEAT_S:
+            self._looked = now
+            for key, (last, _) in self._seen.items():
+                if self._store.check([key]) and (found := self._store.get(key)) != last:
+                    self._seen[key] = found, now
+        return [key for key, (_, at) in self._seen.items() if now - at > _SILENT_S]
+
+
+class _Watched(Store):
+    """A store whose `wait` ends where the round has come to nothing."""
+
+    def __init__(self, store: Store, meeting: Meeting) -> None:
+        super().__init__()
+        self._store, self._meeting = store, meeting
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        begun, pulses = time.monotonic(), self._meeting.pulses()
+        limit_s = (timeout or self._meeting.timeout).total_seconds()
+        while not self._store.check(keys):
+            why = self._meeting.broken(pulses) if pulses is not None else None
+            if why is not None:
+                raise RuntimeError(f"a connection between ranks that met was not made: {why}")
+            if time.monotonic() - begun > limit_s:
+                raise RuntimeError(f"timed out after {limit_s:g} s of waiting for {keys}")
+            time.sleep(_LOOK_S)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        return self._store.compare_set(key, expected_value, desired_value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key  # noqa: N815 - what torch calls
+
+    def has_extended_api(self) -> bool:
+        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]
+
+
+_all: WeakSet[Meeting] = WeakSet()
+
+
+def _finish() -> None:
+    """A thread that is inside the store when the interpreter ends would abort the process."""
+    for meeting in list(_all):
+        meeting.hold()
+
+
+atexit.register(_finish)
