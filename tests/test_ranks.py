@@ -161,7 +161,7 @@ def leave_a_mess() -> None:
 def what_is_set() -> tuple[object, ...]:
     groups = len(dist.distributed_c10d._world.pg_map)
     threads = [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
-    alone = threads.count("gloo_tcp_loop") <= 1  # this call's own group's, if it is named, and no earlier call's
+    alone = threads.count("gloo_tcp_loop") <= 1  # this call's own group's, and no earlier call's
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), groups, alone
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
 
 from shardwise._compat.gradients import plain_attributes
 
@@ -71,6 +73,17 @@ def drop_gradients_unread(optimizer: Optimizer) -> None:
                     param.grad = None
 
     optimizer.zero_grad = zeroed  # type: ignore[method-assign]
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Do hooks other than this library's run around its steps? torch has no public way to ask."""
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _optimizer._global_optimizer_pre_hooks.values(),
+        _optimizer._global_optimizer_post_hooks.values(),
+    )
+    return any(not str(getattr(hook, "__module__", "")).startswith("shardwise") for hook in hooks)
 
 
 def as_torch_made_it(optimizer: Optimizer) -> None:

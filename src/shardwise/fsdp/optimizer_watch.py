@@ -108,7 +108,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fast.separate_counts(optimizer)
         if not compiled:
             fast.step_locally(optimizer)
-    fast.put_aside(optimizer)
+    closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+    if closure or _compat.has_step_hooks(optimizer):  # which make gradients, or look at them
+        fast.separate_counts(optimizer)
+    else:
+        fast.put_aside(optimizer)
 
 
 def _check(optimizer: Optimizer) -> None:

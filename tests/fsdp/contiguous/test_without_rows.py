@@ -86,6 +86,29 @@ def test_steps_pass_them_by_and_gradients_stay() -> None:
         optimizer.zero_grad()
 
 
+@on_ranks(3)
+def test_closures_and_hooks_of_a_step_find_every_gradient() -> None:
+    model = fully_shard(_model(), layout="contiguous")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+    found: list[bool] = []
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(lambda *_: found.extend(param.grad is not None for param in model.parameters()))
+    closure()
+    optimizer.step()
+    assert found == [True] * 2 * len(list(model.parameters()))
+
+
 @on_ranks(2)
 def test_a_loaded_state_counts_on() -> None:
     model = fully_shard(_model(), layout="contiguous")
