@@ -13,7 +13,10 @@ sends or receives, which is what a reshard makes. Memory is the peak of what Pyt
 """
 
 import argparse
+import heapq
 import json
+import math
+import random
 import statistics
 import tempfile
 import time
@@ -29,7 +32,7 @@ import torch.multiprocessing as mp
 from results import RESULTS, Table, machine_facts, write_section
 
 from shardwise.comm.count import CommCounter
-from shardwise.layout import Box, transfer
+from shardwise.layout import Box, cover, transfer
 from shardwise.sharded_tensor import ChunkShardingSpec, GridShardingSpec, shard_tensor
 
 SECTION = "reshard"
@@ -177,12 +180,65 @@ def plan_table(ranks: int) -> Table:
     return Table(f"Planning over {ranks:,} ranks, {ranks:,} x {ranks:,} boxes", header, result)
 
 
+def tiles(count: int, shape: tuple[int, int], *, seed: int) -> list[list[Box]]:
+    """Boxes of any sizes that cover a matrix, one for each rank: the largest is cut, again and again."""
+    chance = random.Random(seed)
+    largest = [(-math.prod(shape), 0, Box((0, 0), shape))]
+    while len(largest) < count:
+        box = heapq.heappop(largest)[-1]
+        dim = int(box.sizes[0] < box.sizes[1])
+        first = chance.randint(1, box.sizes[dim] - 1)
+        for begin, size in ((0, first), (first, box.sizes[dim] - first)):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim], sizes[dim] = offsets[dim] + begin, size
+            part = Box(tuple(offsets), tuple(sizes))
+            heapq.heappush(largest, (-part.numel, len(largest) + begin * count, part))
+    boxes = [[box] for *_, box in largest]
+    chance.shuffle(boxes)
+    return boxes
+
+
+def many_boxes_table(count: int) -> Table:
+    """What the plan of all ranks' messages costs where there are that many boxes on either side."""
+    side, rows, shape = round(count**0.5), (count, 4), (1 << 20, 1 << 20)
+    cases = {
+        "rows to rows of other ranks": (
+            rows,
+            cut(rows, grid=(count, 1)),
+            cut(rows, grid=(count, 1), shift=1),
+        ),
+        "square grid to the same of other ranks": (
+            (side * 8, side * 8),
+            cut((side * 8, side * 8), grid=(side, side)),
+            cut((side * 8, side * 8), grid=(side, side), shift=7),
+        ),
+        "random boxes to random boxes": (shape, *(tiles(count, shape, seed=seed) for seed in (0, 1))),
+    }
+    result = []
+    for name, (whole, source, target) in cases.items():
+        begin = time.process_time()
+        messages = len(transfer(source, target))
+        planned = time.process_time()
+        cover([box for held in target for box in held], whole)
+        spent = [planned - begin, time.process_time() - planned]
+        result.append([name, f"{len(target):,}", f"{messages:,}", *(f"{seconds:.2f}" for seconds in spent)])
+    header = [
+        "boxes",
+        "boxes on either side",
+        "messages of all ranks",
+        "CPU s",
+        "CPU s to check that they cover",
+    ]
+    return Table("Planning many boxes (goal: 100,000 within 5 CPU s)", header, result)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vs", choices=["torch"], help="the peer to run beside")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--plan-ranks", type=int, default=4096)
+    parser.add_argument("--plan-boxes", type=int, default=100_000)
     parser.add_argument("--write", action="store_true", help="replace the section of the results file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the Markdown file to update")
     return parser.parse_args(arguments)
@@ -197,7 +253,7 @@ def main() -> None:
             arguments = (ranks, str(store), str(out), options.rounds, options.vs == "torch")
             mp.spawn(on_rank, arguments, nprocs=ranks)
             tables.append(moved_table(ranks, json.loads(out.read_text())))
-    tables.append(plan_table(options.plan_ranks))
+    tables += [plan_table(options.plan_ranks), many_boxes_table(options.plan_boxes)]
     for table in tables:
         table.show()
     if options.write:

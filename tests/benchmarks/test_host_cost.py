@@ -75,6 +75,30 @@ def test_sharding_a_module_costs_the_same_few_calls_and_bytes_on_any_number_of_r
     assert spent[0] == spent[1] <= calls
 
 
+@pytest.mark.parametrize(("layout", "most"), [("interleaved", 195), ("contiguous", 111)])
+def test_forward_and_backward_of_a_block_of_12_parameters_make_so_many_calls_more(
+    layout: str, most: int
+) -> None:
+    from host_cost import count_calls
+    from subjects import build
+
+    from shardwise.planner.noop_group import noop_world
+
+    made = {}
+    with noop_world(8) as mesh:
+        for name in ("bare", layout):
+            spent = []
+            for blocks in (3, 5):
+                subject = build(name, mesh, blocks=blocks)
+                for _ in range(2):
+                    subject.forward_backward()
+                    subject.step_fused()
+                    subject.zero_grad()
+                spent.append(count_calls(subject.forward_backward))
+            made[name] = (spent[1] - spent[0]) / 2
+    assert made[layout] - made["bare"] <= most
+
+
 def test_a_section_is_replaced_where_it_stands_and_the_others_are_kept(tmp_path: Path) -> None:
     from results import write_section
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -329,6 +330,25 @@ def test_a_box_of_more_pieces_than_are_compared_at_a_time_gets_them_all(
         *(Message(1, 0, box, place, 0) for place, box in enumerate(pieces)),
         Message(1, 0, pieces[3], 3, 1),
     ]
+
+
+def test_boxes_are_compared_with_those_near_them_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+    meets = index._meets
+
+    def counted(starts: Any, ends: Any, asked: Any, *others: Any) -> Any:
+        nonlocal compared
+        compared += len(asked)
+        return meets(starts, ends, asked, *others)
+
+    monkeypatch.setattr(index, "_meets", counted)
+    a_message = []
+    for side in (16, 64):
+        even, other = range(0, 8 * side + 1, 8), uneven(8 * side, side)
+        compared = 0
+        messages = len(transfer(grid(even, even), grid(other, other)))
+        a_message.append(compared / messages)
+    assert a_message[1] < 1.6 * a_message[0] < 80  # 16 times the boxes, another level of the index
 
 
 def test_tiles_that_share_their_margins_move_only_what_a_rank_lacks() -> None:

@@ -64,6 +64,9 @@ def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) ->
     return made
 
 
+new_dtensor: Callable[..., Any] = DTensor.__new__
+
+
 def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:
     """`dtensor` for a part of a buffer.
 

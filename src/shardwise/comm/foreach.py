@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import compress
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -71,23 +72,29 @@ def foreach_all_gather(
         async_op: return before the gather has finished; `result.work` waits for it.
         streams: where to run on an accelerator.
     """
-    dtype = gather_dtype(dtypes)
-    scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
-    numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
-    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    dtype, numel = dtypes[0], inputs[0].numel()
+    if len(inputs) > 1:
+        dtype = gather_dtype(dtypes)
+        scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
+        numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
+    ranks = 1 if group is None else group.size()
     # An asynchronous gather allocates and copies on the current stream, as its caller prefetches
     # on purpose and wants no memory that belongs to another stream.
     side = None if async_op else streams
+    only = inputs[0]
+    in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
+    if in_place and ranks == 1:
+        return AllGatherResult(only, inputs, None, None)
+    if group is not None and in_place and side is None:
+        output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
+        work = comm(output_tensor=output, input_tensor=only, group=group, async_op=async_op)
+        return AllGatherResult(output, inputs, None, work)
     with nullcontext() if side is None else side.copy_in:
-        only = inputs[0]
-        in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
-        if in_place and ranks == 1:
-            return AllGatherResult(only, inputs, None, None)
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
         if in_place:
             shard = only
         else:
-            shard = output.narrow(0, numel * rank, numel)
+            shard = output.narrow(0, numel * (0 if group is None else group.rank()), numel)
             if dtype == torch.uint8:
                 inputs = [t.to(device, wanted) for t, wanted in zip(inputs, dtypes, strict=True)]
             if len(inputs) == 1:
@@ -110,7 +117,8 @@ def copy_in(inputs: Sequence[Tensor], *, out: Tensor) -> None:
     if out.dtype == torch.uint8:
         inputs = [t.view(torch.uint8) for t in inputs]
     sizes = [t.numel() for t in inputs]
-    _check_total("inputs", sum(sizes), out.numel())
+    if sum(sizes) != out.numel():
+        _raise_total("inputs", sum(sizes), out.numel())
     _compat.foreach_copy(out.split(sizes), inputs)
 
 
@@ -126,9 +134,11 @@ def foreach_all_gather_copy_out(
         out: tensors of shape [ranks, size], of the dtype of the gather.
         ranks: how many shards the gather holds.
     """
-    wait_for_gather(result)
+    if result.event is not None or result.work is not None:
+        wait_for_gather(result)
     gathered = result.output.view(ranks, -1)
-    _check_total("sizes", sum(sizes), gathered.size(1))
+    if sum(sizes) != gathered.size(1):
+        _raise_total("sizes", sum(sizes), gathered.size(1))
     torch.split_with_sizes_copy(gathered, sizes, 1, out=list(out))
 
 
@@ -199,19 +209,18 @@ class ReduceResult(NamedTuple):
 
 def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: int) -> None:
     """Cut every gradient into `ranks` rows of dim 0, padded, side by side in `out` [ranks, shard]."""
-    filled = [grad for grad in grads if grad.numel()]  # torch's kernel refuses empty tensors
+    filled = list(compress(grads, map(Tensor.numel, grads)))  # torch's kernel refuses empty tensors
     rows, numel = out.view(ranks, -1), out.numel()
     if filled:
         _compat.chunk_cat(filled, 0, ranks, rows)
-    _check_total("padded gradients", rows.numel() if filled else 0, numel)  # torch's kernel resizes
+    if numel != (rows.numel() if filled else 0):  # torch's kernel resizes
+        _raise_total("padded gradients", rows.numel() if filled else 0, numel)
 
 
-def _check_total(what: str, found: int, expected: int) -> None:
-    if found != expected:
-        raise ShardingError(f"{here()}: the {what} hold {found} elements, the buffer {expected}")
+def _raise_total(what: str, found: int, expected: int) -> NoReturn:
+    raise ShardingError(f"{here()}: the {what} hold {found} elements, the buffer {expected}")
 
 
-@torch.no_grad()
 def foreach_reduce(
     grads: list[Tensor],
     dims: Sequence[int],
@@ -234,7 +243,10 @@ def foreach_reduce(
     Raises:
         ShardingError: a dim that does not divide.
     """
-    ranks = how.shard_group.size() if how.shard_group is not None else 1
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return foreach_reduce(grads, dims, how, shard_numel=shard_numel, partial=partial)
+    ranks = how.shard_ranks
     if len({grad.dtype for grad in grads}) > 1:
         grads[:] = [grad.to(how.dtype) for grad in grads]
     rows = _rows_first(grads, dims, ranks)

@@ -7,7 +7,7 @@ parameters; forward and backward unless it says otherwise):
                     interleaved, AdamW fused 1,309, not 8,998; foreach 2,751, not 6,205
     put_aside       AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
     Seen            counts compared in place of calls, and gradients of the interleaved layout without storage
-                    of their own: 419, not 551
+                    of their own: 132 calls fewer
     allocates_as    gathers write where parameters are, and staging is made once: 179, not 201
     own_code        compilers keep so many graphs for a code object and not more: equal blocks share one
     own_storage     parts of buffers in place of copies, where torch wants a storage from its beginning

@@ -422,12 +422,12 @@ class ParamGroup(ABC):
 
     def _follow_changes(self) -> None:
         """Let the unsharded parameters be frozen or trained as the sharded ones are."""
-        for param in self.params:
-            unsharded = param.unsharded
-            assert unsharded is not None
-            if unsharded.requires_grad != param.sharded.requires_grad:
-                unsharded.requires_grad_(param.sharded.requires_grad)
-                self.gather_event = None
+        with _compat.plain_attributes():
+            for param in self.params:
+                unsharded, trains = param.unsharded, param.sharded.requires_grad
+                if unsharded is not None and unsharded.requires_grad != trains:
+                    unsharded.requires_grad_(trains)
+                    self.gather_event = None
 
     def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
         for param in self.params:

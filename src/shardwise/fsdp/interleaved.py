@@ -185,9 +185,10 @@ class InterleavedGroup(ParamGroup):
             for buffer in self.buffers:
                 buffer.storage.resize_(buffer.nbytes)
         self._copy_out(result, plan)
-        for extended in self.extended.values():
-            with torch.no_grad():
-                extended.finish()
+        if self.extended:
+            for extended in self.extended.values():
+                with torch.no_grad():
+                    extended.finish()
         return result
 
     def _copy_out(self, result: AllGatherResult, plan: Exchange) -> None:

@@ -444,17 +444,6 @@ class EvenParam(ShardedParam):
             self.is_packed = True
         self.settle_form(made=not in_place)
 
-    def set_sharded_grad(self, shard: Tensor) -> None:
-        """As `assign_grad`, for a gradient of the stored dtype without hooks."""
-        grad = self.sharded.grad
-        if grad is not None:
-            local = _compat.local_tensor(grad)
-            local += shard
-        elif Seen.compiler:
-            self.sharded.grad = self.as_grad(shard)
-        else:
-            self.sharded.grad = _compat.dtensor_at(shard, self.spec, begin=_compat.local_tensor(self.sharded))
-
     def as_grad(self, piece: Tensor) -> DTensor:
         if Seen.compiler:
             piece = own_storage(piece)

@@ -19,12 +19,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
 from shardwise.comm.foreach import Reduction, current_stream
 from shardwise.comm.order import Event, event_for
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp.fast import Seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
@@ -226,6 +228,7 @@ class InterleavedReducer(GradReducer):
 
     _kinds: dict[ShardedParam, Kind] = field(default_factory=dict)
     _one_kind: Kind | None = None  # if all parameters have the same
+    _plain: bool = False  # no tensor-parallel ones
     _layout: Any = None  # of the group, when `_kinds` were found
 
     def _find_kinds(self) -> None:
@@ -234,6 +237,7 @@ class InterleavedReducer(GradReducer):
         for param in self.group.params:
             usual = param.policy.sum_dtype(stored=param.dtype, computed=param.gather_dtype)
             together.setdefault((param.dtype, usual), []).append(param)
+        self._plain = all(param.tp_spec is None for param in self.group.params)
         self._kinds = {}
         for params in together.values():
             self._kinds.update(dict.fromkeys(params, kind_of(params)))
@@ -241,16 +245,22 @@ class InterleavedReducer(GradReducer):
         self._one_kind = kinds.pop() if len(kinds) == 1 else None
 
     def collect(self) -> Collected:
-        collected: Collected = []
-        for param in self.group.params:
-            if (grad := self.collect_from(param)) is not None:
-                collected.append((param, grad))
-        return collected
+        params = self.group.params
+        if self._layout is not self.group.layout:
+            self._find_kinds()
+        if self.keeps_apart or not self._plain or self.group.settings.reduce_unused:
+            grads = list(map(self.collect_from, params))
+            self.keeps_apart = False
+        else:
+            leaves = [param.unsharded for param in params]
+            grads = [None if leaf is None else leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                if leaf is not None:
+                    leaf.grad = None
+        return [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
 
     def reduce(self, collected: Collected, *, streams: CommStreams | None) -> list[ReduceResult]:
         """One reduction for each stored dtype and dtype of summing, in order of first appearance."""
-        if self._layout is not self.group.layout:
-            self._find_kinds()
         batches: dict[Kind, Collected] = {}
         if self._one_kind is not None:
             batches[self._one_kind] = collected[:]
@@ -288,8 +298,11 @@ class InterleavedReducer(GradReducer):
         if result.partial is not None:
             self.partials[key] = result.partial
         if result.shard is not None:
-            with nullcontext() if result.stream is None else result.stream:
+            if result.stream is None:
                 self._view_out(params, result.shard)
+            else:
+                with result.stream:
+                    self._view_out(params, result.shard)
         return result
 
     def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
@@ -319,10 +332,18 @@ class InterleavedReducer(GradReducer):
                     break
         with nullcontext() if one_by_one else _compat.plain_attributes():
             for param in params:
-                slot = param.slot
+                slot, sharded = param.slot, param.sharded
                 piece = shard.as_strided(slot.shard_shape, slot.shard_stride, offset)
+                offset += slot.padded_shard_numel
                 if one_by_one:
                     param.assign_grad(piece)
-                else:
-                    param.set_sharded_grad(piece)
-                offset += slot.padded_shard_numel
+                elif sharded.grad is not None:
+                    local = _compat.local_tensor(sharded.grad)
+                    local += piece
+                elif Seen.compiler:
+                    sharded.grad = param.as_grad(piece)
+                else:  # as `dtensor_at` makes it
+                    begin = sharded._local_tensor  # type: ignore[attr-defined]
+                    grad = _compat.new_dtensor(DTensor, begin, param.spec, requires_grad=False)
+                    grad._local_tensor = piece
+                    sharded.grad = grad

@@ -176,7 +176,7 @@ class FSDPState(ModuleState):
                 if group.post_forward_mesh is not None:
                     if schedule.pending_release is not None:
                         schedule.release_pending(unless=self)
-                    if self.is_larger_than_most(schedule):
+                    if self.larger_than_most is not False and self.is_larger_than_most(schedule):
                         self.release()
                     else:
                         schedule.pending_release = self.myself

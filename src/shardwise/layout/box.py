@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shardwise.errors import ShardingError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Box:
     """`sizes[d]` elements from `offsets[d]` on, in every dim of a global tensor."""
 
@@ -29,7 +29,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ShardingError(f"box has {len(self.offsets)} offsets but {len(self.sizes)} sizes")
-        if any(v < 0 for v in (*self.offsets, *self.sizes)):
+        if min(*self.offsets, *self.sizes, 0, 0) < 0:
             raise ShardingError(
                 f"box has a negative offset or size: offsets {self.offsets}, sizes {self.sizes}"
             )
