@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardwise import fully_shard
-from shardwise.checkpoint import HostMemory, LivingRanks, optimizer_state
+from shardwise.checkpoint import HostMemory, LivingRanks, latest_step, load, optimizer_state, save
 from shardwise.checkpoint import living as module
 from shardwise.checkpoint.meeting import Meeting
 
@@ -174,12 +175,62 @@ def trial(folder: Path, strategy: str, victims: dict[int, Any]) -> list[str]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob("found-*.json"))]
 
 
+def launched(folder: Path) -> None:
+    """A rank that torchrun has started, on two in all; rank 1 dies once. Leaves who it was at each step."""
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("MY_RANK", os.environ["RANK"]))
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    def resume(training: Training) -> None:
+        if latest_step(folder / "checkpoints") is not None:
+            state = training.state()
+            load(folder / "checkpoints", state)
+            training.load(state)
+
+    run = LivingRanks(
+        lambda: Training("ddp"),
+        resume=resume,
+        store=dist.FileStore(str(folder / "store")),
+        ranks=2,
+        rank=rank if first else None,
+        folder=folder / f"memory{rank}",
+        **OPTIONS,
+    )
+    while run.training.step < STEPS:
+        with run.attempt() as training:
+            training.backward()
+            if first and rank == 1 and training.step == 2:
+                die()
+            run.commit(training.advance)
+            save(folder / "checkpoints", training.state(), step=training.step)
+            with (folder / f"pids-{dist.get_rank()}").open("a") as file:
+                file.write(f"{os.getpid()} ")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def under_torchrun(folder: Path, *, apart: bool, restarts: int) -> list[int]:
+    """Two ranks under one torchrun, or under one each; its statuses, and how many processes ranks had."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
+    command += [f"--nproc-per-node={1 if apart else 2}", "-m", "faults.living", "--launched", str(folder)]
+    environments = [{"MY_RANK": str(rank)} for rank in range(2)] if apart else [{}]
+    started = [subprocess.Popen(command, env={**os.environ, **more}) for more in environments]
+    statuses = [each.wait(LIMIT) for each in started]
+    pids = [(folder / f"pids-{rank}").read_text().split() for rank in range(2)]
+    return [*statuses, *(len(set(each)) for each in pids)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=2 * len(PHASES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*")
+    parser.add_argument("--launched", type=Path)
     args = parser.parse_args()
+    if args.launched:
+        launched(args.launched)
+        return
     root, wrong = Path(tempfile.mkdtemp(prefix="living-")), 0
     references = {each: trial(root / each, each, {}) for each in ("hsdp", "ddp")}
     for number in range(args.trials) if args.only is None else args.only:
@@ -198,6 +249,11 @@ def main() -> None:
             f" {told}, {time.monotonic() - begun:.0f} s",
             flush=True,
         )
+    for apart, restarts, expected in ((False, 0, [1, 1, 1]), (False, 1, [0, 2, 2]), (True, 1, [0, 0, 1, 2])):
+        found_there = under_torchrun(root / f"torchrun-{apart}-{restarts}", apart=apart, restarts=restarts)
+        wrong += found_there != expected
+        where = "one torchrun each" if apart else "one torchrun"
+        print(f"under {where}, {restarts} restarts: {found_there}, expected {expected}", flush=True)
     sys.exit(wrong > 0)
 
 
