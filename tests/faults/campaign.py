@@ -10,10 +10,14 @@ The same seed and number are the same trial. A run without faults, once for each
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -26,7 +30,7 @@ from shardwise.checkpoint.commit import checkpoints
 
 KINDS = ("kill", "host", "stop", "slow", "disconnect", "torn", "full", "flip")
 PLACES = ("forward", "backward", "reduction", "optimizer", "save", "load")
-GRACE = {"stop": 4.0}  # seconds for the others to tell what they found; a rank that stopped tells nothing
+GRACE_S = 30.0  # for the others to tell what they found
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Trial:
         None  # from the fault, or from the timeout where one must pass, to the last verdict
     )
     work_lost: float | None = None  # seconds from the last commit to the fault
+    took: float = 0.0  # seconds of the trial
     notes: list[str] = field(default_factory=list)
 
 
@@ -97,7 +102,8 @@ class Campaign:
             trial.struck = True
             named = self._flip(folder, Random(trial.number))
         else:
-            self._attempt(folder, trial.case, 0, trial.fault)
+            with self._stopped_until_others_told(folder, trial):
+                self._attempt(folder, trial.case, 0, trial.fault)
             trial.struck = (folder / "struck.json").exists()
             shutil.rmtree(folder / "host-1", ignore_errors=True)  # a lost host's memory
             self._judge_verdicts(trial, folder)
@@ -143,9 +149,29 @@ class Campaign:
             waited = TIMEOUT if trial.fault["kind"] == "stop" else 0.0
             trial.seconds = max(0.0, max(words["at"] for words in told.values()) - at - waited)
 
+    @contextmanager
+    def _stopped_until_others_told(self, folder: Path, trial: Trial) -> Iterator[None]:
+        """End a rank that was stopped, which tells nothing, once all others have."""
+        others = set(range(trial.case["ranks"])) - culprits(trial)
+        ended = threading.Event()
+
+        def look() -> None:
+            while not all((folder / f"verdict-0-{rank}.json").exists() for rank in others):
+                if ended.wait(0.05):
+                    return
+            os.kill(int((folder / f"pid-{trial.fault['rank']}").read_text()), signal.SIGKILL)
+
+        watch = threading.Thread(target=look, daemon=True)
+        if trial.fault["kind"] == "stop":
+            watch.start()
+        yield
+        ended.set()
+        if watch.is_alive():
+            watch.join()
+
     def _attempt(self, folder: Path, case: dict[str, Any], attempt: int, fault: Any) -> int | None:
         self.said = ""
-        pool_module.GRACE_SECONDS = GRACE.get(fault["kind"] if fault else "", 10.0)
+        pool_module.GRACE_SECONDS = GRACE_S
         try:
             found = self.pool(train, folder, case, attempt, fault, world_size=case["ranks"], timeout=60.0)
             return int(found[0])
@@ -206,6 +232,7 @@ def line(trial: Trial, seed: int) -> str:
     where += ", in the background" if trial.case["asynchronous"] else ""
     wrong = trial.lost or trial.differs or trial.named is False
     came = f"WRONG {trial!r}" if wrong else "fine" if trial.struck else "never struck"
+    came += f", {trial.took:.0f} s"
     again = f"python -m faults --seed {seed} --only {trial.number}"
     return f"{trial.number:4d} {fault['kind']} in {where}: {came}; {again}"
 
@@ -257,7 +284,9 @@ def run_all(folder: Path, seed: int, numbers: Iterable[int], seconds: float) -> 
         for number in numbers:
             if time.monotonic() - begun > seconds:
                 break
+            at = time.monotonic()
             done.append(campaign.run(draw(seed, number)))
+            done[-1].took = time.monotonic() - at
             print(line(done[-1], seed), flush=True)
     finally:
         pool.close()

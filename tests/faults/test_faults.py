@@ -15,6 +15,7 @@ from faults.campaign import Campaign, Trial, blames
 from faults.rank_side import disconnect
 from ranks import RankPool, on_ranks
 from shardwise import RankMismatchError, fully_shard
+from shardwise.comm.watch import announced
 
 CASE = {"ranks": 2, "layout": "contiguous", "asynchronous": False}
 FIXED: list[dict[str, Any]] = [
@@ -54,6 +55,20 @@ def test_a_rank_whose_connections_break_is_named_on_all_though_it_lives() -> Non
         disconnect()
     with pytest.raises(RankMismatchError, match="rank 1 has lost its connections to all other ranks"):
         model(torch.ones(1, 4)).sum().backward()
+
+
+@on_ranks(3)
+def test_a_rank_whose_connections_break_is_named_on_one_too_that_waits_for_another() -> None:
+    rank = dist.get_rank()
+    with announced(dist.group.WORLD, "meet"):
+        dist.all_reduce(torch.ones(1))
+    if rank == 2:
+        disconnect()
+    with (
+        pytest.raises(RankMismatchError, match="rank 2 has lost its connections to all other ranks"),
+        announced(dist.group.WORLD, "pass on"),
+    ):
+        dist.recv(torch.zeros(1), (rank + 1) % 3)
 
 
 def test_a_host_that_dies_in_silence_leaves_the_other_to_go_on(tmp_path: Path) -> None:

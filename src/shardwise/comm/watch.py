@@ -292,7 +292,11 @@ class _Watch(threading.Thread):
 
     def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
         order.post()
-        found = conflict(order, order.read())
+        records = order.read()
+        found = conflict(order, records)
+        if found is None and any(record["cut from"] for record in records.values()):
+            order.cut_from |= _broken(order)  # of which it need not hear, where it waits for another
+            found = _cut_off(order, records)
         if found is None and order.asking and _broken(order):
             found = _roll_call(order)
         if found is None or stood != (order.passes, order.at):
