@@ -191,7 +191,8 @@ def test_only_given_parameters_are_stepped() -> None:
     nets = []
     for make in (ordinary, flat):
         net = model()
-        optimizer = make(torch.optim.SGD, net, params=[net.head.weight, net.blocks[0].up.bias], lr=1.0)
+        named = [("head.weight", net.head.weight), ("bias", net.blocks[0].up.bias)]
+        optimizer = make(torch.optim.SGD, net, params=named, lr=1.0)
         train(net, optimizer, range(2))
         nets.append(net)
     assert same_bits(*map(rows, nets))

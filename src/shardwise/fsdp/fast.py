@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -197,19 +197,26 @@ def settle_state(optimizer: Optimizer) -> None:
         steps.settle(optimizer)
 
 
+class _Bystander(NamedTuple):
+    """A parameter of which this rank holds no rows, and which has state, if any is due, and a gradient."""
+
+    param: ShardedRows
+    options: dict[str, Any]
+    state: dict[str, Any] | None
+    steps: Tensor | None  # its "step", one for all bystanders that have taken as many
+
+
 @dataclass
 class _Bystanders:
-    """Parameters of one optimizer of which this rank holds no rows, and which have state and gradients.
+    """Those of one optimizer.
 
     Attributes:
         state: the optimizer's, when these were found; loading replaces it.
-        counts: their counts of steps, one for all that are equal.
         aside: their gradients, during a step.
     """
 
     state: Any
-    params: list[ShardedRows] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
+    members: list[_Bystander] = field(default_factory=list)
     aside: list[tuple[ShardedRows, Tensor]] = field(default_factory=list)
 
 
@@ -221,15 +228,20 @@ def put_aside(optimizer: Optimizer) -> None:
     known = _bystanders.get(optimizer)
     if known is None or known.state is not optimizer.state:
         known = _find_bystanders(optimizer)
-    for param in known.params:
-        if (grad := param.grad) is None:  # an unused parameter does not count this step
+    counts = {}
+    for param, options, state, count in known.members:
+        grad, found = param.grad, known.state.get(param)
+        as_before = found is state and (state.get("step") is count if state else not options.get("momentum"))
+        if grad is None or not as_before:  # an unused parameter does not count this step
             put_back(optimizer)
             separate_counts(optimizer)
             return
         param.grad = None
         known.aside.append((param, grad))
+        if count is not None:
+            counts[id(count)] = count
     with torch.no_grad():
-        for count in known.counts:
+        for count in counts.values():
             count.add_(1)
 
 
@@ -251,26 +263,28 @@ def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
         for param in options["params"]:
             if not isinstance(param, ShardedRows) or param.local.numel() or param.grad is None:
                 continue
-            if not stateless and not optimizer.state.get(param):
+            state = optimizer.state.get(param)
+            if not stateless and not state:
                 return _Bystanders(optimizer.state)
-            found.params.append(param)
-    _share_counts(optimizer, found)
+            found.members.append(_Bystander(param, options, state, None))
+    shared: dict[tuple[float, torch.device], Tensor] = {}
+    found.members = [one._replace(steps=_share_count(one.state, shared)) for one in found.members]
+    if shared and optimizer not in _separating:
+        _separating.add(optimizer)
+        optimizer.register_state_dict_pre_hook(separate_counts)
     _bystanders[optimizer] = found
     return found
 
 
-def _share_counts(optimizer: Optimizer, found: _Bystanders) -> None:
+def _share_count(
+    state: dict[str, Any] | None, shared: dict[tuple[float, torch.device], Tensor]
+) -> Tensor | None:
     """Let all bystanders with equal counts have one tensor, so that counting is one addition."""
-    shared: dict[tuple[float, torch.device], Tensor] = {}
-    for param in found.params:
-        state = optimizer.state.get(param, {})
-        if isinstance(step := state.get("step"), Tensor):
-            value = 0.0 if _compat.is_fake(step) else float(step)  # fake tensors have no values that differ
-            state["step"] = shared.setdefault((value, step.device), step.clone())
-    found.counts = list(shared.values())
-    if found.counts and optimizer not in _separating:
-        _separating.add(optimizer)
-        optimizer.register_state_dict_pre_hook(separate_counts)
+    if not state or not isinstance(step := state.get("step"), Tensor):
+        return None
+    value = 0.0 if _compat.is_fake(step) else float(step)  # fake tensors have no values that differ
+    count = state["step"] = shared.setdefault((value, step.device), step.clone())
+    return count
 
 
 _separating: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -279,7 +293,7 @@ _separating: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def separate_counts(optimizer: Optimizer) -> None:
     """A count of its own to each: before it steps by itself, or for a state dict, which may be written to."""
     known = _bystanders.pop(optimizer, None)
-    for param in () if known is None else known.params:
-        state = optimizer.state.get(param)
-        if state and isinstance(step := state.get("step"), Tensor):
-            state["step"] = step.clone()
+    for bystander in () if known is None else known.members:
+        state, steps = bystander.state, bystander.steps
+        if state and state.get("step") is steps and steps is not None:
+            state["step"] = steps.clone()

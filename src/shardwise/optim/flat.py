@@ -59,9 +59,9 @@ def flat(
         optimizer: of `torch.optim`, and elementwise: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam,
             RAdam, RMSprop, Rprop or SGD.
         model: after `fully_shard`. Parameters that no group manages are optimized as they are.
-        params: what to optimize, as `torch.optim` takes it: parameters of the model, or dicts of "params" and
-            their own options. None is all. Parameters that differ in options and lie alternately in their
-            group make many tensors.
+        params: what to optimize, as `torch.optim` takes it: parameters of the model, pairs of a name, which
+            is not used, and a parameter, or dicts of "params" and their own options. None is all. Parameters
+            that differ in options and lie alternately in their group make many tensors.
         options: of the optimizer.
 
     Returns:
@@ -78,7 +78,7 @@ def flat(
     given: list[Any] = list(named) if params is None else list(params)
     for one in given if given and isinstance(given[0], dict) else [{"params": given}]:
         members = [one["params"]] if isinstance(one["params"], Tensor) else list(one["params"])
-        sets.append({**one, "params": members})
+        sets.append({**one, "params": [of[1] if isinstance(of, tuple) else of for of in members]})
     _check_params([param for one in sets for param in one["params"]], named)
     made: FlatOptimizer = _flat_class(cast(Any, optimizer))(sets, managed, named, **options)
     return made

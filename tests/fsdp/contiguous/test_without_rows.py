@@ -117,3 +117,33 @@ def test_a_loaded_state_counts_on() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     _train(model, optimizer, 2, share=True)
     assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
+
+
+def _forget_one(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"][1], None)
+
+
+def _count_from_zero(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.zeros_like(state["step"])
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer) is torch.optim.SGD:
+        optimizer.param_groups[0]["momentum"] = 0.5
+
+
+@on_ranks(3)
+def test_state_that_is_changed_by_hand_is_what_counts() -> None:
+    for kind, (make, options) in KINDS.items():
+        found = []
+        for model in (_model(), fully_shard(_model(), layout="contiguous")):
+            optimizer = make(model.parameters(), **options)
+            for change in (_forget_one, lambda o: o.state.clear(), _count_from_zero, _begin_momentum):
+                _train(model, optimizer, 2, share=False)
+                change(optimizer)
+            _train(model, optimizer, 2, share=False)
+            states = [optimizer.state.get(param, {}) for param in model.parameters()]
+            found.append([(sorted(state), float(state.get("step", 0))) for state in states])
+        assert found[0] == found[1], kind
