@@ -4,21 +4,22 @@
     python benchmarks/plan.py --models llama3-8b --write
     python benchmarks/plan.py --real --write
 
-`published.json` has the rows with their sources: torchtitan's Llama 3 8B on H100 (the most memory that the
-allocator reserved, tokens/s), llm-foundry's MPT-7B on H100 and A100 (tokens/s). Left out is what is not
-planned: compiled and float8 rows, pipeline parallelism. What the sources do not say is taken as follows.
-torchtitan's embedding, norm and head are in the root's group, as they then were in its code; its tables are
-of segments that do not grow and its commit #822 of those that do, which is what the figures fit.
-llm-foundry's fused loss is planned as the chunked one. All these runs ended, so that all rows fit.
+`published.json` has every row of the sources: torchtitan's Llama 3 8B on H100 (the most memory that the
+allocator reserved, tokens/s), llm-foundry's MPT-7B on H100 and A100 (tokens/s), Megatron-LM's GPTs on A100
+(operations a second; `convention`). Each is compared, or says why it is not. What a source does not say is
+assumed; such a row says what, and is planned with the other choice too. torchtitan's embedding, norm and head
+are in the root's group, as they then were in its code. All these runs ended, so that all rows fit.
 
-Efficiencies are those of the hardware's profiles, which no row was fitted to; the last table has one more
-figure for each hardware, from three rows. The textbook is a formula of 20 lines (`textbook`).
+Efficiencies are those of the hardware's profiles, which no row was fitted to. Calibration is one more figure
+for each hardware, the share of these rates that the software reached, from three rows. The textbook is a
+formula of 20 lines (`textbook`).
 """
 
 import argparse
 import json
+import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,22 @@ from typing import Any
 import plan_real
 from results import Table, write_section
 
-from shardwise.planner import Hardware, Plan, Setup, hardware_of, plan
+from shardwise.planner import Hardware, Setup, hardware_of, plan
 from shardwise.planner.decoder import PUBLISHED
 
 GIB = 2**30
-CALIBRATED = "Tokens/s of a device, calibrated on three rows of each hardware, which are left out"
+MEMORY, SPEED, PARAMETERS = "Most memory reserved, GiB", "Tokens/s of a device", "GiB of parameters"
+CALIBRATED = "Tokens/s of a device, calibrated on three rows of each hardware"
 TEXT = (
     "Published figures are of other machines; plans do not depend on this one. All these runs ended, so that"
     "\nall rows fit. The textbook's memory is 16 bytes a parameter over all ranks, 34 bytes of activations a"
     "\ntoken, layer and unit of width (half of them with selective checkpointing, 2 with full) and three"
-    "\nfloat32 copies of the logits; its speed is 40% of the peak (`textbook` in `plan.py`)."
+    "\nfloat32 copies of the logits; its speed is 40% of the peak (`textbook` in `plan.py`). Megatron-LM's"
+    "\nfigures are operations a second, forward again counted, by its paper's formula (`convention`): here"
+    "\ntokens/s. Its ZeRO-3 rows are of DeepSpeed in 2021, which gathered parameters as its modules ran."
 )
 ROWS = Path(__file__).with_name("published.json")
+DRAWS = 20  # of three rows for each hardware
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Row:
     fits: bool
     textbook_fits: bool
     hardware: str
+    seen: bool = False  # by the calibration
 
     def error(self, *, textbook: bool = False) -> float:
         return (self.textbook if textbook else self.planned) / self.published - 1
@@ -76,79 +82,168 @@ def textbook(model: str, setup: Setup, hardware: Hardware, parameters: int) -> t
     return memory / GIB, 0.4 * hardware.peak_flops["bfloat16"] / flops
 
 
+def convention(model: str, sequence: int) -> float:
+    """Operations of a token as Megatron-LM counts them, forward again too (arXiv 2104.04473, section 5.1)."""
+    shape = PUBLISHED[model]
+    layers, width = shape.layers, shape.width
+    return 96 * layers * width**2 * (1 + sequence / (6 * width) + shape.vocabulary / (16 * layers * width))
+
+
 def errors(title: str, rows: Sequence[Row]) -> Table:
     header = ["row", "published", "planned", "error", "fits", "textbook", "error", "fits"]
     body = []
     for row in rows:
         told = [f"{row.published:,.1f}", f"{row.planned:,.1f}", f"{row.error():+.1%}", _verdict(row.fits)]
         formula = [f"{row.textbook:,.1f}", f"{row.error(textbook=True):+.1%}", _verdict(row.textbook_fits)]
-        body.append([row.name, *told, *formula])
+        body.append([f"{row.name}{' (calibrated on)' * row.seen}", *told, *formula])
+    unseen = [row for row in rows if not row.seen]
+    summed = [("", rows)]
+    if 0 < len(unseen) < len(rows):
+        summed.append((", of rows not calibrated on", unseen))
+    for words, some in summed:
+        body += [[f"{name}{words}", *figures] for name, *figures in _summary(some)]
+    return Table(title, header, body)
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[list[str]]:
     both = (False, True)
     for name, of in (("median of absolute errors", 0.5), ("90th percentile", 0.9)):
-        found = [_percentile([abs(row.error(textbook=which)) for row in rows], of) for which in both]
-        body.append([name, "", "", f"{found[0]:.1%}", "", "", f"{found[1]:.1%}", ""])
+        found = [percentile([abs(row.error(textbook=which)) for row in rows], of) for which in both]
+        yield [name, "", "", f"{found[0]:.1%}", "", "", f"{found[1]:.1%}", ""]
     published = [row.published for row in rows]
-    ranks = [_rank_correlation(published, [row.textbook if t else row.planned for row in rows]) for t in both]
-    body.append(["rank correlation", "", "", f"{ranks[0]:.3f}", "", "", f"{ranks[1]:.3f}", ""])
+    if len(set(published)) > 1:
+        ranks = [
+            rank_correlation(published, [row.textbook if t else row.planned for row in rows]) for t in both
+        ]
+        yield ["rank correlation", "", "", f"{ranks[0]:.3f}", "", "", f"{ranks[1]:.3f}", ""]
     wrong = [sum(not (row.textbook_fits if which else row.fits) for row in rows) for which in both]
-    body.append(["wrong verdicts", "", "", "", str(wrong[0]), "", "", str(wrong[1])])
-    return Table(title, header, body)
+    yield ["wrong verdicts", "", "", "", str(wrong[0]), "", "", str(wrong[1])]
 
 
 def _verdict(fits: bool) -> str:
     return "yes" if fits else "no"
 
 
-def _percentile(values: Sequence[float], of: float) -> float:
+def percentile(values: Sequence[float], of: float) -> float:
     ordered = sorted(values)
     return statistics.median(ordered) if of == 0.5 else ordered[min(len(ordered) - 1, int(of * len(ordered)))]
 
 
-def _rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Spearman's: equal values share their rank."""
     ranks = [[sum(v < w for v in of) + sum(v == w for v in of) / 2 for w in of] for of in (one, other)]
     return statistics.correlation(*ranks)
 
 
-def calibrated(rows: Sequence[Row]) -> list[Row]:
+def calibrated(rows: Sequence[Row], draw: random.Random | None = None) -> list[Row]:
     """Plans times the share of the profile's rates that the software reached: one figure for each hardware.
 
-    It is the median of three rows: the first, the middle and the last, which are left out of the result.
+    It is the median of three rows: those that are drawn, else the first, the middle and the last.
     """
     result = []
     for hardware in dict.fromkeys(row.hardware for row in rows):
         mine = [row for row in rows if row.hardware == hardware]
-        used = sorted({0, len(mine) // 2, len(mine) - 1})
-        share = statistics.median(mine[i].published / mine[i].planned for i in used)
-        print(f"{hardware}: share of the profile's rates {share:.2f}")
-        result += [replace(one, planned=one.planned * share) for i, one in enumerate(mine) if i not in used]
+        numbers = range(len(mine))
+        used = {0, len(mine) // 2, len(mine) - 1}
+        if draw is not None:
+            used = set(draw.sample(numbers, min(3, len(mine))))
+        share = statistics.median(mine[i].published / mine[i].planned for i in sorted(used))
+        result += [replace(mine[i], planned=mine[i].planned * share, seen=i in used) for i in numbers]
     return result
 
 
+def left_out(rows: Sequence[Row]) -> Table:
+    """The calibration on other rows: errors of those that it did not see."""
+    found = []
+    for seed in range(DRAWS):
+        unseen = [row for row in calibrated(rows, random.Random(seed)) if not row.seen]
+        absolute = [abs(row.error()) for row in unseen]
+        published, planned = [row.published for row in unseen], [row.planned for row in unseen]
+        middle, high = (percentile(absolute, of) for of in (0.5, 0.9))
+        found.append((middle, high, rank_correlation(published, planned)))
+    body = []
+    for (name, digits), values in zip(
+        (("median of absolute errors", ".1%"), ("90th percentile", ".1%"), ("rank correlation", ".3f")),
+        zip(*found, strict=True),
+        strict=True,
+    ):
+        body.append([name, *(format(of(values), digits) for of in (min, statistics.median, max))])
+    title = f"Calibrated on {DRAWS} random draws of three rows for each hardware: of the rows not drawn"
+    return Table(title, ["", "lowest", "median", "highest"], body)
+
+
+def planned(model: str, setup: Setup, hardware: Hardware) -> dict[str, Any]:
+    """What a row needs of a plan."""
+    made = plan(model, setup, hardware=hardware)
+    reserved, speed = made.reserved_bytes / GIB, made.tokens_per_s
+    shards = made.moments[-1].alive["parameters"] / GIB
+    figures = {MEMORY: reserved, SPEED: speed, PARAMETERS: shards}
+    return {"figures": figures, "parameters": made.parameters, "fits": made.fits}
+
+
+def published(row: dict[str, Any]) -> dict[str, float]:
+    """Figures of a row, by their kind."""
+    found = {MEMORY: row.get("reserved_gib"), SPEED: row.get("tokens_per_s")}
+    found[PARAMETERS] = row.get("parameters_gib")
+    if "tflops" in row:
+        found[SPEED] = row["tflops"] * 1e12 / convention(row["model"], row["setup"]["sequence"])
+    return {kind: value for kind, value in found.items() if value is not None}
+
+
+def _name(row: dict[str, Any]) -> str:
+    untold = ("clip_norm", "reduce_dtype", "param_dtype", "ends_apart", "reduce_once")
+    told = [f"{key} {value}" for key, value in row["setup"].items() if key not in untold]
+    return ", ".join([row["model"], row["hardware"], *told])
+
+
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    memory, speed = [], []
-    for row in rows:
-        setup = Setup(**row["setup"])
-        hardware = hardware_of(row["hardware"])
-        made: Plan = plan(row["model"], setup, hardware=hardware)
-        gib, rate = textbook(row["model"], setup, hardware, made.parameters)
-        told = {
-            name: value for name, value in row["setup"].items() if name not in ("clip_norm", "reduce_dtype")
-        }
-        name = f"{row['model']}, {row['hardware']}, " + ", ".join(f"{k} {v}" for k, v in told.items())
+    compared: dict[str, list[Row]] = {MEMORY: [], SPEED: [], PARAMETERS: []}
+    others = []
+    for row in [row for row in rows if "setup" in row]:
+        setup, hardware, name = Setup(**row["setup"]), hardware_of(row["hardware"]), _name(row)
         print(name, flush=True)
-        verdicts = (made.fits, gib * GIB <= hardware.usable_bytes, row["hardware"])
-        if row["reserved_gib"]:
-            memory.append(Row(name, row["reserved_gib"], made.reserved_bytes / GIB, gib, *verdicts))
-        if row["tokens_per_s"]:
-            speed.append(Row(name, row["tokens_per_s"], made.tokens_per_s, rate, *verdicts))
-    found = [errors("Tokens/s of a device", speed), errors(CALIBRATED, calibrated(speed))]
-    return [errors("Most memory reserved, GiB", memory), *found] if memory else found
+        made = planned(row["model"], setup, hardware)
+        gib, rate = textbook(row["model"], setup, hardware, made["parameters"])
+        by_hand = {MEMORY: gib, SPEED: rate, PARAMETERS: 4 * made["parameters"] / setup.ranks / GIB}
+        verdicts = (made["fits"], gib * GIB <= hardware.usable_bytes, row["hardware"])
+        for kind, value in published(row).items():
+            figures = (value, made["figures"][kind], by_hand[kind])
+            compared[kind].append(Row(name, *figures, *verdicts))
+        if "otherwise" in row:
+            changed = replace(setup, **row["otherwise"])
+            other = planned(row["model"], changed, hardware)
+            others += [_otherwise(name, row, kind, made, other) for kind in published(row)]
+    compared[MEMORY] += compared.pop(PARAMETERS)
+    found = [errors(MEMORY, compared[MEMORY])] if compared[MEMORY] else []
+    if speed := compared[SPEED]:
+        found += [errors(SPEED, speed), errors(CALIBRATED, calibrated(speed))]
+        found += [left_out(speed)] if len(speed) > 3 * len({row.hardware for row in speed}) else []
+    header = ["row", "assumed", "published", "planned", "error", "otherwise", "planned", "error", "fits"]
+    found.append(Table("What is assumed, and plans otherwise", header, others))
+    return [*found, uncompared(rows)]
+
+
+def _otherwise(
+    name: str, row: dict[str, Any], kind: str, made: dict[str, Any], other: dict[str, Any]
+) -> list[str]:
+    value = published(row)[kind]
+    unit = "GiB" if kind == MEMORY else "tokens/s"
+    both = [
+        [f"{one['figures'][kind]:,.1f}", f"{one['figures'][kind] / value - 1:+.1%}"] for one in (made, other)
+    ]
+    choice = ", ".join(f"{key} {now}" for key, now in row["otherwise"].items())
+    told = [name, row["assumed"], f"{value:,.1f} {unit}", *both[0], choice, *both[1]]
+    return [*told, _verdict(other["fits"])]
+
+
+def uncompared(rows: Sequence[dict[str, Any]]) -> Table:
+    body = [[row["model"], row["source"], row["published"], row["why"]] for row in rows if "why" in row]
+    return Table("Published and not compared", ["model", "source", "figure", "why"], body)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["llama3-8b", "mpt-7b"], help="rows of these models")
+    parser.add_argument("--models", nargs="+", help="rows of these models alone")
     parser.add_argument("--real", action="store_true", help="beside real steps on gloo ranks instead")
     parser.add_argument("--write", action="store_true", help="replace the section of TABLES.md")
     options = parser.parse_args()
@@ -156,8 +251,11 @@ def main() -> None:
         section, text = "plan against real steps", "Of `examples/train_gpt.py`'s model and a tiny Llama."
         made = [Table("Bytes of a real step on gloo ranks", plan_real.HEADER, list(plan_real.rows()))]
     else:
-        section, text = "plan", TEXT
-        made = tables([row for row in json.loads(ROWS.read_text()) if row["model"] in options.models])
+        rows = json.loads(ROWS.read_text())
+        compared = sum(len(row["ids"]) for row in rows if "setup" in row)
+        count = sum(len(row["ids"]) for row in rows)
+        section, text = "plan", f"{TEXT}\nOf {count} published figures {compared} are compared."
+        made = tables([row for row in rows if not options.models or row["model"] in options.models])
     for table in made:
         table.show()
     if options.write:

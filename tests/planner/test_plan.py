@@ -92,6 +92,39 @@ def test_stages_divide_what_the_table_of_zeros_paper_says(strategy: str, printed
     assert f"{7.5 * held:.1f}" == printed
 
 
+@pytest.mark.parametrize(
+    ("model", "hardware", "setup", "least"),
+    [
+        # a parameter and its two moments in float32: 106 GB
+        ("llama3-70b", "h100", {"sequence": 64}, 12 * 70.55e9 / 8),
+        # twice llm-foundry's largest micro-batch, 6: states, and of each token and block its hidden units
+        # before and after GELU, and four times its width, in bfloat16: 87 GB
+        (
+            "mpt-7b",
+            "a100-80gb",
+            {"micro_batch": 12, "loss": "chunked"},
+            12 * 6.65e9 / 8 + 12 * 2048 * 32 * 2 * (2 * 16384 + 4 * 4096),
+        ),
+    ],
+    ids=["states", "activations"],
+)
+def test_what_cannot_fit_by_what_it_must_keep_is_told_not_to_fit(
+    model: str, hardware: str, setup: dict[str, Any], least: float
+) -> None:
+    made = shardwise.plan(model, hardware=hardware, **setup)
+    assert made.hardware is not None
+    assert least > made.hardware.usable_bytes
+    assert made.reserved_bytes >= least
+    assert not made.fits
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
+    asked: dict[str, Any] = {"ranks": 2, "sequence": SEQUENCE, "optimizer": "AdamW 8 bits", "layout": layout}
+    assert not shardwise.plan(lambda layers=10: gpt(layers), **asked).whole
+
+
 # ---------------------------------------------------------------- real runs
 
 

@@ -68,6 +68,10 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         shard(module, model, setup, data)
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         optimizers = optimizers_of(module, model, setup)
+        looked_up_by_all: list[Tensor] = []
+        if setup.optimizer == "AdamW 8 bits":
+            for signed in (False, True):
+                looked_up_by_all += code_book(signed=signed, device=tokens.device)
         gc.collect()
         gc.disable()
         stack.callback(gc.enable)
@@ -77,6 +81,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         stack.enter_context(watching(recorder, streams=setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, model.blocks(module), tokens)
+        recorder.share(looked_up_by_all)
         for step in range(STEPS):
             _step(recorder, model, module, optimizers, tokens, step, setup)
         segments = recorder.finish()

@@ -299,6 +299,14 @@ class Recorder(Storages):
                 return self._layers[id(known[1])]
         return _NOBODY
 
+    def share(self, tensors: list[Tensor]) -> None:
+        """These are nobody's: what an optimizer looks up for all blocks."""
+        self.by_layer(None)
+        self.see(tensors)
+        self.own(tensors, OPTIMIZER)
+        for tensor in tensors:
+            self._layers.pop(id(self.life(tensor)), None)
+
     # Categories
 
     def _follow_recomputation(self) -> None:

@@ -7,12 +7,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState
-from shardwise.optim.adamw8bit import ELEMENTS_AT_ONCE
+from shardwise.optim import adamw8bit
+from shardwise.optim.local import local_of
 from shardwise.planner.events import COMPUTATION, STREAMS, Mark, Record, Wait
 from shardwise.planner.noop_group import listening
 from shardwise.planner.recorder import Recorder
@@ -28,7 +30,7 @@ def watching(recorder: Recorder, *, streams: bool) -> Iterator[None]:
         streams: give the library streams, as an accelerator has them.
     """
     watcher = _Watcher(recorder)
-    watched: list[tuple[type, str, Callable[[Method], Method]]] = [
+    watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
         (FSDPState, "pre_forward", watcher.pre_forward),
         (FSDPState, "post_forward", watcher.post_forward),
         (FSDPState, "pre_backward", watcher.pre_backward),
@@ -37,6 +39,7 @@ def watching(recorder: Recorder, *, streams: bool) -> Iterator[None]:
         (FSDPState, "end_of_backward", watcher.end_of_backward),
         (ParamGroup, "reshard", watcher.reshard),
         (ParamGroup, "unshard", watcher.unshard),
+        (adamw8bit, "_initial_state", watcher.initial_state),
         (*_compat.SHAPES_OF_DTENSORS, watcher.unseen),
     ]
     originals = [(kind, name, getattr(kind, name)) for kind, name, _ in watched]
@@ -124,6 +127,18 @@ class _Watcher:
 
         return reduce
 
+    def initial_state(self, original: Method) -> Method:
+        """Made from shapes alone, which tell no owner."""
+
+        def initial_state(param: Tensor, **options: Any) -> Any:
+            layer = self.recorder.owner_of([local_of(param)])
+            self.recorder.by_layer(layer)
+            made = original(param, **options)
+            self.recorder.by_layer(layer)
+            return made
+
+        return initial_state
+
     def unseen(self, original: Method) -> Method:
         def unseen(*args: Any, **kwargs: Any) -> Any:
             before, self.recorder.looks_away = self.recorder.looks_away, True
@@ -170,11 +185,11 @@ class _Stream:
 def _recorded_streams(recorder: Recorder) -> Iterator[None]:
     streams = {name: _Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
     kept = (CommStreams.create, torch.accelerator.current_stream)
-    of_cpu = ELEMENTS_AT_ONCE.pop("cpu")
+    of_cpu = adamw8bit.ELEMENTS_AT_ONCE.pop("cpu")
     CommStreams.create = lambda device: CommStreams(*(streams[name] for name in STREAMS))  # type: ignore
     torch.accelerator.current_stream = lambda device=None: streams[recorder.streams[-1]]  # type: ignore
     try:
         yield
     finally:
-        ELEMENTS_AT_ONCE["cpu"] = of_cpu
+        adamw8bit.ELEMENTS_AT_ONCE["cpu"] = of_cpu
         CommStreams.create, torch.accelerator.current_stream = staticmethod(kept[0]), kept[1]  # type: ignore
