@@ -53,6 +53,18 @@ def test_loss_and_gradients_are_those_of_all_logits(dtype: torch.dtype, reductio
             torch.testing.assert_close(torch.autograd.grad(3 * found, given), theirs, **close)
 
 
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_computes_in_its_dtype_as_in_torchs_linear(hidden_dtype: torch.dtype) -> None:
+    hidden, weight, targets, bias = drawn()
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = whole(hidden, weight, targets, bias)
+        found = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk=4)
+    theirs, ours = (torch.autograd.grad(loss, (hidden, weight, bias)) for loss in (expected, found))
+    torch.testing.assert_close(found, expected)  # of the same bfloat16 logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)  # one rounding of bfloat16 in each product
+
+
 def test_extreme_logits_and_targets_that_are_all_ignored_are_as_torchs() -> None:
     hidden, weight, targets, _ = drawn()
     with torch.no_grad():

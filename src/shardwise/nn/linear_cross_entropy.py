@@ -49,7 +49,8 @@ def linear_cross_entropy(
     of the module that owns `weight`, where `fully_shard` has gathered it.
 
     Args:
-        hidden: [..., H] of a floating dtype, which computes; sums and the loss are float32, or wider.
+        hidden: [..., H] of a floating dtype, which computes (under autocast, its dtype does); sums and the
+            loss are float32, or wider.
         weight: [V, H] in the same dtype; a DTensor may be cut on dim 0 over one mesh axis, as by
             tensor parallelism, and be replicated on others.
         targets: integers [...], each from 0 to V - 1 or `ignore_index`; any other makes the loss nan.
@@ -62,6 +63,11 @@ def linear_cross_entropy(
     Raises:
         ShardingError: shapes, dtypes or placements that do not fit. In backward: `create_graph=True`.
     """
+    device = hidden.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = _autocast(hidden, dtype), _autocast(weight, dtype)
+        bias = None if bias is None else _autocast(bias, dtype)
     _check(hidden, weight, bias, targets, reduction, chunk)
     rows, first, group = weight, 0, None
     if isinstance(weight, DTensor):
@@ -78,6 +84,11 @@ def linear_cross_entropy(
     )
     loss: Tensor = total / count if reduction == "mean" else total
     return loss
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `F.linear` does: all floating dtypes but float64."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def _check(
