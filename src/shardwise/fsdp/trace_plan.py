@@ -82,7 +82,7 @@ def _prepare(state: ModuleState) -> None:
 def _trains_otherwise(group: ParamGroup) -> bool:
     """Than when its segments were made, which is before `torch.compiler.reset()`."""
     return isinstance(group.traced, list) and any(
-        [param.sharded.requires_grad for param in params] != list(segment.cut.trains)
+        [param.sharded.requires_grad for param in params] != segment.cut.trains
         for segment, params in zip(group.traced, group.members, strict=True)
     )
 
@@ -121,6 +121,10 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
     params, cut = group.members[index], group.traced_cut(index)
     how = _collectives(group, reducer, group.layout.segments[index])
     reduced, trains = cut.reduced_numel, any(cut.trains)
+    held = [(i, owner) for i, param in enumerate(params) for owner in param.owners]
+    owners = list({id(owner.parameters): owner.parameters for _, owner in held}.values())
+    number = {id(parameters): i for i, parameters in enumerate(owners)}
+    wraps = [_wrap(param) for param in params]
     segment = Segment(
         cut,
         how,
@@ -128,8 +132,9 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         shard=group.shards[index].detach(),
         route=_leaf(reduced // int(how.scatter_ranks), how.stored, how.device, trains),
         whole=_leaf(reduced, how.dtype, how.device, trains),
-        places=[[(owner.parameters, owner.name) for owner in param.owners] for param in params],
-        wraps=[_wrap(param) for param in params],
+        owners=owners,
+        names=".".join(f"{i}.{number[id(owner.parameters)]}.{owner.name}" for i, owner in held),
+        wraps=wraps if any(wraps) else None,
     )
     if trains:
         myself = weakref.ref(segment)

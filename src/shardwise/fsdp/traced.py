@@ -36,11 +36,17 @@ class Cut:
     """How parameters lie in a gathered buffer, one after another or in pieces row by row.
 
     A compiler that meets other numbers at the same place later, in another block, makes symbols of them, and
-    fails over some. Text it takes as it is, so `numbers` holds them as text.
+    fails over some. Text it takes as it is, and compares at once where it would look at each item of a list
+    before each step, so `numbers` holds them as text.
     """
 
     numbers: str
-    trains: tuple[bool, ...]  # by parameter
+    flags: str  # by parameter, "1" if it trains
+
+    @property
+    def trains(self) -> list[bool]:
+        """By parameter, does it?"""
+        return [flag == "1" for flag in self.flags]
 
     @classmethod
     def of(
@@ -67,7 +73,10 @@ class Cut:
             reduced: what the rows of a reduction are made of: parameters, or -n: n of padding.
         """
         tables = [[ranks], sizes, parts, dims, reduced, *pieces, *shapes]
-        return cls("/".join([" ".join(map(str, table)) for table in tables]), trains)
+        return cls(
+            "/".join([" ".join(map(str, table)) for table in tables]),
+            "".join("01"[trained] for trained in trains),
+        )
 
     def _read(self) -> tuple[int, list[int], list[tuple[int, int, list[int], list[int]]], list[int]]:
         """Ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
@@ -169,10 +178,11 @@ class Segment:
     shard: Tensor  # this rank's part, the memory that the optimizer updates
     route: Tensor  # a leaf without memory; its gradient is the reduced shard
     whole: Tensor  # another; its gradient is what a backward leaves that does not reduce in its graph
-    places: list[
-        list[tuple[dict[str, Any], str]]
-    ]  # by parameter, dicts and names under which modules hold it
-    wraps: list[dict[str, Any] | None]  # by parameter, the arguments of its tensor-parallel form
+    owners: list[dict[str, Any]]  # where modules hold their parameters
+    names: (
+        str  # of parameters there: "parameter.owner.name" of each, behind one another, as names have no dots
+    )
+    wraps: list[dict[str, Any] | None] | None  # by parameter, the arguments of its tensor-parallel form
     earlier: Tensor | None = None  # the sum of what such backwards left, for the next reduction
     assign: Callable[[Tensor], None] | None = None  # hands a reduced shard to sharded parameters that train
 
@@ -236,12 +246,15 @@ def _show(state: Any) -> list[Shown]:
     for group in state.groups:
         sync = group.settings.reduce_grads
         for segment in group.traced:
-            views = _unshard(segment, sync)
-            for view, places, wrap in zip(views, segment.places, segment.wraps, strict=True):
-                whole = view if wrap is None else DTensor.from_local(view, run_check=False, **wrap)
-                for parameters, name in places:
-                    hidden.append((parameters, name, parameters[name]))
-                    _compat.traced_side_effect(_set_item, parameters, name, whole)
+            wholes = list(_unshard(segment, sync))
+            for index, wrap in enumerate(segment.wraps or ()):
+                if wrap is not None:
+                    wholes[index] = DTensor.from_local(wholes[index], run_check=False, **wrap)
+            fields = segment.names.split(".")
+            for index, owner, name in zip(fields[::3], fields[1::3], fields[2::3], strict=True):
+                parameters = segment.owners[int(owner)]
+                hidden.append((parameters, name, parameters[name]))
+                _compat.traced_side_effect(_set_item, parameters, name, wholes[int(index)])
     return hidden
 
 

@@ -117,3 +117,20 @@ def test_frozen_groups_are_not_reduced_and_replicas_are_all_reduced() -> None:
         forward, backward = pairs(graphs)
         assert forward == (4 + more, 0)
         assert backward[1] == graphs[1].counts.all_reduces == 1
+
+
+def test_parameters_add_no_checks_before_a_step() -> None:
+    found = []
+    for bias in (False, True):
+        torch.compiler.reset()
+        model = fully_shard(nn.Linear(4, 8, bias=bias), layout="contiguous")
+        names: list[str] = []
+
+        def count(guards: Any, names: list[str] = names) -> list[bool]:
+            names += [one.name for one in guards]
+            return [True] * len(guards)
+
+        compiled = torch.compile(model, backend="eager", options={"guard_filter_fn": count})
+        compiled(torch.randn(2, 4)).sum().backward()
+        found.append(sum("traced[0]" in name for name in names))
+    assert found[0] == found[1] > 0
