@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.planner.events import CATEGORIES, COMPUTATION
+from shardwise.planner.events import CATEGORIES, COMPUTATION, TENSOR_PARALLEL
 from shardwise.planner.measure import Moment
 from shardwise.planner.plan import GIB, Plan
+from shardwise.planner.timing import Span
 
 AHEAD = 3  # spans that a moment may be ahead of, as some blocks compute nothing in a phase
 
@@ -73,6 +74,11 @@ def ticks(top: int) -> list[int]:
 def streams(made: Plan) -> list[str]:
     found = [] if made.times is None else list(dict.fromkeys(span.stream for span in made.times.spans))
     return sorted(found, key=lambda stream: stream != COMPUTATION)
+
+
+def colour_of(span: Span) -> str:
+    """Its phase; collectives of tensor parallelism, which are in most of them, have a colour of their own."""
+    return TENSOR_PARALLEL if span.stream == TENSOR_PARALLEL else span.phase
 
 
 def held(made: Plan) -> list[tuple[str, int]]:

@@ -151,7 +151,9 @@ def _lanes(made: Plan) -> Iterator[Box]:
         )
         y = TOP + LANE * streams.index(span.stream)
         width = max((span.end - span.begin) * scale, 0.4)
-        yield Box(LEFT + span.begin * scale, y, width, LANE - 8, span.phase.replace(" ", "-"), text)
+        yield Box(
+            LEFT + span.begin * scale, y, width, LANE - 8, drawing.colour_of(span).replace(" ", "-"), text
+        )
 
 
 def _warnings(made: Plan) -> Iterator[str]:

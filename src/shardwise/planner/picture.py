@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.planner import drawing
+from shardwise.planner.events import TENSOR_PARALLEL
 from shardwise.planner.plan import GIB, Plan
 
 COLOURS = {
@@ -19,7 +20,7 @@ COLOURS = {
     "staging": "#6b7f99",
     "temporary": "#b9c0c9",
 }
-PHASES = {"forward": "#2b8ca3", "backward": "#c46a32", "optimizer": "#7d5fb0"}
+PHASES = {"forward": "#2b8ca3", "backward": "#c46a32", "optimizer": "#7d5fb0", TENSOR_PARALLEL: "#b8872b"}
 OTHER, RULE = "#6b7f99", "#b3261e"
 
 
@@ -84,11 +85,11 @@ def _memory(axes: Any, made: Plan) -> None:
 def _lanes(axes: Any, made: Plan, lanes: list[str]) -> None:
     for span in made.step_times.spans:
         box = [(span.begin, max(span.end - span.begin, made.step_times.step / 2000))]
-        colour = PHASES.get(span.phase, OTHER)
+        colour = PHASES.get(drawing.colour_of(span), OTHER)
         axes.broken_barh(box, (lanes.index(span.stream) - 0.38, 0.76), color=colour, linewidth=0)
     axes.set(xlim=(0, made.step_times.step), ylim=(len(lanes) - 0.5, -0.5), xlabel="seconds")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.spines[["top", "right"]].set_visible(False)
-    for name, colour in PHASES.items():
+    for name, colour in ((name, PHASES[name]) for name in PHASES if name in lanes or name != TENSOR_PARALLEL):
         axes.plot([], [], color=colour, linewidth=6, label=name)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False)

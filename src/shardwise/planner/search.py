@@ -12,14 +12,20 @@ of the two smallest; whether a few blocks stand for all is asked once.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from shardwise._compat import dtensors
 from shardwise.comm.count import Collective
-from shardwise.planner import regular
+from shardwise.errors import ShardingError
+from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, StrategyName
+from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.events import Recording
 from shardwise.planner.models import Factory, Model, model_of
@@ -29,7 +35,7 @@ from shardwise.planner.timing import Hardware, hardware_of, send_seconds
 from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
 
 FEW = 4  # blocks that stand for all of a model of which that is known
-WORTH = 0.98  # of another's time or memory, at most, for a point of its own
+FASTER, SMALLER = 0.98, 0.9  # of another's time or memory, at most, for a point of its own
 MICRO_BATCHES = (1, 2, 4, 8)
 PRECISIONS = (("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16",) * 3)
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -80,8 +86,9 @@ def search(
 ) -> Search:
     """Look for the fastest training of `model`, for each amount of memory.
 
-    Compared are meshes (shards within a host, over some and over all), layouts, strategies, whether
-    parameters stay gathered, checkpointing, micro-batches and precision. Only what fits is told, if anything.
+    Compared are meshes (shards within a host, over some and over all; tensor parallelism within a host),
+    layouts, strategies, whether parameters stay gathered, checkpointing, micro-batches and precision. Only
+    what fits is told, if anything.
 
     Args:
         model: as `plan` takes it.
@@ -96,47 +103,64 @@ def search(
     setup = changed(setup or Setup(), changes)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     asked = model_of(model, sequence=setup.sequence)
-    space = [*dict.fromkeys(_space(setup, device, micro_batches))]
+    space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(asked, setup, device)))]
     known = _Known(asked, setup, device, space)
     known.look()
     points = known.points()
     chosen = points[0].plan
-    return Search(points, len(space), len(known.plans), known.recordings, python(asked, chosen.setup))
+    return Search(points, len(known.space), len(known.plans), known.recordings, python(asked, chosen.setup))
 
 
-def _space(setup: Setup, device: Hardware, micro_batches: Sequence[int]) -> Iterator[Setup]:
+def _space(
+    setup: Setup, device: Hardware, micro_batches: Sequence[int], degrees: Sequence[int]
+) -> Iterator[Setup]:
     sequences = setup.micro_batch * setup.accumulation
     sizes = [n for n in {setup.micro_batch, *micro_batches} if sequences == 1 or sequences % n == 0]
-    for cut in [{}, *_cuts(setup, device)]:
-        for precision in [_precision(setup), *PRECISIONS]:
-            for checkpointing in ("none", "selective", "full"):
-                for size in sorted(sizes):
-                    choice: dict[str, Any] = {
-                        **cut,
-                        **dict(zip(("stored_dtype", "param_dtype", "reduce_dtype"), precision, strict=True)),
-                        "checkpointing": checkpointing,
-                        "micro_batch": size,
-                        "accumulation": max(1, sequences // size),
-                    }
-                    yield replace(setup, **choice)
+    cuts = [{}, *(cut for degree in degrees for cut in _cuts(setup, device, degree))]
+    for cut, precision in itertools.product(cuts, [_precision(setup), *PRECISIONS]):
+        mine = sequences  # of a rank and those that it is tensor parallel with: as many a device
+        if sequences > 1:
+            mine = sequences * cut.get("tensor", setup.tensor) // setup.tensor
+        for checkpointing, size in itertools.product(("none", "selective", "full"), sorted(sizes)):
+            choice: dict[str, Any] = {
+                **cut,
+                **dict(zip(("stored_dtype", "param_dtype", "reduce_dtype"), precision, strict=True)),
+                "checkpointing": checkpointing,
+                "micro_batch": size,
+                "accumulation": max(1, mine // size),
+            }
+            yield replace(setup, **choice)
 
 
-def _cuts(setup: Setup, device: Hardware) -> Iterator[dict[str, Any]]:
+def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
+    """Of tensor parallelism within a host, that the model and a step's sequences can be cut by."""
+    with torch.device("meta"):
+        module = model.build(1)
+    host, sequences = device.devices_per_host, setup.micro_batch * setup.accumulation
+    found = [n for n in (1, 2, 4, 8) if host % n == 0 and setup.ranks // setup.replicas % n == 0]
+    found = [n for n in found if sequences == 1 or sequences * n % setup.tensor == 0]
+    if not tensor.plan_of(module):
+        return [1]
+    return [n for n in found if n == 1 or not tensor.undivided(module, model.name, n)]
+
+
+def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any]]:
     """Meshes, layouts, strategies, and what is freed after forward."""
-    host = device.devices_per_host
-    shards = [n for n in (host, 8 * host) if n < setup.ranks and setup.ranks % n == 0]
-    for replicas in [1, *(setup.ranks // n for n in shards)]:
-        cut = setup.ranks // replicas
+    host, ranks = device.devices_per_host // tensor, setup.ranks // tensor
+    shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
+    for replicas in [1, *(ranks // n for n in shards)]:
+        cut = ranks // replicas
         kept: list[bool | int | None] = [None, False]
-        kept += [host] if host < cut and cut % host == 0 else []
-        yield from ({"replicas": replicas, **_as("interleaved", None, one)} for one in kept)
+        kept += [host] if 1 < host < cut and cut % host == 0 else []
+        mesh: dict[str, Any] = {"tensor": tensor, "replicas": replicas}
+        yield from (mesh | _as("interleaved", None, one) for one in kept)
         if not dtensors.RUNS_OWN_DTENSORS:
             continue
         strategies = [None] if replicas == 1 else [None, "hierarchical_fsdp"]
         for strategy in strategies:
-            yield from ({"replicas": replicas, **_as("contiguous", strategy, one)} for one in kept)
+            yield from (mesh | _as("contiguous", strategy, one) for one in kept)
         if replicas == 1:
-            yield from ({"replicas": 1, **_as("contiguous", one, None)} for one in ("zero2", "ddp"))
+            yield from (mesh | _as("contiguous", one, None) for one in ("zero2", "ddp"))
 
 
 def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[str, Any]:
@@ -146,54 +170,57 @@ def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[s
 # ---------------------------------------------------------------- what each cut keeps and sends
 
 
+def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
+    """What the strategy has over each data-parallel axis, the inner first: its row, size and stride."""
+    sizes = setup.axes
+    outer, inner = NAMED[cast(StrategyName, setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp"))]
+    found = [(inner, sizes["shard"], setup.tensor)]
+    if outer is not None:
+        found.append((outer, sizes["replicate"], setup.tensor * sizes["shard"]))
+    return found
+
+
 def _kept_bytes(setup: Setup, parameters: int) -> float:
-    """Parameters, gradients and two moments of an optimizer, and what stays gathered: docs/strategies.md."""
+    """Parameters, gradients and two moments of an optimizer, and what stays gathered."""
     stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
-    shards, ranks = setup.ranks // setup.replicas, setup.ranks
-    low = 0 if stored == used else used
-    if setup.strategy == "ddp":
-        return parameters * (4 * stored + low)
-    if setup.strategy in ("zero1", "zero2"):
-        return parameters * (4 * stored / ranks + (low or stored))
-    cut: float = shards if setup.strategy != "hierarchical_fsdp" else ranks
-    kept = parameters * 4 * stored / cut + (parameters * low / shards if cut == ranks != shards else 0)
+    of = parameters / setup.tensor
+    cut = {
+        state: math.prod(size for row, size, _ in _axes(setup) if getattr(row, state) is StatePlacement.SHARD)
+        for state in ("parameter", "optimizer")
+    }
+    kept = of * 4 * stored / cut["optimizer"]
+    if cut["parameter"] < cut["optimizer"] or cut["parameter"] == 1:  # beside it, what forward takes
+        kept += of * (used if used != stored or cut["optimizer"] > 1 else 0) / cut["parameter"]
     reshard = setup.reshard_after_forward
-    if reshard is False:
-        kept += parameters * used
-    elif reshard is not None and reshard is not True:
-        kept += parameters * used / reshard
+    if cut["parameter"] > 1 and reshard not in (None, True):
+        kept += of * used / (reshard or 1)
     return kept
 
 
-def _sent(setup: Setup, nbytes: int, dtypes: tuple[int, int]) -> Iterator[tuple[str, float, int, int]]:
-    """Collectives of a step for so many elements: kind, bytes, ranks, times."""
-    used, reduced = (nbytes * size for size in dtypes)
-    shards, times = setup.ranks // setup.replicas, setup.accumulation
-    if setup.strategy == "ddp":
-        yield "all_reduce", reduced, setup.ranks, times
-        return
-    if setup.strategy in ("zero1", "zero2"):
-        yield "all_gather", used, setup.ranks, 1
-        yield "reduce_scatter", reduced, setup.ranks, times
-        return
-    reshard = setup.reshard_after_forward
-    yield "all_gather", used, shards, times
-    if reshard is not False:
-        yield "all_gather", used, shards if reshard in (None, True) else int(reshard), times
-    yield "reduce_scatter", reduced, shards, times
-    if setup.strategy == "hierarchical_fsdp":
-        yield "reduce_scatter", reduced / shards, setup.replicas, times
-        yield "all_gather", used / shards, setup.replicas, 1
-    elif setup.replicas > 1:
-        yield "all_reduce", reduced / shards, setup.replicas, times
+def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]]:
+    """Collectives of a step for so many parameters: one, its stride, how often."""
+    of = parameters / setup.tensor
+    used, reduced = of * _SIZES[setup.param_dtype], of * _SIZES[setup.reduce_dtype]
+    reshard, part = setup.reshard_after_forward, 1
+
+    def call(kind: str, nbytes: float, ranks: int) -> Collective:
+        return Collective(kind, int(nbytes) // part, None, ranks)
+
+    for row, ranks, stride in _axes(setup):
+        gathered = row.parameter is StatePlacement.SHARD
+        if gathered or row.optimizer is StatePlacement.SHARD:
+            yield call("all_gather", used, ranks), stride, setup.accumulation if gathered else 1
+        if gathered and reshard is not False:
+            again = ranks if reshard in (None, True) else int(reshard)
+            yield call("all_gather", used, again), stride, setup.accumulation
+        reduces = "reduce_scatter" if row.gradient is StatePlacement.SHARD else "all_reduce"
+        yield call(reduces, reduced, ranks), stride, setup.accumulation
+        part *= ranks if gathered else 1
 
 
 def _sent_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
-    dtypes = _SIZES[setup.param_dtype], _SIZES[setup.reduce_dtype]
-    return sum(
-        plan.layers * times * send_seconds(Collective(kind, int(nbytes), None, ranks), device)
-        for kind, nbytes, ranks, times in _sent(setup, plan.parameters // plan.layers, dtypes)
-    )
+    block = _sent(setup, plan.parameters // plan.layers)
+    return plan.layers * sum(times * send_seconds(call, device, stride=n) for call, n, times in block)
 
 
 # ---------------------------------------------------------------- what is recorded, and what is not
@@ -203,16 +230,27 @@ def _precision(setup: Setup) -> tuple[str, str, str]:
     return setup.stored_dtype, setup.param_dtype, setup.reduce_dtype
 
 
+_WEIGHTS = {  # of what is estimated badly, if it is not the same
+    "tensor": 128,
+    "layout": 64,
+    "strategy": 32,
+    "replicas": 16,
+    "reshard_after_forward": 8,
+    "micro_batch": 4,
+    "reduce_dtype": 2,
+    "stored_dtype": 2,
+    "checkpointing": 1,
+}
+
+
 def _distance(one: Setup, other: Setup) -> int:
-    """How much of what is estimated badly is not the same."""
-    weights = {"layout": 64, "strategy": 32, "replicas": 16, "reshard_after_forward": 8, "micro_batch": 4}
-    weights |= {"reduce_dtype": 2, "stored_dtype": 2, "checkpointing": 1}
-    return sum(weight for name, weight in weights.items() if getattr(one, name) != getattr(other, name))
+    mine, theirs = vars(one), vars(other)
+    return sum(weight for name, weight in _WEIGHTS.items() if mine[name] != theirs[name])
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
     """Seconds a token of a device, bytes reserved."""
-    return plan.step_times.step / plan.setup.tokens, plan.reserved_bytes
+    return 1 / plan.tokens_per_s, plan.reserved_bytes
 
 
 Figures = dict[Setup, tuple[float, float]]
@@ -227,6 +265,8 @@ class _Known:
     device: Hardware
     space: list[Setup]
     plans: dict[Setup, Plan] = field(default_factory=dict)
+    estimates: Figures = field(default_factory=dict)
+    nearest: dict[Setup, tuple[int, Setup]] = field(default_factory=dict)
     recordings: int = 0
     regular: bool = False  # a few blocks are known to stand for all
     whole: str = ""  # why they do not
@@ -241,8 +281,14 @@ class _Known:
         for setup in self.space:
             if setup not in self.plans and setup in (self._base(setup), *self._layouts()):
                 self._plan(setup)
+        for degree in sorted({setup.tensor for setup in self.space} - {self.asked.tensor}):
+            others = [setup for setup in self.space if setup.tensor == degree]
+            try:
+                self._plan(min(others, key=lambda one: _distance(one, self.asked)), alone=True)
+            except ShardingError:  # the optimizer cannot, say
+                self.space = [setup for setup in self.space if setup.tensor != degree]
         while (best := self._next()) is not None:
-            self._plan(best)
+            self._plan(best, alone=best.tensor != self.asked.tensor)
 
     def _layouts(self) -> list[Setup]:
         other: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.asked.layout]
@@ -250,12 +296,15 @@ class _Known:
 
     def _next(self) -> Setup | None:
         """What looks better than all plans of its precision, or of any."""
-        figures = {setup: self._estimate(setup) for setup in self.space if setup not in self.plans}
+        for setup in self.space:
+            if setup not in self.plans and setup not in self.estimates:
+                self.estimates[setup] = self._estimate(setup)
+        figures = self.estimates
         exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
         fitting = self._fitting(figures | exact)
         for setup in sorted(figures, key=lambda one: figures[one]):
             if setup in fitting and not any(
-                figures[setup][0] >= WORTH * time and figures[setup][1] >= WORTH * nbytes
+                figures[setup][0] >= FASTER * time and figures[setup][1] >= SMALLER * nbytes
                 for one, (time, nbytes) in exact.items()
                 if one in fitting and _precision(one) in (_precision(self.asked), _precision(setup))
             ):
@@ -273,7 +322,7 @@ class _Known:
         found = [Point(self.plans[setup], why) for setup, why in zip(mine, whys, strict=True)]
         for setup in _front(self._fitting(exact)):
             time, nbytes = exact[setup]
-            if not any(WORTH * exact[one][0] <= time and WORTH * exact[one][1] <= nbytes for one in mine):
+            if not any(FASTER * exact[one][0] <= time and SMALLER * exact[one][1] <= nbytes for one in mine):
                 found.append(Point(self.plans[setup], _gain(exact, mine, setup)))
         return found
 
@@ -282,34 +331,46 @@ class _Known:
 
     def _base(self, setup: Setup) -> Setup:
         """The same, cut and rounded as asked."""
-        same = ("checkpointing", "micro_batch", "accumulation")
-        return replace(self.asked, **{name: getattr(setup, name) for name in same})
+        sequences = self.asked.micro_batch * self.asked.accumulation
+        same: dict[str, Any] = {"checkpointing": setup.checkpointing, "micro_batch": setup.micro_batch}
+        return replace(self.asked, **same, accumulation=max(1, sequences // setup.micro_batch))
 
     def _estimate(self, setup: Setup) -> tuple[float, float]:
-        near = min(self.plans, key=lambda one: _distance(one, setup))
+        _, near = self.nearest[setup]
         time, nbytes = _figures(self.plans[near])
         mine, theirs = (self.plans[self._base(one)] for one in (setup, near))
+        times = mine.step_times
         busy, before = (
-            max(mine.step_times.computation, _sent_seconds(one, mine, self.device)) for one in (setup, near)
+            max(
+                times.computation / mine.setup.tokens * self.asked.tensor,
+                _sent_seconds(one, mine, self.device) / one.tokens * one.tensor,
+            )
+            for one in (setup, near)
         )
-        nbytes += mine.reserved_bytes - theirs.reserved_bytes
+        nbytes += int((mine.reserved_bytes - theirs.reserved_bytes) * self.asked.tensor / setup.tensor)
         nbytes += _kept_bytes(setup, mine.parameters) - _kept_bytes(near, mine.parameters)
         time *= _figures(mine)[0] / _figures(theirs)[0]
-        return time + (busy - before) / setup.tokens, nbytes
+        return time + busy - before, nbytes
 
-    def _plan(self, setup: Setup) -> None:
+    def _plan(self, setup: Setup, *, alone: bool = False) -> None:
         """Plans of it and of other micro-batches."""
-        alike = [
-            one
-            for one in self.space
-            if replace(one, micro_batch=setup.micro_batch, accumulation=setup.accumulation) == setup
-        ]
+        mine = _but_micro_batches(setup)
+        alike = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
         while alike:
             first = min(3, alike[0].accumulation)
             together = [one for one in alike if min(3, one.accumulation) == first]
             alike = [one for one in alike if one not in together]
             for one, recording in zip(together, self._recordings(together), strict=True):
                 self.plans[one] = plan_of(recording, self.model, one, self.device, whole=self.whole)
+                self.estimates.pop(one, None)
+                self._put_near(one)
+
+    def _put_near(self, planned: Setup) -> None:
+        for setup in self.space:
+            far = _distance(setup, planned)
+            if setup not in self.nearest or far < self.nearest[setup][0]:
+                self.nearest[setup] = far, planned
+                self.estimates.pop(setup, None)
 
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
@@ -322,18 +383,24 @@ class _Known:
             try:
                 small, more = (self._record(first, few + i) for i in (0, 1))
                 made = [unroll(small, more, layers)]
+            except NotRegular:
+                continue
+            self.regular = True
+            try:
                 if len(setups) > 1:
                     made.append(unroll(small, more, layers, instead=self._record(setups[1], few)))
-                made += [_larger(made, setups, i) for i in range(2, len(setups))]
-                self.regular = True
-                return made
-            except (NotRegular, ValueError):
-                continue
+                return made + [_larger(made, setups, i) for i in range(2, len(setups))]
+            except NotRegular:  # a single sequence may be gathered in place, say, and several not
+                return made[:1] + self._recordings(setups[1:])
         return [self._record(setup, layers) for setup in setups]
 
     def _record(self, setup: Setup, layers: int) -> Recording:
         self.recordings += 1
         return recorded(self.model, setup, layers)
+
+
+def _but_micro_batches(setup: Setup) -> dict[str, Any]:
+    return {name: one for name, one in vars(setup).items() if name not in ("micro_batch", "accumulation")}
 
 
 def _larger(made: list[Recording], setups: list[Setup], number: int) -> Recording:
@@ -348,7 +415,7 @@ def _front(figures: Figures) -> list[Setup]:
     """Fastest first, each with less memory than what is faster."""
     found: list[Setup] = []
     for setup in sorted(figures, key=lambda one: figures[one]):
-        if not found or figures[setup][1] < WORTH * figures[found[-1]][1]:
+        if not found or figures[setup][1] < SMALLER * figures[found[-1]][1]:
             found.append(setup)
     return found
 
@@ -366,7 +433,7 @@ def _why(figures: Figures, before: Setup, here: Setup) -> str:
 
 def _gain(figures: Figures, front: list[Setup], setup: Setup) -> str:
     """Beside the smallest that takes no less memory."""
-    like = [one for one in front if figures[one][1] >= WORTH * figures[setup][1]]
+    like = [one for one in front if figures[one][1] >= SMALLER * figures[setup][1]]
     beside = like[-1] if like else front[0]
     faster = figures[beside][0] / figures[setup][0] - 1
     larger = figures[setup][1] / figures[beside][1] - 1
@@ -379,8 +446,9 @@ _HEADER = ("mesh", "cut", "parameters", "blocks", "sequences", "kept/used/reduce
 
 def _words(setup: Setup) -> list[str]:
     """What `_HEADER` says."""
-    mesh = f"{setup.ranks // setup.replicas:,} shards"
+    mesh = f"{setup.axes['shard']:,} shards"
     mesh += f" x {setup.replicas:,}" if setup.replicas > 1 else ""
+    mesh += f" x tensor {setup.tensor}" if setup.tensor > 1 else ""
     default = "hsdp" if setup.replicas > 1 else "fsdp"
     reshard = setup.reshard_after_forward
     if setup.strategy in ("ddp", "zero1", "zero2"):

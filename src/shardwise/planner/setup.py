@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 import typing
@@ -14,6 +15,11 @@ DType = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
 T = TypeVar("T")
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 @dataclass(frozen=True)
@@ -108,14 +114,14 @@ def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
 
 def _check_names(kind: type, unknown: list[str]) -> None:
     if unknown:
-        known = ", ".join(typing.get_type_hints(kind))
+        known = ", ".join(_hints(kind))
         raise ShardingError(f"{kind.__name__} has no field {', '.join(unknown)}: its fields are {known}")
 
 
 def _check_types(made: Any) -> None:
     """Raises ShardingError for a field of a dataclass that is not what its annotation says."""
     kind = type(made)
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in _hints(kind).items():
         value = getattr(made, name)
         if not _is(value, hint):
             literals = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
@@ -169,7 +175,7 @@ def _made(kind: Any, value: Any) -> Any:
 def _dataclass(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise ShardingError(f"{kind.__name__} is read from a JSON object of its fields, got {value!r}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     _check_names(kind, sorted(value.keys() - hints.keys()))
     needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
     if missing := [name for name in needed if name not in value]:

@@ -60,14 +60,19 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 def check(module: nn.Module, name: str, degree: int) -> None:
     """Raises ShardingError where the degree does not divide what is cut, with those that do."""
-    sizes = dict(_sizes(module, styles_of(module, name)))
-    wrong = [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
+    wrong = undivided(module, name, degree)
     if wrong:
-        whole = math.gcd(*sizes.values())
+        whole = math.gcd(*dict(_sizes(module, styles_of(module, name))).values())
         fit = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
         raise ShardingError(
             f"{name}: tensor={degree} does not divide its {' and '.join(wrong[:3])}; choose one of {fit}"
         )
+
+
+def undivided(module: nn.Module, name: str, degree: int) -> list[str]:
+    """What the degree does not divide, in words."""
+    sizes = dict(_sizes(module, styles_of(module, name)))
+    return [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:

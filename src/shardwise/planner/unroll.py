@@ -84,6 +84,11 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
         if mine != theirs:
             raise NotRegular(f"with {large.layers} blocks: expected {mine}, found {theirs}")
     if instead is not None:
+        kinds = [
+            [[type(one) for one in segment.events] for segment in of.segments] for of in (small, instead)
+        ]
+        if kinds[0] != kinds[1]:
+            raise NotRegular("other things happen with other sizes")
         both = zip(small.segments, instead.segments, strict=True)
         growths |= {id(theirs): growths[id(mine)] for mine, theirs in both}
         return _unrolled(instead, list(_loops(instead)), growths, layers)
