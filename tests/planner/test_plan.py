@@ -22,7 +22,7 @@ import shardwise
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.cli import app
-from shardwise.errors import ShardingError, ShardwiseError
+from shardwise.errors import LifecycleError, ShardingError, ShardwiseError
 from shardwise.planner import drawing
 from shardwise.planner.cost import cost_of
 from shardwise.planner.measure import Moment
@@ -196,6 +196,9 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         ShardingError, match=r"tensor=4 does not divide its 2 heads of keys; choose one of 1, 2"
     ):
         shardwise.plan(llama, tensor=4, sequence=SEQUENCE)
+    smaller: dict[str, Any] = {"layout": "contiguous", "reshard_after_forward": 2}
+    with pytest.raises(LifecycleError, match=r"smaller mesh after forward: it is tensor-parallel"):
+        shardwise.plan(decoder, tensor=2, sequence=SEQUENCE, **smaller)
     with pytest.raises(ShardingError, match=r"gpt does not say how tensor parallelism cuts it.*tensor_plan"):
         shardwise.plan(gpt, tensor=2, sequence=SEQUENCE)
     with pytest.raises(ShardingError, match="checkpointing must be one of"):

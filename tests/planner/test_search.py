@@ -15,10 +15,12 @@ import train_gpt
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.comm.count import CommCounter
+from shardwise.planner.decoder import Decoder, Shape
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step
 from shardwise.planner.models import model_of
 from shardwise.planner.record import record
+from shardwise.planner.search import _degrees, _kept_bytes, _sent, _space
 from shardwise.planner.setup import Setup
 
 SEQUENCE = 32
@@ -45,6 +47,49 @@ def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_reco
     assert planner.from_json(planner.Search, planner.to_json(found)) == found
 
 
+def wide(layers: int = 4) -> nn.Module:
+    shape = Shape(256, 128, layers, heads=8, kv_heads=8, ffn=256)
+    return Decoder(shape, layers=layers, positions=SEQUENCE)
+
+
+def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allows() -> None:
+    device = planner.hardware_of("h100")
+    assert _degrees(model_of(wide, sequence=SEQUENCE), Setup(ranks=32), device) == [1, 2, 4, 8]
+    assert _degrees(model_of(decoder, sequence=SEQUENCE), Setup(ranks=32), device) == [1, 2]
+    assert _degrees(model_of(gpt, sequence=SEQUENCE), Setup(ranks=32), device) == [1]
+    sizes = {
+        (one.tensor, one.micro_batch * one.accumulation)
+        for one in _space(Setup(ranks=32, accumulation=4), device, (1, 2, 4), (1, 8))
+    }
+    assert sizes == {(1, 4), (8, 32)}  # sequences of a step, of as many ranks
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"layout": "interleaved", "reshard_after_forward": False},
+        {"strategy": "ddp"},
+        {"strategy": "zero2"},
+        {"replicas": 4, "strategy": "hierarchical_fsdp"},
+        {"replicas": 4, "reshard_after_forward": 2},
+        {"replicas": 2, "tensor": 4},
+    ],
+    ids=lambda cut: "-".join(map(str, cut.values())),
+)
+def test_what_is_estimated_of_a_cut_is_nearly_what_its_plan_keeps_and_sends(cut: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"layout": "contiguous", "sequence": SEQUENCE, "ends_apart": False} | cut
+    made = planner.plan(wide, Setup(ranks=16, **asked))
+    (first, *_) = [one for one in made.groups if one.name.startswith("block")]
+    block = sum(p.numel() for p in wide().blocks[0].parameters())
+    estimated = sum(times * call.wire_bytes for call, _, times in _sent(made.setup, block))
+    assert estimated == pytest.approx(first.wire_bytes, rel=0.05)
+    if made.setup.reshard_after_forward is None:  # else more is kept during the step
+        kept = sum(made.moments[-1].alive.get(name, 0) for name in KEPT)
+        assert _kept_bytes(made.setup, made.parameters) == pytest.approx(kept, rel=0.05)
+
+
+KEPT = ("parameters", "gradients", "optimizer", "gathered")
 CUTS: list[tuple[Any, dict[str, Any]]] = [
     (
         gpt,

@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import _compat
 from shardwise.comm import AllGather, AllGatherResult, CommStreams, DefaultAllGather
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.streams import record_event
-from shardwise.errors import ShardingError, here
+from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.fast import Seen, allocates_as
 from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
@@ -297,9 +296,13 @@ class ContiguousGroup(ParamGroup):
         def box_of(rank: int) -> Box:
             return rows_between(shape, start, rank * width, (rank + 1) * width)
 
-        groups, tp_spec = (info.shard_process_group,), param.tp_spec
-        mesh = info.mesh if tp_spec is None else _compat.concatenate_meshes([info.mesh, tp_spec.mesh])
-        piece = Piece(param.global_shape, groups, box_of, param.piece.even_cuts, param.name, mesh)
+        if param.tp_spec is not None:
+            raise LifecycleError(
+                f"{here()}: '{param.name}' cannot be resharded to a smaller mesh after forward: it is"
+                " tensor-parallel. Use reshard_after_forward=True or False"
+            )
+        groups = (info.shard_process_group,)
+        piece = Piece(param.global_shape, groups, box_of, param.piece.even_cuts, param.name, info.mesh)
         return ShardedParameter.wrap(local, piece, requires_grad=param.sharded.requires_grad)
 
     def traced_cut(self, index: int) -> Cut:

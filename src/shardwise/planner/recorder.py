@@ -335,10 +335,10 @@ class Recorder(Storages):
             for memory in made:
                 if key in self._freed:
                     memory.category = GATHERED
-        for memory in self._staged:
-            if memory.category in (TEMPORARY, ACTIVATIONS):
-                memory.category = STAGING
         lasting = {id(memory) for memory in self._now.values()}
+        for memory in self._staged:
+            if memory.category in (TEMPORARY, ACTIVATIONS) and id(memory) not in lasting:
+                memory.category = STAGING
         for segment in self.segments:
             place = segment.place
             for event in segment.events:

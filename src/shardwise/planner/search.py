@@ -27,7 +27,7 @@ from shardwise.errors import ShardingError
 from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, StrategyName
 from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
-from shardwise.planner.events import Recording
+from shardwise.planner.events import TENSOR_PARALLEL, Recording
 from shardwise.planner.models import Factory, Model, model_of
 from shardwise.planner.plan import GIB, Plan, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
@@ -35,7 +35,7 @@ from shardwise.planner.timing import Hardware, hardware_of, send_seconds
 from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
 
 FEW = 4  # blocks that stand for all of a model of which that is known
-FASTER, SMALLER = 0.98, 0.9  # of another's time or memory, at most, for a point of its own
+FASTER, SMALLER = 0.98, 0.85  # of another's time or memory, at most, for a point of its own
 MICRO_BATCHES = (1, 2, 4, 8)
 PRECISIONS = (("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16",) * 3)
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -151,7 +151,7 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
     for replicas in [1, *(ranks // n for n in shards)]:
         cut = ranks // replicas
         kept: list[bool | int | None] = [None, False]
-        kept += [host] if 1 < host < cut and cut % host == 0 else []
+        kept += [host] if tensor == 1 and host < cut and cut % host == 0 else []
         mesh: dict[str, Any] = {"tensor": tensor, "replicas": replicas}
         yield from (mesh | _as("interleaved", None, one) for one in kept)
         if not dtensors.RUNS_OWN_DTENSORS:
@@ -295,7 +295,7 @@ class _Known:
         return [replace(self.asked, layout=other, strategy=None)]
 
     def _next(self) -> Setup | None:
-        """What looks better than all plans of its precision, or of any."""
+        """What looks better than all plans; in the precision asked for, than those in it."""
         for setup in self.space:
             if setup not in self.plans and setup not in self.estimates:
                 self.estimates[setup] = self._estimate(setup)
@@ -306,7 +306,8 @@ class _Known:
             if setup in fitting and not any(
                 figures[setup][0] >= FASTER * time and figures[setup][1] >= SMALLER * nbytes
                 for one, (time, nbytes) in exact.items()
-                if one in fitting and _precision(one) in (_precision(self.asked), _precision(setup))
+                if one in fitting
+                and (_precision(setup) != _precision(self.asked) or _precision(one) == _precision(self.asked))
             ):
                 return setup
         return None
@@ -339,12 +340,11 @@ class _Known:
         _, near = self.nearest[setup]
         time, nbytes = _figures(self.plans[near])
         mine, theirs = (self.plans[self._base(one)] for one in (setup, near))
-        times = mine.step_times
+        spans = (span.busy for span in self.plans[near].step_times.spans if span.stream == TENSOR_PARALLEL)
+        computes = mine.step_times.computation / mine.setup.tokens * self.asked.tensor
+        computes += sum(spans) / near.tokens * near.tensor
         busy, before = (
-            max(
-                times.computation / mine.setup.tokens * self.asked.tensor,
-                _sent_seconds(one, mine, self.device) / one.tokens * one.tensor,
-            )
+            max(computes, _sent_seconds(one, mine, self.device) / one.tokens * one.tensor)
             for one in (setup, near)
         )
         nbytes += int((mine.reserved_bytes - theirs.reserved_bytes) * self.asked.tensor / setup.tensor)

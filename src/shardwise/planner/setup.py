@@ -120,7 +120,7 @@ def _check_names(kind: type, unknown: list[str]) -> None:
 
 def _check_types(made: Any) -> None:
     """Raises ShardingError for a field of a dataclass that is not what its annotation says."""
-    kind = type(made)
+    kind: Any = type(made)
     for name, hint in _hints(kind).items():
         value = getattr(made, name)
         if not _is(value, hint):
