@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, list[str]] = {  # by name: script, arguments
     "padding": ["padding.py", "--write"],
     "plan": ["plan.py", "--write"],
     "plan_ranks": ["plan_ranks.py", "--write"],
+    "scale": ["scale.py", "--write"],
     "reshard": ["reshard.py", "--vs", "torch", "--write"],
     "checkpoint": ["checkpoint.py", "--write"],
     "compiled_step": ["compiled_step.py", "--world", "2", "--blocks", "4"],

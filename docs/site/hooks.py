@@ -38,6 +38,7 @@ ALSO = {
     "benchmarks/TABLES.md": "tables.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results.svg": "results.svg",
+    "benchmarks/scale.svg": "scale.svg",
     "benchmarks/soak.svg": "soak.svg",
     "LICENSE": "LICENSE.txt",
 }

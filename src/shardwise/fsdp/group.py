@@ -173,9 +173,7 @@ class ParamGroup(ABC):
 
     def packed_params(self) -> Sequence[ShardedParam]:
         """Those that lie in the buffers."""
-        if not self.extended:
-            return self.params
-        return [param for param in self.params if param not in self.extended]
+        return [one for one in self.params if one not in self.extended] if self.extended else self.params
 
     def untraceable(self) -> str | None:
         """Why a compiler cannot trace how the group is gathered; None if it can."""

@@ -33,15 +33,12 @@ class Exchange:
     """How the unsharded buffers are filled from the shards of some ranks."""
 
     layout: InterleavedLayout
+    ranks: int
     group: dist.ProcessGroup | None  # None: a rank alone
     dtypes: list[torch.dtype]  # of each shard buffer after the gather
     sizes: list[int]  # of each `outs`, within one rank's shard
     outs: list[Tensor]  # [ranks, size]
     strided: list[tuple[int, Tensor, tuple[int, ...], int]]  # index in outs, target, piece shape, dim
-
-    @property
-    def ranks(self) -> int:
-        return self.layout.ranks
 
 
 class InterleavedGroup(ParamGroup):
@@ -132,7 +129,7 @@ class InterleavedGroup(ParamGroup):
     def _exchange(self, layout: InterleavedLayout, group: dist.ProcessGroup | None) -> Exchange:
         """How the unsharded buffers are filled from shards cut as `layout` says."""
         ranks = layout.ranks
-        plan = Exchange(layout, group, [s.gather_dtype for s in layout.segments], [], [], [])
+        plan = Exchange(layout, ranks, group, [s.gather_dtype for s in layout.segments], [], [], [])
         for segment, buffer, members in zip(layout.segments, self.buffers, self.members, strict=True):
             full = buffer.full
             for slot, param in zip(segment.slots, members, strict=True):

@@ -51,11 +51,11 @@ class ModuleState:
 
     # Models have hundreds of these.
     __slots__ = (
-        "__weakref__", "all_groups", "below", "device", "groups", "guards", "in_reverse", "input_dtype",
-        "inside", "is_root", "larger_than_most", "lists", "modules", "myself", "name", "policy",
-        "prefetch_in_backward", "prefetch_in_forward", "reducers", "reshard_is_automatic", "running",
-        "runs_outside", "schedule", "schedule_settings", "shared_streams", "shown", "stays_gathered",
-        "still_to_run", "to_check", "training_state",
+        "__weakref__", "all_groups", "below", "device", "groups", "guards", "guards_lifted", "in_reverse",
+        "input_dtype", "inside", "is_root", "larger_than_most", "lists", "modules", "myself", "name",
+        "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers", "reshard_is_automatic",
+        "running", "runs_outside", "schedule", "schedule_settings", "shared_streams", "shown",
+        "stays_gathered", "still_to_run", "to_check", "training_state",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +85,7 @@ class ModuleState:
         self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
         self.all_groups = list(zip(groups, reducers, strict=True))  # of a root: those of all below it too
         self.guards: Sequence[guard.Guard] = ()
+        self.guards_lifted = False  # in a pass that began here
         self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
         self.lists: list[ModuleState] = []  # tracing, root only: the states below of several modules
         self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
@@ -218,15 +219,18 @@ class ModuleState:
 
     def lift_guards(self) -> None:
         """At the beginning of a pass, root only."""
+        self.guards_lifted = True
         for state in (self, *self.below):
             if state.guards:
                 guard.lift(state.guards)
 
     def install_guards(self) -> None:
         """At its end."""
-        for state in (self, *self.below):
-            if state.guards:
-                guard.install(state.guards)
+        if self.guards_lifted:
+            self.guards_lifted = False
+            for state in (self, *self.below):
+                if state.guards:
+                    guard.install(state.guards)
 
     def is_larger_than_most(self, schedule: Schedule) -> bool:
         """Does it gather more than the middle one of all under its root, by size? Equal on ranks."""
@@ -253,7 +257,7 @@ class ModuleState:
             result = group.wait_for_unshard()
         except RuntimeError as error:
             raise explained(error, group.orders, f"gather '{group.name or 'the root'}'") from error
-        if result is not None:
+        if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)
 
     def prefetch(self, state: ModuleState | None, schedule: Schedule) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.strategy import StatePlacement
 
+_ALIKE = attrgetter("grads_are_alike")
 Collected = list[tuple[ShardedParam, Tensor]]
 Kind = tuple[torch.dtype, torch.dtype | None]  # of the reduction and its result; None: by parameter
 
@@ -263,11 +265,11 @@ class InterleavedReducer(GradReducer):
         """One reduction for each stored dtype and dtype of summing, in order of first appearance."""
         batches: dict[Kind, Collected] = {}
         if self._one_kind is not None:
-            batches[self._one_kind] = collected[:]
+            batches[self._one_kind] = collected
         else:
             for param, grad in collected:
                 batches.setdefault(self._kinds[param], []).append((param, grad))
-        collected.clear()
+            collected.clear()
         results = []
         for kind, batch in batches.items():
             plan = self._plans.get(kind) or self._plan(kind, streams)
@@ -324,12 +326,13 @@ class InterleavedReducer(GradReducer):
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
         shard = self._to_home(params, shard)
         offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
-        one_by_one, before, after = False, _compat.grad_hooks, _compat.post_accumulate_grad_hooks
+        forms = [param.sharded for param in params]
         with _compat.plain_attributes():
-            for param in params:
-                if not param.grads_are_alike or before(param.sharded) or after(param.sharded):
-                    one_by_one = True
-                    break
+            one_by_one = (
+                not all(map(_ALIKE, params))
+                or any(map(_compat.grad_hooks, forms))
+                or any(map(_compat.post_accumulate_grad_hooks, forms))
+            )
         with nullcontext() if one_by_one else _compat.plain_attributes():
             for param in params:
                 slot, sharded = param.slot, param.sharded
