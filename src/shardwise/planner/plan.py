@@ -18,7 +18,7 @@ from shardwise.planner.models import Factory, Model, model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
-from shardwise.planner.unroll import RECORDED, NotRegular, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
 GIB = 2**30
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
@@ -169,10 +169,24 @@ def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
         return recorded(model, setup, model.layers), ""
     try:
         regular.check(model, setup)
-        few, more = (recorded(model, setup, layers) for layers in (RECORDED, RECORDED + 1))
-        return unroll(few, more, model.layers), ""
     except NotRegular as error:
         return recorded(model, setup, model.layers), str(error)
+    why = ""
+    for number in numbers_of_blocks(setup):
+        try:
+            few, more = (recorded(model, setup, layers) for layers in (number, number + 1))
+            return unroll(few, more, model.layers), ""
+        except NotRegular as error:
+            why = str(error)
+    return recorded(model, setup, model.layers), why
+
+
+def numbers_of_blocks(setup: Setup) -> tuple[int, ...]:
+    """How many blocks to run of a model whose blocks do the same; the next number where that does not do."""
+    reshard = setup.reshard_after_forward
+    reaches_far = setup.layout == "contiguous" and reshard is not False
+    reaches_far |= reshard is not None and not isinstance(reshard, bool)
+    return (RECORDED,) if reaches_far else (FEW, RECORDED)
 
 
 def recorded(model: Model, setup: Setup, layers: int) -> Recording:

@@ -29,12 +29,11 @@ from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.events import TENSOR_PARALLEL, Recording
 from shardwise.planner.models import Factory, Model, model_of
-from shardwise.planner.plan import GIB, Plan, plan_of, recorded
+from shardwise.planner.plan import GIB, Plan, numbers_of_blocks, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, hardware_of, send_seconds
-from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
+from shardwise.planner.unroll import FEW, NotRegular, grown, unroll
 
-FEW = 4  # blocks that stand for all of a model of which that is known
 FASTER, SMALLER = 0.98, 0.85  # of another's time or memory, at most, for a point of its own
 MICRO_BATCHES = (1, 2, 4, 8)
 PRECISIONS = (("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16",) * 3)
@@ -374,11 +373,8 @@ class _Known:
 
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
-        reshard = first.reshard_after_forward
-        reaches_far = first.layout == "contiguous" and reshard is not False
-        reaches_far |= reshard is not None and not isinstance(reshard, bool)
-        for few in (FEW, RECORDED):
-            if self.whole or (few == FEW and (reaches_far or not self.regular)) or layers <= few + 1:
+        for few in numbers_of_blocks(first):
+            if self.whole or (few == FEW and not self.regular) or layers <= few + 1:
                 continue
             try:
                 small, more = (self._record(first, few + i) for i in (0, 1))

@@ -34,7 +34,8 @@ from shardwise.planner.events import (
     Wait,
 )
 
-RECORDED = 8  # blocks: at either end as many as prefetches and late frees reach
+RECORDED = 8  # blocks: at either end as many as prefetches and late frees reach ...
+FEW = 4  # ... in most settings
 # Of memory or a mark: its loop, its block, its kind, its number among those of the segment.
 Birth = tuple[int, int | None, type, int]
 
