@@ -39,7 +39,9 @@ TEXT = (
     "\ntoken, layer and unit of width (half of them with selective checkpointing, 2 with full) and three"
     "\nfloat32 copies of the logits; its speed is 40% of the peak (`textbook` in `plan.py`). Megatron-LM's"
     "\nfigures are operations a second, forward again counted, by its paper's formula (`convention`): here"
-    "\ntokens/s. Its ZeRO-3 rows are of DeepSpeed in 2021, which gathered parameters as its modules ran."
+    "\ntokens/s. Its models are planned with attention in kernels apart, as it then was. Its ZeRO-3 rows are"
+    "\nDeepSpeed's of 2021; gathers and reductions that computation waits for, and that one 200 Gb/s link of a"
+    "\nhost's eight carries, would fit them, which is not how this library sends."
 )
 ROWS = Path(__file__).with_name("published.json")
 DRAWS = 20  # of three rows for each hardware

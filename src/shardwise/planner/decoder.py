@@ -24,15 +24,21 @@ class Shape:
     gated: bool = True
     bias: bool = False
     tied: bool = False
+    dropout: float | None = None  # of attention in kernels apart, its scores in memory; else one kernel
 
     @property
     def head_width(self) -> int:
         return self.width // self.heads
 
 
-def _gpt(vocabulary: int, width: int, layers: int, heads: int) -> Shape:
+def _gpt(vocabulary: int, width: int, layers: int, heads: int, dropout: float | None = None) -> Shape:
     """GPT-2's kind: learned positions, LayerNorm, GELU, biases, the embedding as head."""
-    return Shape(vocabulary, width, layers, heads, heads, 4 * width, False, False, True, True)
+    return Shape(vocabulary, width, layers, heads, heads, 4 * width, False, False, True, True, dropout)
+
+
+def _megatron(width: int, layers: int, heads: int) -> Shape:
+    """Of Megatron-LM's paper (2021), before attention was one kernel."""
+    return _gpt(51200, width, layers, heads, dropout=0.1)
 
 
 PUBLISHED = {
@@ -49,12 +55,12 @@ PUBLISHED = {
     "gpt3-175b": _gpt(50257, 12288, 96, 96),
     "mpt-7b": _gpt(50368, 4096, 32, 32),
     "mpt-30b": _gpt(50368, 7168, 48, 64),
-    "megatron-1.7b": _gpt(51200, 2304, 24, 24),
-    "megatron-3.6b": _gpt(51200, 3072, 30, 32),
-    "megatron-7.5b": _gpt(51200, 4096, 36, 32),
-    "megatron-18b": _gpt(51200, 6144, 40, 48),
-    "megatron-175b": _gpt(51200, 12288, 96, 96),
-    "megatron-530b": _gpt(51200, 20480, 105, 128),
+    "megatron-1.7b": _megatron(2304, 24, 24),
+    "megatron-3.6b": _megatron(3072, 30, 32),
+    "megatron-7.5b": _megatron(4096, 36, 32),
+    "megatron-18b": _megatron(6144, 40, 48),
+    "megatron-175b": _megatron(12288, 96, 96),
+    "megatron-530b": _megatron(20480, 105, 128),
 }
 
 
@@ -80,7 +86,10 @@ class Attention(nn.Module):
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.shape.dropout is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = _attention(q, k, v, dropout=self.shape.dropout)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
@@ -106,6 +115,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, angles: Tensor | None) -> Any:
         x = x + self.attention(self.norm_1(x), angles=angles)
         return x + self.ffn(self.norm_2(x))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
+    """In the kernels that there were before attention was one: scale and mask are the softmax's."""
+    weights = torch.softmax(q @ k.mT, dim=-1)
+    return F.dropout(weights, dropout) @ v
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:  # (batch, length, heads, head width); angles complex
