@@ -40,7 +40,7 @@ TEXT = (
     "\nfloat32 copies of the logits; its speed is 40% of the peak (`textbook` in `plan.py`). Megatron-LM's"
     "\nfigures are operations a second, forward again counted, by its paper's formula (`convention`): here"
     "\ntokens/s. Its models are planned with attention in kernels apart, as it then was. Its ZeRO-3 rows are"
-    "\nDeepSpeed's of 2021; gathers and reductions that computation waits for, and that one 200 Gb/s link of a"
+    "\nDeepSpeed's of 2021; gathers and reductions that computation waits for, and one 200 Gb/s link of a"
     "\nhost's eight carries, would fit them, which is not how this library sends."
 )
 ROWS = Path(__file__).with_name("published.json")
@@ -210,7 +210,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
         verdicts = (made["fits"], gib * GIB <= hardware.usable_bytes, row["hardware"])
         for kind, value in published(row).items():
             figures = (value, made["figures"][kind], by_hand[kind])
-            compared[kind].append(Row(name, *figures, *verdicts))
+            what = f"{name} (of it parameters alone)" if kind == PARAMETERS else name
+            compared[kind].append(Row(what, *figures, *verdicts))
         if "otherwise" in row:
             changed = replace(setup, **row["otherwise"])
             other = planned(row["model"], changed, hardware)
