@@ -36,7 +36,7 @@ from steps import HEAD_WIDTH, TIMEOUT, Sizes, standard_library_text, windows
 from torch.distributed.device_mesh import init_device_mesh
 
 PARTS = ("communication", "kernels", "dispatch", "Python", "system")
-_KERNELS = re.compile(r"mkl|gemm|dnnl|sleef|at::native|^kernel|gomp", re.IGNORECASE)
+_KERNELS = re.compile(r"mkl|gemm|dnnl|sleef|at::native", re.IGNORECASE)
 _WARM_UP = 4
 
 

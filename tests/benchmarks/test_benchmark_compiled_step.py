@@ -38,3 +38,22 @@ def test_peaks_are_those_of_a_step() -> None:
         del passing
 
     assert 5_000_000 <= _peak_bytes(work) < 5_100_000
+
+
+def test_samples_of_a_step_count_for_what_they_are() -> None:
+    from compiled_where import part_of, table
+
+    samples = {
+        ("gloo_tcp_loop", "[kernel.kallsyms]", "tcp_sendmsg"): "communication",
+        ("python", "libtorch_cpu.so", "c10d::ProcessGroupGloo::runLoop"): "communication",
+        ("python", "libtorch_cpu.so", "mkl_blas_avx512_sgemm_kernel_0"): "kernels",
+        ("python", "c3fd7d724.main.so", "kernel"): "kernels",
+        ("python", "libtorch_cpu.so", "torch::autograd::Engine::evaluate_function"): "dispatch",
+        ("python", "libtorch_python.so", "GuardManager::check"): "Python",
+        ("python", "[kernel.kallsyms]", "do_syscall_64"): "system",
+    }
+    assert {sample: part_of(*sample) for sample in samples} == samples
+    shares = dict.fromkeys(("communication", "kernels", "dispatch", "Python", "system"), 0.2)
+    found = {name: {"cpu_s": [cpu], "shares": shares} for name, cpu in (("eager", 0.01), ("compiled", 0.005))}
+    made = table(found, world=2, blocks=4, backend="inductor")
+    assert made.rows[1] == ["compiled", "5.00", "0.50", *["1.00"] * 5]
