@@ -87,7 +87,7 @@ fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and o
 
 faults: $(VENV)/.installed-dev ## TRIALS faults from SEED: ranks killed, stopped, slowed, disks full, bits flipped; then torchrun 4 -> 3 -> 4 ranks, and 3 hosts : TRIALS SEED
 	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults --trials $(TRIALS) --seed $(SEED) --write
-	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults.living --seed $(SEED)
+	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults.living --seed $(SEED) --write
 	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.elastic --seed $(SEED)
 	PYTHONPATH=tests:.:examples $(BIN)/python -m faults.hosts --seed $(SEED)
 

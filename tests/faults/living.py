@@ -23,11 +23,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.results import RESULTS, machine_facts, write_section
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.checkpoint.state_dict import (
@@ -37,10 +39,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardwise import fully_shard
-from shardwise.checkpoint import HostMemory, LivingRanks, latest_step, load, optimizer_state, save
+from shardwise.checkpoint import HostMemory, LivingRanks, latest_step, load, meeting, optimizer_state, save
 from shardwise.checkpoint import living as module
-from shardwise.checkpoint.meeting import Meeting
 
+ABOUT = (
+    "`python -m faults.living`: two of four ranks under `LivingRanks` killed one after the other and"
+    " replaced, the second in each phase of the meeting after the first, HSDP and DDP. Under torchrun: with"
+    " what each ended, and how many processes each of two ranks had, one of them killed."
+)
 STEPS, RANKS, LIMIT = 5, 4, 90.0
 PHASES = ("come", "join", "tell", "connected", "group", "agree", "copy", "mesh", "fetch", "step", "commit")
 OPTIONS: Any = {"wait_s": 60.0, "timeout": timedelta(seconds=30)}
@@ -101,10 +107,18 @@ def dying(function: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
 
 def arm(phase: str, patch: pytest.MonkeyPatch) -> None:
     """Have this process die where its next meeting comes to `phase`."""
+    connect = dist.init_process_group
+
+    def tell(*args: Any, **options: Any) -> None:  # where it is: others may connect, and it dies
+        patch.setattr(meeting._Watched, "set", dying(meeting._Watched.set, before=False))
+        connect(*args, **options)
+
+    if phase == "tell":
+        patch.setattr(dist, "init_process_group", tell)
+        return
     owner, name, before = {
-        "come": (Meeting, "_sign_in", False),
+        "come": (meeting.Meeting, "_sign_in", False),
         "join": (dist, "init_process_group", True),
-        "tell": (dist, "init_process_group", True),
         "connected": (dist, "init_process_group", False),
         "group": (dist, "new_group", True),
         "agree": (module, "together", True),
@@ -114,10 +128,6 @@ def arm(phase: str, patch: pytest.MonkeyPatch) -> None:
         "step": (Training, "backward", True),
         "commit": (Training, "advance", False),
     }[phase]
-    if phase == "tell":  # once it has told where it is, and others may connect
-        from shardwise.checkpoint import meeting
-
-        owner, name, before = meeting._Watched, "set", False
     patch.setattr(owner, name, dying(getattr(owner, name), before=before))
 
 
@@ -226,12 +236,14 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=2 * len(PHASES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*")
-    parser.add_argument("--launched", type=Path)
+    parser.add_argument("--write", action="store_true", help="replace the section in --results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--launched", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.launched:
         launched(args.launched)
         return
-    root, wrong = Path(tempfile.mkdtemp(prefix="living-")), 0
+    root, wrong, seconds = Path(tempfile.mkdtemp(prefix="living-")), 0, list[float]()
     references = {each: trial(root / each, each, {}) for each in ("hsdp", "ddp")}
     for number in range(args.trials) if args.only is None else args.only:
         random = Random(f"{args.seed} {number}")
@@ -243,17 +255,25 @@ def main() -> None:
         found = trial(root / str(number), strategy, {first: (step, None), second: (step, phase)})
         fine = found == references[strategy] and len(found) == RANKS
         wrong += not fine
+        seconds.append(time.monotonic() - begun)
         told = "fine" if fine else f"WRONG {found}"
         print(
             f"{number:3d} {strategy}, ranks {first} and {second} lost at step {step}, the second in {phase}:"
-            f" {told}, {time.monotonic() - begun:.0f} s",
+            f" {told}, {seconds[-1]:.0f} s",
             flush=True,
         )
+    said = f"{len(seconds) - wrong} of {len(seconds)} runs ended in the bits of a run without a loss"
+    lines = [f"{said}; {median(seconds or [0]):.0f} s a run, the most {max(seconds, default=0):.0f}.", ""]
     for apart, restarts, expected in ((False, 0, [1, 1, 1]), (False, 1, [0, 2, 2]), (True, 1, [0, 0, 1, 2])):
         found_there = under_torchrun(root / f"torchrun-{apart}-{restarts}", apart=apart, restarts=restarts)
         wrong += found_there != expected
         where = "one torchrun each" if apart else "one torchrun"
-        print(f"under {where}, {restarts} restarts: {found_there}, expected {expected}", flush=True)
+        lines.append(f"- under {where}, {restarts} restarts: {found_there}, expected {expected}")
+    print(*lines, sep="\n")
+    if args.write:
+        facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
+        text = "\n".join(["## Two ranks lost", "", facts, "", ABOUT, "", *lines])
+        write_section("living", text, path=args.results)
     sys.exit(wrong > 0)
 
 

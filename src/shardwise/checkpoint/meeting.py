@@ -66,8 +66,9 @@ class Meeting:
                 late = waited_s > patience_s
                 if late and not has_state and came < self._ranks:
                     raise CheckpointError(self._alone(rank, newest, came, patience_s))
-                if late and before is not None and waited_s < patience_s + self.timeout.total_seconds():
-                    late = len(before.silent()) == len(before)
+                alive = before is not None and len(before.silent()) < len(before)
+                if alive and waited_s < patience_s + self.timeout.total_seconds():
+                    late = False
                 if late or came >= self._ranks:
                     self._store.compare_set(f"{at}closed", "", str(came))
                 time.sleep(_LOOK_S)
