@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, list[str]] = {  # by name: script, arguments
     "reshard": ["reshard.py", "--vs", "torch", "--write"],
     "checkpoint": ["checkpoint.py", "--write"],
     "compiled_step": ["compiled_step.py", "--world", "2", "--blocks", "4"],
+    "overlap": ["overlap.py", "--write"],
     "gloo_transport": ["gloo_transport.py", "--write"],
 }
 
