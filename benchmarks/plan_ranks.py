@@ -35,9 +35,9 @@ def run(case: dict[str, Any]) -> None:
     begin = time.perf_counter()
     from shardwise import planner
 
-    setup = {name: value for name, value in case.items() if name != "search"}
+    setup = {name: value for name, value in case.items() if name not in ("search", "model")}
     make = planner.search if case["search"] else planner.plan
-    made = make("llama3-8b", hardware="h100", sequence=8192, **setup)
+    made = make(case["model"], hardware="h100", sequence=8192, **setup)
     figures = {
         "recordings": getattr(made, "recordings", 2),
         "cpu_s": time.process_time(),
@@ -57,12 +57,19 @@ def main() -> None:
         run(json.loads(options.case))
         return
     cases: list[dict[str, Any]] = [
-        {"ranks": ranks, "layout": layout, "search": False} for ranks in options.ranks for layout in LAYOUTS
+        {"model": "llama3-8b", "ranks": ranks, "layout": layout, "search": False}
+        for ranks in options.ranks
+        for layout in LAYOUTS
     ]
-    cases.append({"ranks": 1024, "layout": LAYOUTS[0], "search": True})
+    for model, ranks in (("llama3-70b", 256), ("llama3-405b", 512)):
+        large: dict[str, Any] = {"model": model, "ranks": ranks, "tensor": 8, "checkpointing": "full"}
+        cases.append(large | {"layout": LAYOUTS[0], "search": False})
+    cases.append({"model": "llama3-8b", "ranks": 64, "layout": LAYOUTS[0], "search": True})
+    cases.append({"model": "llama3-8b", "ranks": 1024, "layout": LAYOUTS[0], "search": True})
     rows, failed = [], []
     for case in cases:
-        what = f"{'search' if case['search'] else 'plan'}, {case['layout']}"
+        what = f"{'search' if case['search'] else 'plan'} {case['model']}, {case['layout']}"
+        what += f", tensor {case['tensor']}" if "tensor" in case else ""
         figures = measured(case)
         told = [
             f"{figures['cpu_s']:.1f}",
@@ -74,7 +81,7 @@ def main() -> None:
         over = figures["cpu_s"] > MOST_SECONDS or figures["peak_bytes"] > MOST_BYTES
         checked = case["ranks"] <= MOST_RANKS and not case["search"]
         failed += [f"{what} on {case['ranks']:,}"] if over and checked else []
-    title = "Llama 3 8B, sequences of 8,192: what making a plan takes"
+    title = "Llama 3, sequences of 8,192: what making a plan takes"
     table = Table(title, ["what", "ranks", "recordings", "CPU s", "wall s", "peak MiB"], rows)
     table.show()
     if options.write:

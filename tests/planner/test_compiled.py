@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.plan_real import decoder
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,6 +83,15 @@ def test_what_checkpointing_keeps_and_backward_does_not_read_is_not_kept() -> No
     assert compiled.step_times.computation < eager.step_times.computation
     assert compiled.sent == eager.sent
     assert compiled.model_flops == eager.model_flops
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_an_operator_makes_beside_its_result_is_freed_where_it_was(tensor: int) -> None:
+    """Attention's sums, which nobody reads where backward runs it again."""
+    asked: dict[str, Any] = {"ranks": 4, "tensor": tensor, "sequence": 32, "checkpointing": "full"}
+    eager, made = (shardwise.plan(decoder, **asked, compile=one) for one in (False, True))
+    assert made.peak_bytes <= eager.peak_bytes
+    assert made.sent == eager.sent
 
 
 def test_float8_halves_what_blocks_gather_and_casts_each_input_once_a_phase() -> None:

@@ -107,7 +107,7 @@ class _Compiler:
         last = self.last.get(memory)
         if last is None or self.kernel.get(self.maker[memory], -1) == self.kernel.get(last):
             self.never.add(memory)
-        elif self.touches[last].own:
+        elif self.touches[last].own and last != self.maker[memory]:
             self.early.setdefault(last, []).append(event)
             self.moved.add(memory)
 
