@@ -81,6 +81,7 @@ def test_what_checkpointing_keeps_and_backward_does_not_read_is_not_kept() -> No
     ends = [next(one for one in plan.moments if one.phase == "backward").alive for plan in (eager, compiled)]
     assert ends[0]["activations"] - ends[1]["activations"] == 2 * TOKENS * WIDTH * 2
     assert compiled.step_times.computation < eager.step_times.computation
+    assert "checkpointing selective, compiled, AdamW" in str(compiled)
     assert compiled.sent == eager.sent
     assert compiled.model_flops == eager.model_flops
 

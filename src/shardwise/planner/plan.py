@@ -257,7 +257,8 @@ def _lines(made: Plan) -> Iterator[str]:
         f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
         f"{f', tensor parallel over {setup.tensor}' if setup.tensor > 1 else ''}), checkpointing"
-        f" {setup.checkpointing}, {setup.optimizer}, {setup.accumulation} x {setup.micro_batch} x"
+        f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}, {setup.optimizer},"
+        f" {setup.accumulation} x {setup.micro_batch} x"
         f" {setup.sequence} tokens"
     )
     if made.whole:
