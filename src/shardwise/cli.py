@@ -66,11 +66,12 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _show_tracebacks(asked: bool) -> None:
+def _show_tracebacks(asked: bool) -> bool:
     if asked:
         from shardwise.launch import TRACEBACK
 
         os.environ[TRACEBACK] = "1"  # in the ranks too
+    return asked
 
 
 Traceback = Annotated[

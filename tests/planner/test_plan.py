@@ -383,6 +383,25 @@ def raises() -> nn.Module:
 def test_an_error_of_the_factory_is_one_line_and_not_the_status_of_a_plan_that_does_not_fit() -> None:
     result = CliRunner().invoke(app, ["plan", "test_plan:raises"])
     assert (result.exit_code, result.stderr) == (2, "Error: ValueError: no such file\n")
+    result = CliRunner().invoke(app, ["plan", "test_plan:raises", "--traceback"])
+    assert 'raise ValueError("no such file")' in result.stderr
+    with pytest.raises(ShardingError, match=r"a module, not a int: 3"):
+        shardwise.plan(lambda: 3)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_what_is_unused_or_frozen_costs_no_gradient(layout: str) -> None:
+    def last_alone() -> nn.Module:
+        model = gpt()
+        model.token.requires_grad_(False)
+        model.position.requires_grad_(False)
+        model.blocks[:-1].requires_grad_(False)
+        model.unused = nn.Linear(8, 8)
+        return model
+
+    setup = Setup(ranks=2, layout=layout, sequence=SEQUENCE)
+    made, whole = (shardwise.plan(of, setup) for of in (last_alone, gpt))
+    assert made.model_flops == made.computed_flops < 0.7 * whole.model_flops
 
 
 def test_matmuls_of_groups_are_counted() -> None:

@@ -209,7 +209,7 @@ class ContiguousReducer(GradReducer):
         for the reduction on an accelerator.
         """
         names = frozenset(param.name for param in unused)
-        if names in self._unused:
+        if names in self._unused or _compat.is_fake(shard):  # a fake one has no values
             return
         self._unused.add(names)
         for param in unused:

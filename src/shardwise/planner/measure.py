@@ -167,10 +167,13 @@ def unknown_operators(recording: Recording) -> list[str]:
 
 
 def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
-    """Of a rank's step: the model's, which are three times forward's; and all that are computed."""
+    """Of a rank's step: the model's, which are three times forward's or all; and all that are computed.
+
+    Where parameters are frozen, backward computes less than twice what forward does.
+    """
     forward = computed = 0
     for place, event, times in last_step(recording, accumulation):
         if isinstance(event, Compute):
             computed += event.flops * times
             forward += event.flops * times if place.phase == "forward" else 0
-    return 3 * forward, computed
+    return min(3 * forward, computed), computed

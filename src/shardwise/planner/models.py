@@ -82,9 +82,10 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
             " package.module:factory"
         )
     try:
-        return _of_factory(getattr(importlib.import_module(module), name))
+        factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ShardingError(f"{source!r} cannot be imported: {error}") from error
+    return _of_factory(factory)
 
 
 def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -182,7 +183,12 @@ def _published(name: str, sequence: int) -> Model:
 def _of_factory(factory: Factory) -> Model:
     takes_layers = "layers" in inspect.signature(factory).parameters
     with torch.device("meta"):
-        lists = block_lists(factory())
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise ShardingError(
+            f"the factory of a model returns a module, not a {type(module).__name__}: {module!r}"
+        )
+    lists = block_lists(module)
     chosen, *others = lists
 
     def blocks(module: nn.Module) -> list[nn.Module]:

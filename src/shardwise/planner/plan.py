@@ -35,7 +35,8 @@ class Plan:
         reserved_bytes: the most that a caching allocator holds, from the beginning on. Where the device has
             less, it gives back what it can first, which takes time: so often (`given_back`).
         sent: what the rank sends in a step; `groups` on whose behalf.
-        model_flops: three times forward's operations: a multiply-add is two, attention is not halved.
+        model_flops: three times forward's operations, or all if those are fewer, as with frozen parameters: a
+            multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
         assumed: of operators without a cost, of parameters made in another dtype, of which blocks are cut.
         whole: why all blocks were run, instead of a few; empty if a few were.
