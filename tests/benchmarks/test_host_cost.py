@@ -72,17 +72,23 @@ def test_sharding_a_module_costs_the_same_few_calls_and_bytes_on_any_number_of_r
             few, many = (startup(layout, mesh, lambda n=n: linear_layers(n)) for n in (10, 60))
             spent.append((count_calls(many) - count_calls(few)) / 50)
             assert heap_bytes(startup(layout, mesh, lambda: linear_layers(300))) / 300 <= heap
-    assert spent[0] == spent[1] <= calls
+    assert max(spent) <= calls
+    assert abs(spent[0] - spent[1]) < 1  # what the collector ends meanwhile is counted, too
 
 
 @pytest.mark.parametrize(("layout", "most"), [("interleaved", 188), ("contiguous", 111)])
 def test_forward_and_backward_of_a_block_of_12_parameters_make_so_many_calls_more(
-    layout: str, most: int
+    layout: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from host_cost import count_calls
     from subjects import build
 
+    from shardwise import _compat
+    from shardwise.fsdp.fast import Seen
     from shardwise.planner.noop_group import noop_world
+
+    monkeypatch.setattr(Seen, "compiler", False)  # earlier tests may have compiled
+    monkeypatch.setattr(_compat, "compiler_in_use", lambda: False)
 
     made = {}
     with noop_world(8) as mesh:
