@@ -210,7 +210,7 @@ def dequantise(codes: Tensor, scales: Tensor, *, block: int, signed: bool) -> Te
 def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
     """Zero moments in the form of `param`: plain, DTensor or sharded rows."""
     state = {"step": torch.tensor(0.0)}
-    if not _has_8_bits(param):
+    if not has_8_bits(param):
         return state | {moment: torch.zeros_like(_wide(param)) for moment in _MOMENTS}
     local = local_of(param)
     for moment in _MOMENTS:  # all codes stand for zero where the scale is zero
@@ -242,7 +242,7 @@ def _scale_shape(shape: torch.Size, block: int) -> tuple[int, int]:
     return shape[0], -(-math.prod(shape[1:]) // block)
 
 
-def _has_8_bits(param: Tensor) -> bool:
+def has_8_bits(param: Tensor) -> bool:
     """Is `param` large, of several columns, and cut into whole rows if at all?"""
     if param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
         return False

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from shardwise._compat import FakeTensorMode
 from shardwise.fsdp import FSDPModule
 from shardwise.optim import clip_grad_norm_
-from shardwise.optim.adamw8bit import code_book
+from shardwise.optim.adamw8bit import code_book, has_8_bits
 from shardwise.planner.compiled import compiled
 from shardwise.planner.events import GRADIENTS, PARAMETERS, Recording
 from shardwise.planner.models import Model, chunked, no_packed_sequences
@@ -69,7 +69,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         optimizers = optimizers_of(module, model, setup)
         looked_up_by_all: list[Tensor] = []
-        if setup.optimizer == "AdamW 8 bits":
+        if setup.optimizer == "AdamW 8 bits" and any(map(has_8_bits, module.parameters())):
             for signed in (False, True):
                 looked_up_by_all += code_book(signed=signed, device=tokens.device)
         gc.collect()
