@@ -11,6 +11,7 @@ import atexit
 import concurrent.futures.thread  # noqa: F401 - what is registered later is called first
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from shardwise.errors import CheckpointError
 from shardwise.files.stores import Location, location, write_whole
 
 _LOOK, _LOOK_IN_STORE = 0.02, 0.2  # seconds between looks for the others' parts
+_NICENESS = 10
 _PART, _FAILED = "part-{}.json", "failed-{}.json"
 _log = logging.getLogger("shardwise")
 
@@ -102,6 +104,7 @@ class Saving:
         return self._path
 
     def _run(self, chunks: list[tuple[Chunk, Tensor]], commit: Callable[[list[Part]], Location]) -> None:
+        _give_way()
         try:
             self._leave(_PART, write_part(self._staging, self._rank, chunks))
             chunks.clear()
@@ -135,6 +138,13 @@ class Saving:
         for rank in parts:
             (self._staging / _PART.format(rank)).unlink()
         return [parts[rank] for rank in range(self._size)]
+
+
+def _give_way() -> None:
+    """Let this thread run when the run's own leave a core free: hashing and writing take long."""
+    if sys.platform == "linux":  # where threads have priorities of their own
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 _in_flight: list[Saving] = []  # at most one
