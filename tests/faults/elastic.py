@@ -47,7 +47,8 @@ class Run:
 
     def where(self, number: int) -> tuple[list[str], str, str, str]:
         """What an agent's command begins with; its address, interface, and settings of its rendezvous."""
-        return [], "localhost", "lo", "last_call_timeout=10"
+        is_host = int(number == 0)  # left out, the first agent to bind would keep the store
+        return [], "localhost", "lo", f"{is_host=},last_call_timeout=10"
 
     def start_agent(self) -> None:
         number = len(self.agents)
