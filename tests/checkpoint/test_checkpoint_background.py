@@ -68,6 +68,24 @@ def test_training_goes_on_and_the_checkpoint_has_what_was_there(tmp_path: Path, 
         assert torch.equal(value.full_tensor(), before[name])
 
 
+def test_a_file_is_the_same_bytes_whether_its_tensors_are_small_large_or_views(tmp_path: Path) -> None:
+    large = torch.arange(40_000.0)
+    state = {
+        "small": torch.ones(3, dtype=torch.bfloat16),
+        "large": large,
+        "view": large[::3],
+        "row": large[:7],
+    }
+    save(tmp_path / "now", state, step=1)
+    saving = save_async(tmp_path / "later", state, step=1)
+    for tensor in state.values():
+        tensor.zero_()
+    now, later = (
+        (folder / "__0_0.distcp").read_bytes() for folder in (tmp_path / "now/step-00000001", saving.wait())
+    )
+    assert now == later
+
+
 @on_ranks(2)
 def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -47,7 +47,7 @@ class Saving:
         self,
         what: str,
         staging: Location,
-        chunks: Sequence[tuple[Chunk, Tensor]],
+        chunks: Sequence[tuple[Chunk, Tensor | bytes]],
         commit: Callable[[list[Part]], Location],
     ) -> None:
         """Begin. Local.
@@ -103,7 +103,9 @@ class Saving:
             raise CheckpointError(self._problem)
         return self._path
 
-    def _run(self, chunks: list[tuple[Chunk, Tensor]], commit: Callable[[list[Part]], Location]) -> None:
+    def _run(
+        self, chunks: list[tuple[Chunk, Tensor | bytes]], commit: Callable[[list[Part]], Location]
+    ) -> None:
         _give_way()
         try:
             self._leave(_PART, write_part(self._staging, self._rank, chunks))

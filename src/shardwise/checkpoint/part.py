@@ -25,11 +25,12 @@ from shardwise.files.stores import Location, new_file, write_whole
 
 HASH = "xxh3_128"
 _BUFFER_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 16
 Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offsets, file, begin, length
 
 
-def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tensor]]) -> Part:
-    """Write chunks to a file in `staging`; return once it is on disk, or in the store.
+def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tensor | bytes]]) -> Part:
+    """Write chunks, `staged` or not, to a file in `staging`; return once it is on disk, or in the store.
 
     Raises:
         CheckpointError: the system refused, or a chunk is no dense plain tensor.
@@ -39,9 +40,12 @@ def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tenso
         with new_file(file) as raw:
             hashed = _Hashed(raw)
             stream = io.BufferedWriter(hashed, _BUFFER_BYTES)
-            for (name, offsets, *_), tensor in chunks:
+            for (name, offsets, *_), content in chunks:
                 begin = stream.tell()
-                _save(tensor, stream)
+                if isinstance(content, bytes):
+                    stream.write(content)
+                else:
+                    _save(content, stream)
                 places.append([name, offsets, file.name, begin, stream.tell() - begin])
             stream.flush()
     except CheckpointError:
@@ -63,8 +67,16 @@ def write_index(staging: Location, chunks: list[Chunk], parts: Iterable[Part]) -
     return {INDEX: {"bytes": len(content), HASH: HASHES[HASH](content).hexdigest()}}
 
 
-def staged(tensor: Tensor) -> Tensor:
-    """A copy of its own of the numbers, in the CPU's memory."""
+def staged(tensor: Tensor) -> Tensor | bytes:
+    """A copy of its own of the numbers, in the CPU's memory.
+
+    Small ones come as their bytes in the file: those take more Python than time, and Python in a thread would
+    hold up the run.
+    """
+    if tensor.nbytes < _SMALL_BYTES:
+        stream = io.BytesIO()
+        _save(tensor, stream)
+        return stream.getvalue()
     return tensor.cpu() if not tensor.is_cpu else tensor.clone(memory_format=torch.contiguous_format)
 
 

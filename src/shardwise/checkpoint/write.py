@@ -81,7 +81,7 @@ def save_async(
     """
     settle()
     job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
-    copies: list[tuple[Chunk, Tensor]] = []
+    copies: list[tuple[Chunk, Tensor | bytes]] = []
     with job.cleaning():
         together(job.what, lambda: copies.extend((chunk, staged(tensor)) for chunk, tensor in job.mine()))
     return Saving(job.what, job.staging, copies, job.commit)
