@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from shardwise.files.stores import Location, new_file, write_whole
 HASH = "xxh3_128"
 _BUFFER_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 16
+_lock, _found = threading.Lock(), list[bool]()
 Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offsets, file, begin, length
 
 
@@ -92,7 +95,27 @@ def _save(tensor: Tensor, stream: Any) -> None:
     tensor = tensor.cpu()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a storage is saved whole
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    torch.save(tensor, stream)
+    with _without_checksums():
+        torch.save(tensor, stream)
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Let torch leave out its CRC-32, which takes twice the CPU time of all else in a save.
+
+    `torch.load` does not look at it, and the whole file has a hash. The setting is the process's, and two
+    threads may save: what the first found is set back when the last ends.
+    """
+    with _lock:
+        _found.append(torch.serialization.get_crc32_options())
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        with _lock:
+            found = _found.pop()
+            if not _found:
+                torch.serialization.set_crc32_options(found)
 
 
 class _Hashed(io.RawIOBase):

@@ -93,6 +93,8 @@ def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
         for info in entries.values():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise CheckpointError("compressed, which torch.save never does; not read")
+            if info.CRC == 0:  # torch left it out; what is not there, zipfile does not check
+                del info.CRC
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if order != sys.byteorder:
             raise CheckpointError(f"written in {order} byte order; this machine has {sys.byteorder}")
