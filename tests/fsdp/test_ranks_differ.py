@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ranks import RankFailure, RankPool, on_ranks
 from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from shardwise.checkpoint import save
+from shardwise.comm import watch
+from shardwise.comm.agree import together
 from shardwise.comm.order import Event
 from shardwise.comm.watch import order_of
 
@@ -163,23 +165,28 @@ def test_ranks_of_other_groups_of_the_mesh_are_told_too() -> None:
     assert "rank 1" in message
 
 
-def die(steps: int) -> tuple[str, float]:
-    """One rank ends without a word."""
-    net = sharded()
+def die(steps: int) -> list[tuple[str, float]]:
+    """One rank ends without a word; what the others hear of it, in a group and then in another."""
+    net, other = sharded(), dist.new_group()
+    together("begin", lambda: None, group=other)
     for _ in range(steps):
         step(net)
     if dist.get_rank() == 1:
-        del net
+        del net, other
         gc.collect()
         dist.destroy_process_group()
-        return "", 0.0
-    return outcome(lambda: step(net))
+        return []
+    heard = [outcome(lambda: step(net))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_ROLL_CALL", SECONDS)  # it is not waited for again
+        return [*heard, outcome(lambda: together("go on", lambda: None, group=other))]
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_rank_that_has_gone_is_named(ranks: RankPool, steps: int) -> None:
-    for rank, (message, seconds) in enumerate(ranks(die, steps, world_size=3)):
-        if rank != 1:
+    for rank, heard in enumerate(ranks(die, steps, world_size=3)):
+        assert len(heard) == 2 * (rank != 1)
+        for message, seconds in heard:
             assert seconds < SECONDS, (rank, seconds, message)
             assert message.startswith("RankMismatchError"), message
             assert "rank 1" in message, message

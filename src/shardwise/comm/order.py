@@ -109,6 +109,7 @@ class Order:
         verdict: what was found wrong; every later announcement raises it.
         raised: whether one has.
         cut_from: ranks of the group that this one has lost its connections to; known after a failure.
+        gone: ranks, counted over all, that were found to give no sign of life.
         groups: process groups of these ranks, in which this one may be waiting.
     """
 
@@ -132,6 +133,7 @@ class Order:
         self.verdict: str | None = None
         self.raised = False
         self.cut_from: set[int] = set()
+        self.gone: list[int] = []
         self._posted: str | None = None
         self._told: Node | None = None
         self._posts = itertools.count()

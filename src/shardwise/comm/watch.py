@@ -177,9 +177,11 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
 def _roll_call(order: Order, *, closed: bool = False) -> str | None:
     """After a failure: who is wrong, or gone? `closed`: by a connection, which whoever gave up closes too."""
     begun, silent = time.monotonic(), set(range(order.size)) - {order.rank}
+    gone = {rank for each in list(_orders.values()) if each.store is order.store for rank in each.gone}
+    known = {rank for rank in silent if order.ranks[rank] in gone}
     try:
         before = {rank: record["posts"] for rank, record in order.read().items()}
-        while (silent or order.cut_from) and time.monotonic() - begun < _ROLL_CALL:
+        while (silent | order.cut_from) - known and time.monotonic() - begun < _ROLL_CALL:
             if closed and order.size > 2:
                 order.cut_from |= _broken(order)
             order.post()
@@ -194,8 +196,9 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
     if not silent:
         return None
     silent = silent & _broken(order) or silent  # one that is only slow to answer still has its connection
+    order.gone = [order.ranks[rank] for rank in sorted(silent)]
     return (
-        f"no sign of life from {named([order.ranks[rank] for rank in sorted(silent)])} for {_ROLL_CALL:g} s,"
+        f"no sign of life from {named(order.gone)} for {_ROLL_CALL:g} s,"
         f" after a connection broke while this rank waited to {order.doing()}: it has ended, after"
         " fewer steps than this one or by an error that its own log has, or died"
     )
