@@ -12,6 +12,7 @@ A run that resumes at a step drops the lines of later steps, which it is about t
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -151,6 +152,23 @@ class RunLog:
     def _add(self, line: dict[str, Any]) -> None:
         self._lines.append(line)
         self._file.write(json.dumps(line) + "\n")
+
+
+def open_log(args: argparse.Namespace, device: torch.device, *, done: int) -> RunLog | None:
+    """The run's log on rank 0, which writes the page while the run goes on; none on others."""
+    if dist.get_rank() != 0:
+        return None
+    log = RunLog(
+        args.out,
+        done=done,
+        title="A small GPT, sharded",
+        steps=args.steps,
+        others=args.compare,
+        tensorboard=args.tensorboard,
+    )
+    settings = {name: str(value) for name, value in vars(args).items() if value not in (None, [])}
+    log.begin(ranks=dist.get_world_size(), settings=settings, **surroundings(device))
+    return log
 
 
 def tensorboard_writer(folder: Path, done: int) -> Any:

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-from run_log import RunLog, memory_bytes, memory_held, profiled, progress_bar, surroundings, what_ranks_said
+from run_log import RunLog, memory_bytes, memory_held, open_log, profiled, progress_bar, what_ranks_said
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.checkpoint import PerRank, StopSignals, latest_step, load, optimizer_state, save
 from shardwise.comm.count import CommCounter
@@ -394,23 +394,6 @@ def train(
             if stop:
                 break
     return stop.status if progress["step"] < args.steps else 0
-
-
-def open_log(args: argparse.Namespace, device: torch.device, *, done: int) -> RunLog | None:
-    """The run's log on rank 0, which writes the page while the run goes on; none on others."""
-    if dist.get_rank() != 0:
-        return None
-    log = RunLog(
-        args.out,
-        done=done,
-        title="A small GPT, sharded",
-        steps=args.steps,
-        others=args.compare,
-        tensorboard=args.tensorboard,
-    )
-    settings = {name: str(value) for name, value in vars(args).items() if value not in (None, [])}
-    log.begin(ranks=dist.get_world_size(), settings=settings, **surroundings(device))
-    return log
 
 
 def start() -> torch.device:
