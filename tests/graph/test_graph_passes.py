@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 from ranks import on_ranks
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import RankMismatchError, ShardingError
+from shardwise.fsdp.traced import Cut
 from shardwise.graph.collectives import collectives
 from shardwise.graph.measure import graph_report
 from shardwise.graph.passes import (
@@ -27,10 +29,12 @@ from shardwise.graph.passes import (
     merge_small,
     order_text,
     prefetch,
+    prefetch_within_peak,
     sink_waits,
 )
 from shardwise.graph.passes.bound_unsharded import last_use
 from shardwise.graph.passes.check_order import graphs_in
+from shardwise.graph.passes.held import held_bytes
 from shardwise.graph.passes.moves import tail, uses
 
 RANKS, SIZE = 4, 3
@@ -69,6 +73,14 @@ class Drawing:
     def scatter(self, name: str, grad: Node, *, op: str = "sum", group: str = "0") -> Node:
         issue = self.call(f"scatter_{name}", C10D.reduce_scatter_tensor.default, grad, op, RANKS, group)
         return self.call(f"reduced_{name}", C10D.wait_tensor.default, issue)
+
+    def stage(self, name: str, *grads: Node) -> Node:
+        shapes = [[grad.meta["val"].numel()] for grad in grads]
+        sizes, places = [size for (size,) in shapes], range(len(grads))
+        laid: Any = {"parts": places, "pieces": shapes, "shapes": shapes, "dims": [0] * len(grads)}
+        cut = Cut.of(1, sizes, **laid, trains=(True,) * len(grads), reduced=places)
+        staged: Any = torch.ops.shardwise.staged
+        return self.call(f"staged_{name}", staged.default, list(grads), cut.numbers, torch.float32)
 
     def reduce(self, name: str, x: Node) -> Node:
         issue = self.call(f"reduce_{name}", C10D.all_reduce.default, x, "sum", "1")
@@ -117,6 +129,27 @@ def backward(*, blocks: int = 3, replicated: bool = False) -> Graph:
         if replicated:
             reduced = drawing.reduce(str(i), reduced)
         found.append(drawing.call(f"mean_{i}", ATEN.div.Tensor, reduced, 4))
+    return drawing.returns(grad, *found)
+
+
+def deep_backward(*, blocks: int = 3) -> Graph:
+    """Gradients of blocks that multiply by two parameters each, staged and reduced together."""
+    drawing = Drawing()
+    width = RANKS * SIZE
+    shards = [drawing.input(f"shard_{i}", 2 * SIZE) for i in range(blocks)]
+    x, grad = drawing.input("x", width), drawing.input("grad", width)
+    found = []
+    for i in reversed(range(blocks)):
+        full = drawing.gather(str(i), shards[i])
+        grads = []
+        for part in (1, 0):
+            name = f"{'ab'[part]}_{i}"
+            weight = drawing.call(
+                f"weight_{name}", ATEN.slice.Tensor, full, 0, part * width, (part + 1) * width
+            )
+            before, grad = grad, drawing.mul(f"grad_{name}", grad, weight)
+            grads.append(drawing.mul(f"weight_grad_{name}", before, x))
+        found.append(drawing.scatter(str(i), drawing.stage(str(i), *reversed(grads))))
     return drawing.returns(grad, *found)
 
 
@@ -180,6 +213,29 @@ def test_prefetch_goes_as_many_gathers_ahead_as_it_is_told() -> None:
     graph = forward()
     assert prefetch(graph, ahead=0) == []
     assert names(graph) == before
+
+
+def test_a_gather_ahead_takes_the_place_of_the_gradients_that_are_being_reduced() -> None:
+    late, graph, early = deep_backward(), deep_backward(), deep_backward()
+    Passes(prefetch=0)(late)
+    Passes()(graph)
+    Passes(prefetch=1)(early)
+    graph.lint()
+    assert [name for name in names(graph) if "weight_b" not in name and "weight_a" not in name] == [
+        *("gather_2", "gather_1", "full_2", "grad_b_2", "weight_grad_b_2", "grad_a_2", "weight_grad_a_2"),
+        *("staged_2", "scatter_2"),
+        *("full_1", "grad_b_1", "weight_grad_b_1", "reduced_2", "gather_0", "grad_a_1", "weight_grad_a_1"),
+        *("staged_1", "scatter_1"),
+        *("full_0", "grad_b_0", "weight_grad_b_0", "grad_a_0", "weight_grad_a_0"),
+        *("reduced_1", "staged_0", "scatter_0", "reduced_0"),
+    ]
+    group, shard = 4 * 2 * RANKS * SIZE, 4 * 2 * SIZE
+    # Where gradients are staged: these, the staging buffer, the next block's parameters, what is reduced.
+    assert max(held_bytes(graph)) == 3 * group + shard
+    # One parameter and one gradient of a block more, and one less.
+    assert max(held_bytes(early)) == 3 * group + group // 2 + shard
+    assert max(held_bytes(late)) == 2 * group + group // 2 + 2 * shard
+    assert_same(computed(graph), computed(deep_backward()))
 
 
 def test_prefetch_leaves_gathers_of_what_the_graph_computes_and_their_order() -> None:
@@ -387,8 +443,8 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, int], message: s
 
 
 def test_caches_tell_settings_apart() -> None:
-    assert Passes().uuid == Passes(prefetch=1).uuid
-    assert len({Passes(prefetch=n).uuid for n in range(3)} | {Passes(merge_bytes=1).uuid}) == 4
+    assert Passes().uuid == Passes(prefetch=None).uuid
+    assert len({Passes(prefetch=n).uuid for n in (None, 0, 1, 2)} | {Passes(merge_bytes=1).uuid}) == 5
 
 
 # ---------------------------------------------------------------- any graph
@@ -410,13 +466,29 @@ def drawings(draw: st.DrawFn) -> Graph:
         elif kind == "m":
             wide.append(drawing.mul(f"mul_{i}", a, drawing.call(f"sum_{i}", ATEN.sum.default, b)))
         elif kind == "s":
-            reduced.append(drawing.scatter(str(i), a))
+            reduced.append(drawing.scatter(str(i), drawing.stage(str(i), a)))
             if draw(st.booleans()):
                 reduced[-1] = drawing.reduce(str(i), reduced[-1])
         elif reduced:
             total = drawing.call(f"total_{i}", ATEN.sum.default, draw(st.sampled_from(reduced)))
             wide.append(drawing.mul(f"scaled_{i}", a, total))
     return drawing.returns(wide[-1], *reduced)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graph=drawings())
+def test_gathering_within_the_peak_holds_no_more_than_other_settings(
+    graph: Graph,
+) -> None:
+    values = computed(graph)
+    early = copy.deepcopy(graph)
+    Passes(prefetch=1)(early)
+    sink_waits(graph)
+    order, late = issues(graph), max(held_bytes(graph))
+    prefetch_within_peak(graph)
+    check(graph, values)
+    assert issues(graph) == order
+    assert max(held_bytes(graph)) <= max(late, max(held_bytes(early)))
 
 
 @settings(max_examples=80, deadline=None)

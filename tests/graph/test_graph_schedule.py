@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardwise import fully_shard
 from shardwise.graph import record
 from shardwise.graph.collectives import collectives, operator_name
 from shardwise.graph.passes import Passes
+from shardwise.graph.passes.held import held_bytes, staging
 
 RANKS, WIDTH = 4, 16
 
@@ -56,14 +58,32 @@ def test_inductor_schedules_collectives_where_the_passes_put_them(
 ) -> None:
     for compiler in ("cpp", "cpp_pybinding"):  # nothing runs: what is compiled is of no interest
         monkeypatch.setattr(AsyncCompile, compiler, lambda *source: lambda *args: None)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Block(), Block(), Block())
     for module in (*model, model):
         fully_shard(module, layout="contiguous")
     decided: list[Any] = []
-    recorder = record("inductor", passes=(Passes(), lambda graph: decided.append(order(graph))))
+    most: list[int] = []
+
+    def look(graph: Graph) -> None:
+        late = copy.deepcopy(graph)
+        Passes(prefetch=0)(late)
+        Passes()(graph)
+        most.append(max(held_bytes(late)))
+        decided.append(order(graph))
+
+    recorder = record("inductor", passes=(look,))
     torch.compile(model, backend=recorder, fullgraph=True)(torch.randn(3, WIDTH)).sum().backward()
     assert [order(one.module.graph) for one in recorder.graphs] == decided
     forward, backward = recorder.report().graphs
-    assert (forward.kind, forward.counts.gathers, forward.counts.reduce_scatters) == ("forward", 2, 0)
-    assert (backward.kind, backward.counts.gathers, backward.counts.reduce_scatters) == ("backward", 2, 2)
-    assert backward.of("reduce_scatter")[0].overlap > 0
+    assert (forward.kind, forward.counts.gathers, forward.counts.reduce_scatters) == ("forward", 3, 0)
+    assert (backward.kind, backward.counts.gathers, backward.counts.reduce_scatters) == ("backward", 3, 3)
+    assert all(one.overlap > 0 for one in backward.of("reduce_scatter")[:2])
+    assert all(one.overlap > 0 for one in backward.of("all_gather")[1:])
+    # A staging buffer is filled where its reduction is issued, not from the first gradient on.
+    graph = recorder.graphs[1].module.graph
+    assert all(one.issue.prev is staging(one) for one in collectives(graph) if one.op)
+    group = sum(param.numel() for param in Block().parameters()) * 4
+    # The next block's parameters take the place of the gradients before; those of a norm come after that.
+    assert max(held_bytes(graph)) - most[1] <= 4 * 2 * WIDTH
+    shards = 2 * group // RANKS
+    assert 3 * group <= most[1] <= 3 * group + shards

@@ -3,7 +3,7 @@
 Under `torch.compile` a sharded module's call is traced like any other code. Each segment of its groups adds::
 
     shard -> cast -> all-gather -> wait -> views             in front of the module's forward
-    gradients -> one buffer -> reduce-scatter -> wait -> divide    behind its backward
+    gradients -> staging buffer -> reduce-scatter -> wait -> divide    behind its backward
 
 Both are one `autograd.Function`, so a graph has one pair of collectives per segment. Where parameters are
 freed after forward, the gather *and the views* are checkpointed: they come again in backward.
@@ -18,7 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+from typing import cast as cast_type
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import _compat
 from shardwise.fsdp.tensors import cast, map_tensors
 
+_Param = tuple[int, int, list[int], list[int]]  # part, dim, piece, shape
 Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter stands, and the sharded one in its place
 
 
@@ -78,23 +81,15 @@ class Cut:
             "".join("01"[trained] for trained in trains),
         )
 
-    def _read(self) -> tuple[int, list[int], list[tuple[int, int, list[int], list[int]]], list[int]]:
-        """Ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
-        tables = [[int(number) for number in table.split()] for table in self.numbers.split("/")]
-        (ranks,), sizes, parts, dims, reduced = tables[:5]
-        middle = 5 + len(parts)
-        params = list(zip(parts, dims, tables[5:middle], tables[middle:], strict=True))
-        return ranks, sizes, params, reduced
-
     @property
     def reduced_numel(self) -> int:
         """Elements that go into a reduction."""
-        ranks, _, params, reduced = self._read()
+        ranks, _, params, reduced = _read(self.numbers)
         return ranks * sum(-item if item < 0 else math.prod(params[item][2]) for item in reduced)
 
     def views(self, full: Tensor) -> list[Tensor]:
         """The parameters in a gathered buffer: views of it if it has one row, else copies."""
-        ranks, sizes, params, _ = self._read()
+        ranks, sizes, params, _ = _read(self.numbers)
         if ranks == 1:
             split = torch.split(full, sizes)
             return [split[part].view(shape) for part, _, _, shape in params]
@@ -108,23 +103,57 @@ class Cut:
                 found.append(padded if padded.shape[0] == shape[0] else padded[: shape[0]])
         return found
 
-    def flatten(self, grads: tuple[Tensor, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The gradients as they go into a reduction, in its dtype: the reverse of `views`."""
-        ranks, _, params, reduced = self._read()
-        parts = []
-        for item in reduced:
-            if item < 0:
-                parts.append(torch.zeros((ranks, -item), dtype=dtype, device=device))
-                continue
-            _, dim, piece, shape = params[item]
-            grad = grads[item].to(dtype)
-            if ranks > 1 and dim:
-                grad = torch.cat(grad.chunk(ranks, dim=dim), dim=0)
-            missing = ranks * piece[0] - shape[0] if ranks > 1 and not dim else 0
-            if missing:
-                grad = torch.cat([grad, grad.new_zeros((missing, *piece[1:]))])
-            parts.append(grad.reshape(ranks, -1))
-        return torch.cat(parts, dim=1).view(-1)
+    def staged(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The staging buffer of a reduction, in its dtype: the gradients laid out as in a gathered buffer."""
+        reduced = [grads[item] for item in _read(self.numbers)[3] if item >= 0]
+        return cast_type(Tensor, torch.ops.shardwise.staged(reduced, self.numbers, dtype))
+
+
+def _read(numbers: str) -> tuple[int, list[int], list[_Param], list[int]]:
+    """Ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
+    tables = [[int(number) for number in table.split()] for table in numbers.split("/")]
+    (ranks,), sizes, parts, dims, reduced = tables[:5]
+    middle = 5 + len(parts)
+    params = list(zip(parts, dims, tables[5:middle], tables[middle:], strict=True))
+    return ranks, sizes, params, reduced
+
+
+def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
+    """Copy gradients into a new staging buffer; `numbers` are those of their `Cut`."""
+    ranks, _, params, reduced = _read_once(numbers)
+    left, rows = iter(grads), []
+    for item in reduced:
+        if item < 0:
+            rows.append(grads[0].new_zeros((ranks, -item), dtype=dtype))
+            continue
+        _, dim, piece, shape = params[item]
+        grad = next(left)
+        if ranks > 1 and dim:
+            grad = torch.cat(grad.chunk(ranks, dim=dim), dim=0)
+        missing = ranks * piece[0] - shape[0] if ranks > 1 and not dim else 0
+        if missing:
+            grad = torch.cat([grad, grad.new_zeros((missing, *piece[1:]))])
+        rows.append(grad.reshape(ranks, -1))
+    whole = _staging_buffer(grads, numbers, dtype)
+    torch.cat(rows, dim=1, out=whole.view(ranks, -1))
+    return whole
+
+
+def _staging_buffer(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
+    return grads[0].new_empty(Cut(numbers, "").reduced_numel, dtype=dtype)
+
+
+_read_once = cache(_read)  # a tracer passes caches by
+
+# One operator to compilers. Inductor takes a concatenation apart: it computes the first small gradient in
+# place, so allocates the whole buffer then, long before the gradients of the matrices are there.
+STAGED = "shardwise::staged"
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    "staged(Tensor[] grads, str numbers, ScalarType dtype) -> Tensor", tags=(torch.Tag.flexible_layout,)
+)
+_library.impl("staged", _staged, "CompositeExplicitAutograd")
+torch.library.register_fake(STAGED, _staging_buffer, lib=_library)
 
 
 @dataclass(frozen=True)
@@ -200,8 +229,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         how = ctx.segment.how
-        flat = ctx.segment.cut.flatten(grads, how.dtype, how.device)
-        return how.reduce(flat) if ctx.reduces else flat, None, None, None
+        staged = ctx.segment.cut.staged(grads, how.dtype)
+        return how.reduce(staged) if ctx.reduces else staged, None, None, None
 
 
 def _gather(leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> Any:

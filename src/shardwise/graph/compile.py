@@ -34,7 +34,7 @@ def compile(
     mode: str = "full",
     fullgraph: bool = True,
     dynamic: bool | None = None,
-    prefetch: int = 1,
+    prefetch: int | None = None,
     max_unsharded: int | None = None,
     merge_bytes: int = 0,
     options: dict[str, Any] | None = None,
@@ -56,7 +56,8 @@ def compile(
             the uncompiled model's. Passes have nothing to do there.
         fullgraph: raise where a graph would break; the default, unlike torch's.
         dynamic: as `torch.compile` has it.
-        prefetch: gather parameters this many groups ahead; 0: where they are needed.
+        prefetch: gather parameters this many groups ahead; 0: where they are needed. None: one ahead, as far
+            as that holds no more parameters and gradients at a time than 0 does.
         max_unsharded: gather no more groups than this at a time; None: as many as `prefetch` takes.
         merge_bytes: merge small collectives of one kind up to this size; 0: merge none. Reductions over more
             than two ranks may then add in another order.

@@ -17,13 +17,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import ShardingError
+from shardwise.fsdp.traced import STAGED
 from shardwise.graph.collectives import collectives, is_wait, kind_of, nbytes, operator_name
 from shardwise.graph.memory import aliased, read_by, written
 from shardwise.graph.passes.moves import is_of_inputs
 from shardwise.graph.reports import CollectiveReport, Counts, GraphReport, Kind, Saved
 
 _COPIES = {"clone", "copy", "copy_", "_to_copy", "contiguous", "cat", "stack", "_foreach_copy_", "_chunk_cat"}
-_PRIM_COPIES = {"prims::convert_element_type", "prims::device_put", "prims::clone"}
+_OTHER_COPIES = {"prims::convert_element_type", "prims::device_put", "prims::clone", STAGED}
 _RESIZES = {"resize_", "resize_as_", "resize_storage_bytes_", "set_"}
 
 
@@ -160,7 +161,7 @@ class _Reading:
             return "waits"
         if short in _RESIZES:
             return "resizes"
-        if short in _COPIES or short.endswith("_copy") or name in _PRIM_COPIES:
+        if short in _COPIES or short.endswith("_copy") or name in _OTHER_COPIES:
             given = read_by(node)
             whole = bool(given) and all(self.root[one] in self.unsharded for one in given)
             return "parameter_copies" if whole else "copies"

@@ -57,7 +57,7 @@ def compile_step(
     max_norm: float | None = None,
     scheduler: _Scheduler | None = None,
     dynamic: bool | None = None,
-    prefetch: int = 1,
+    prefetch: int | None = None,
     max_unsharded: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> CompiledStep:

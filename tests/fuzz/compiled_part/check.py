@@ -83,11 +83,11 @@ class Compiled(Uncompiled):
                     one.compile(**options)
         elif how in ("shardwise", "regional"):
             mode = "regional" if how == "regional" else "full"
-            self.call = shardwise.compile(model, mode=mode, prefetch=case.get("prefetch", 1), **options)
+            self.call = shardwise.compile(model, mode=mode, prefetch=case.get("prefetch"), **options)
         elif how == "inside":
             self.whole = torch.compile(self.loss_and_backward, backend=case["backend"])
         elif how == "step":
-            more = {"max_norm": case.get("clip"), "prefetch": case.get("prefetch", 1)}
+            more = {"max_norm": case.get("clip"), "prefetch": case.get("prefetch")}
             self.whole = shardwise.compile_step(model, self.step_loss, self.optimizer, **more, **options)
 
     def step_loss(self, model: nn.Module, x: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:

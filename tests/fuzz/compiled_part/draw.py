@@ -42,7 +42,7 @@ def draw(rng: random.Random) -> Spec:
     if rng.random() < 0.3:
         case["fullgraph"] = True
     if case["how"] in ("shardwise", "step"):
-        case["prefetch"] = rng.choice([0, 1, 2])
+        case["prefetch"] = rng.choice([None, 1, 2])
     if case["how"] != "step" and rng.random() < 0.15:  # which gives its batch no gradients
         case["input_gradient"] = True
     for block in walk(case["blocks"]):

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from shardwise import _compat
 from shardwise.comm.kinds import REDUCE
+from shardwise.fsdp.traced import STAGED
 from shardwise.graph.collectives import Collective, kind_of, operator_name
 
 _LAYOUT = {
@@ -31,7 +32,7 @@ def is_layout(node: Node) -> bool:
         return True
     name = operator_name(node)
     space, _, short = name.partition("::")
-    return (space == "aten" and short in _LAYOUT) or name == "prims::convert_element_type"
+    return (space == "aten" and short in _LAYOUT) or name in ("prims::convert_element_type", STAGED)
 
 
 def writes(node: Node) -> bool:

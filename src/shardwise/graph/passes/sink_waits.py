@@ -6,6 +6,7 @@ from torch.fx import Graph, Node
 
 from shardwise.comm.kinds import REDUCE, SCATTER
 from shardwise.graph.collectives import Collective, collectives
+from shardwise.graph.passes.held import staging
 from shardwise.graph.passes.moves import hoist, pack, sink, tail, uses
 
 
@@ -13,7 +14,8 @@ def sink_waits(graph: Graph) -> list[Node]:
     """Put every wait right before its first use; what only lays out its result comes along.
 
     A reduction is issued right behind the last gradient it takes. The wait for one that nothing else in the
-    graph uses goes behind the issue of the next one: at most two buffers of gradients are then in flight. An
+    graph uses goes before the next one's staging buffer is made, so that there is one at a time, or behind the
+    next one's issue, where no gradients are staged: at most two buffers of gradients are then in flight. An
     all-reduce of what a reduce-scatter leaves goes behind the next reduce-scatter as well.
 
     Returns:
@@ -50,5 +52,5 @@ def _sink(one: Collective, after: Collective | None) -> list[Node]:
     chain = tail(one)
     anchors = uses(chain)[:1]
     if after is not None and after.issue not in chain:
-        anchors.append(after.issue.next)
+        anchors.append(staging(after) or after.issue.next)
     return sink(chain, min(anchors)) if anchors else []
