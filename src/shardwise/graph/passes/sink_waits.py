@@ -14,8 +14,8 @@ def sink_waits(graph: Graph) -> list[Node]:
     """Put every wait right before its first use; what only lays out its result comes along.
 
     A reduction is issued right behind the last gradient it takes. The wait for one that nothing else in the
-    graph uses goes before the next one's staging buffer is made, so that there is one at a time, or behind the
-    next one's issue, where no gradients are staged: at most two buffers of gradients are then in flight. An
+    graph uses goes before the next one's staging buffer is made, so that there is one at a time; or behind
+    the next issue where no gradients are staged: at most two buffers of gradients are then in flight. An
     all-reduce of what a reduce-scatter leaves goes behind the next reduce-scatter as well.
 
     Returns:
