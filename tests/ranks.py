@@ -7,8 +7,8 @@
         assert total.item() == dist.get_world_size()
 
 Worker processes are forked once per session from a server that has imported torch, so a call
-costs milliseconds. Each call gets a fresh default group over a FileStore, seed 0, one thread and
-the warning filters of the calling test. What ranks print is printed by the test. After a failure
+costs milliseconds. Each call gets a fresh default group, seed 0, one thread and the warning filters
+of the calling test. What ranks print is printed by the test. After a failure
 (a rank raises, hangs or dies) the workers are killed and the next call starts new ones.
 """
 
@@ -55,6 +55,7 @@ WORKER_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes, which would import torch each
 }
+HERE = "127.0.0.1"
 GRACE_SECONDS = 3.0  # what the other ranks get to finish once one rank has failed
 STARTUP_SECONDS = 120.0
 
@@ -106,6 +107,14 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
+@functools.cache
+def _meeting_place() -> Any:
+    """The store that ranks meet in. It answers at once; a file would be looked at every 10 ms."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+
+
 @dataclass
 class _Worker:
     process: Any
@@ -129,7 +138,6 @@ class RankPool:
         __tracebackhide__ = True
         if "<" in fn.__qualname__:
             raise TypeError(f"ranks need a module-level function, got {fn.__qualname__}")
-        store = self.folder / f"store{next(self._serial)}"
         call = {
             "path": list(sys.path),
             "module": fn.__module__,
@@ -138,7 +146,8 @@ class RankPool:
             "name": fn.__qualname__,
             "arguments": pickle.dumps((args, kwargs, list(warnings.filters))),
             "world_size": world_size,
-            "store": str(store),
+            "port": _meeting_place().port,
+            "store": f"{self.folder}/{next(self._serial)}",
             "timeout": timeout,
         }
         self._start(world_size)
@@ -306,6 +315,7 @@ def _work(pipe: connection.Connection, output: str, stack: str) -> None:
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     torch.set_num_threads(1)
+    _remember_shapes()
     gc.freeze()  # the collection after each call then visits only what calls made
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
@@ -339,13 +349,16 @@ def _call(call: dict[str, Any]) -> Any:
     for part in call["name"].split("."):
         fn = getattr(fn, part)
     args, kwargs, filters = pickle.loads(call["arguments"])
+    timeout = timedelta(seconds=call["timeout"] + 60)  # the pool's comes first
+    store = dist.TCPStore(HERE, call["port"], is_master=False, wait_for_workers=False, timeout=timeout)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(call["store"], call["world_size"]),
+        store=dist.PrefixStore(call["store"], store),
         rank=call["rank"],
         world_size=call["world_size"],
-        timeout=timedelta(seconds=call["timeout"] + 60),  # the pool's timeout comes first
+        timeout=timeout,
     )
+    del store  # the group's own
     random.seed(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also asks every accelerator: 1 ms
     with warnings.catch_warnings():
@@ -395,6 +408,34 @@ def _clean_up() -> None:
     if len(sys.modules) != _frozen[0]:  # what was imported since need not be visited again either
         _frozen[0] = len(sys.modules)
         gc.freeze()
+
+
+def _remember_shapes() -> None:
+    """DTensor runs each operation on fake tensors, anew on each mesh, for shapes that depend on none."""
+    import torch
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator, detect_fake_mode
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    known: dict[Any, Any] = {}
+
+    def shapes(value: Any) -> Any:
+        if isinstance(value, DTensorSpec):
+            return value.tensor_meta
+        if isinstance(value, (list, tuple)):
+            return type(value), *map(shapes, value)
+        return type(value), value
+
+    def remembering(self: Any, schema: Any) -> Any:
+        if detect_fake_mode() is not None:
+            return propagate(self, schema)
+        named = [(name, shapes(value)) for name, value in schema.kwargs_schema.items()]
+        key = schema.op, torch.get_default_dtype(), shapes(schema.args_schema), *named
+        if key not in known:
+            known[key] = propagate(self, schema)
+        return known[key]
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = remembering
 
 
 def _forget_meshes() -> None:
