@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
+from unittest import mock
 
 import pytest
 
@@ -49,6 +53,21 @@ def mortal_ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def launcher() -> Iterator[None]:
+    """For a test whose process starts ranks as a user's does: what that sets here is put back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = [signal.getsignal(number) for number in numbers]
+    try:
+        with mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook):
+            os.environ.pop("RANK", None)
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 @cache

@@ -95,20 +95,10 @@ def test_the_status_is_that_of_the_first_rank_to_fail(
     assert capfd.readouterr().err == told
 
 
-def test_ranks_that_make_the_same_mistake_print_one_line_and_their_launcher_none(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("from shardwise.errors import ShardwiseError\nraise ShardwiseError('too many')\n")
-    ended = subprocess.run(
-        [sys.executable, "-m", "shardwise", "run", "--ranks", "2", script.name],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != launch.TRACEBACK},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert ended.stderr in [f"rank {rank}: train.py:2: ShardwiseError: too many\n" for rank in range(2)]
+def test_the_status_is_0_where_no_rank_fails(monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.distributed.run.run", lambda args: None)
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    assert launch.launch(["train.py"], ranks=2) == 0
 
 
 STUBS = {

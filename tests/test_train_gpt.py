@@ -1,4 +1,4 @@
-"""The training example, run as a user runs it: two ranks, a model of a few thousand weights."""
+"""The training example on two ranks, a model of a few thousand weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import importlib.util
 import io
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,11 @@ import torch
 import torch.distributed as dist
 from examples import train_gpt
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from typer.testing import CliRunner
 
 from ranks import on_ranks
+from shardwise import launch
+from shardwise.cli import app
 from shardwise.errors import ShardwiseError
 from training_report import read_run
 
@@ -56,25 +56,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(*, text: Path, cwd: Path) -> str:
-    """stdout of the script on two ranks that it starts."""
-    ended = subprocess.run(
-        [sys.executable, SCRIPT, "--ranks", "2", "--profile", "1", *TINY, "--data", text],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
 def train_here(*flags: str, text: Path, cwd: Path, script: Any = train_gpt) -> str:
     """What this rank of an existing process group prints."""
     printed = io.StringIO()
-    with contextlib.chdir(cwd), contextlib.redirect_stdout(printed):
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))  # as launchers do
         args = script.parse_arguments([*TINY, "--data", str(text), *flags])
         script.run(args, torch.device("cpu"))
     return printed.getvalue()
@@ -92,10 +78,37 @@ def train_copy_here(copy: Path, *, text: Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def run(ranks: Any, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """stdout and folder of one uninterrupted run on two ranks."""
     cwd = tmp_path_factory.mktemp("straight")
-    return train(text=text, cwd=cwd), cwd / "run"
+    printed, silent = ranks(train_here, "--profile", "1", text=text, cwd=cwd, world_size=2)
+    assert silent == ""
+    return printed, cwd / "run"
+
+
+@pytest.mark.usefixtures("launcher")
+def test_ranks_under_a_launcher_train_alike_and_say_once_what_is_wrong(
+    run: tuple[str, Path],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(launch.TRACEBACK, raising=False)
+    Path("train.py").write_text(
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import contextlib, train_gpt, shardwise\n"
+        "with contextlib.suppress(SystemExit): train_gpt.main()\n"
+        "raise shardwise.ShardwiseError('too many')\n"
+    )
+    ended = CliRunner().invoke(app, ["run", "--ranks", "2", "train.py", *TINY, "--data", str(text)])
+    assert (ended.exit_code, ended.output) == (1, "")
+    out, err = capfd.readouterr()
+    assert out == run[0]
+    assert "Traceback" not in err
+    assert err.count("too many") == 1  # and nothing of the launcher
+    assert re.search(r"\nrank [01]: train.py:4: ShardwiseError: too many\n$", err)
 
 
 def test_torchs_fully_shard_in_the_same_script_prints_the_same(
