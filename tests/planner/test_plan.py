@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -425,6 +426,11 @@ def test_the_command_says_what_to_change_until_it_fits(tmp_path: Path) -> None:
     assert "fits, with" in result.output.splitlines()[-1]
 
 
+@cache
+def plan_of_gpt2() -> planner.Plan:
+    return shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+
+
 def test_a_plan_is_a_page_that_loads_nothing_and_a_trace_of_its_streams(tmp_path: Path) -> None:
     page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
     command = ["plan", "gpt2", "--ranks", "8", "--sequence", "128", "--hardware", "a100-40gb"]
@@ -436,17 +442,17 @@ def test_a_plan_is_a_page_that_loads_nothing_and_a_trace_of_its_streams(tmp_path
     assert "backward of block 3: gathered" in text
     assert "all-gather: forward of block 2" in text
     spans = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
-    made = shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+    made = plan_of_gpt2()
     assert made.times is not None
     assert max(one["ts"] + one["dur"] for one in spans) == pytest.approx(1e6 * made.times.step)
     busy = sum(span.busy for span in made.times.spans)
     assert busy >= made.times.computation + made.times.communication - 1e-9
     with pytest.raises(ShardingError, match="needs hardware"):
-        planner.trace(shardwise.plan("gpt2", ranks=8, sequence=128))
+        planner.trace(replace(made, hardware=None, times=None))
 
 
 def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+    made = plan_of_gpt2()
     if importlib.util.find_spec("matplotlib") is not None:
         assert planner.picture(made).startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -457,7 +463,7 @@ def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch:
 
 
 def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
-    made = shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+    made = plan_of_gpt2()
     found = drawing.windows(made)
     assert found[0].begin == 0
     assert found[-1].end == made.step_times.step
