@@ -442,8 +442,12 @@ def test_a_rank_that_dies_is_named_rather_than_those_that_lost_it():
 
 
 def test_a_rank_that_hangs_is_shown_by_its_stack():
-    with pytest.raises(CaseError, match="nothing moved for 8 s; still running: rank 0, rank 1") as caught:
-        verify(f"{UNRUNNABLE}:hangs_on_rank_1", ranks=2, steps=1, timeout=8)
+    for timeout in (2, 8):  # a busy machine may take longer than the shorter to come so far
+        with pytest.raises(CaseError) as caught:
+            verify(f"{UNRUNNABLE}:hangs_on_rank_1", ranks=2, steps=1, timeout=timeout)
+        if "unrunnable.py" in caught.value.traceback:
+            break
+    assert f"nothing moved for {timeout} s; still running: rank 0, rank 1" in str(caught.value)
     waiting, stuck = caught.value.traceback.split("rank 1:")
     assert "in run_sharded" in waiting
     assert "unrunnable.py" in stuck

@@ -183,7 +183,7 @@ def test_those_that_live_go_on_alone_and_take_the_step_that_one_of_them_took(
     mortal_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ranks.GRACE_SECONDS", 40.0)
-    case = {"strategy": "ddp", "place": "commit", "dropout": 0.0, "wait_s": 5.0, "come_at": 4}
+    case = {"strategy": "ddp", "place": "commit", "dropout": 0.0, "wait_s": 1.5, "come_at": 4}
     found = go_through(mortal_ranks, tmp_path / "lost", **case)
     through = mortal_ranks(train_alone, "ddp", 0.0, world_size=RANKS)
     for rank in range(RANKS):

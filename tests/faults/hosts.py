@@ -27,9 +27,9 @@ TIMEOUT = 10  # seconds that ranks wait for one that is silent
 class HostRun(Run):
     """An agent on each host."""
 
-    def __init__(self, folder: Path, network: Network, hosts: int) -> None:
+    def __init__(self, folder: Path, network: Network, hosts: int, timeout: int) -> None:
         super().__init__(folder, steps=100_000, save_every=5)
-        self.script[0:1] = [str(Path(__file__).with_name("host_side.py")), str(TIMEOUT)]
+        self.script[0:1] = [str(Path(__file__).with_name("host_side.py")), str(timeout)]
         self.network, self.endpoint = network, network.address(0)
         self.host_of: list[int] = []  # by agent
         for host in range(hosts):
@@ -52,10 +52,10 @@ class HostRun(Run):
         self.kill(max(number for number, where in enumerate(self.host_of) if where == host))
 
 
-def campaign(folder: Path, *, hosts: int, partition: bool, steps: int, seed: int) -> None:
+def campaign(folder: Path, *, hosts: int, partition: bool, steps: int, seed: int, timeout: int) -> None:
     """From within `inside`. Raises where ranks do not go on; prints what happened."""
     random, network = Random(seed), Network(hosts, delay=DELAY, loss=LOSS, seed=seed)
-    run = HostRun(folder, network, hosts)
+    run = HostRun(folder, network, hosts, timeout)
     try:
         run.wait_for_steps(hosts, after=0, count=steps)
         if partition:
@@ -79,9 +79,11 @@ def campaign(folder: Path, *, hosts: int, partition: bool, steps: int, seed: int
         network.close()
 
 
-def run_inside(folder: Path, *, hosts: int, partition: bool, steps: int, seed: int) -> str:
+def run_inside(
+    folder: Path, *, hosts: int, partition: bool, steps: int, seed: int, timeout: int = TIMEOUT
+) -> str:
     """What `campaign` printed, from a process in a namespace of its own."""
-    call = f"hosts={hosts}, partition={partition}, steps={steps}, seed={seed}"
+    call = f"hosts={hosts}, partition={partition}, steps={steps}, seed={seed}, timeout={timeout}"
     script = f"from pathlib import Path; from faults.hosts import *; campaign(Path({str(folder)!r}), {call})"
     here = os.pathsep.join(filter(None, sys.path))
     found = subprocess.run(

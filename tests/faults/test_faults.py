@@ -74,5 +74,5 @@ def test_a_rank_whose_connections_break_is_named_on_one_too_that_waits_for_anoth
 def test_a_host_that_dies_in_silence_leaves_the_other_to_go_on(tmp_path: Path) -> None:
     if reason := network.why_not():
         pytest.skip(reason)
-    hosts.run_inside(tmp_path, hosts=2, partition=False, steps=6, seed=0)
+    hosts.run_inside(tmp_path, hosts=2, partition=False, steps=6, seed=0, timeout=5)
     assert len(elastic.steps_of(tmp_path)) >= 6
