@@ -1,5 +1,7 @@
 """Bad input raises on every rank, before any collective can hang, and names what, where and the fix."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from shardwise import (
     ShardingError,
     fully_shard,
 )
+
+LAYOUTS = ("interleaved", "contiguous")
 
 
 def mentions(message: str, *words: str) -> None:
@@ -50,6 +54,56 @@ def test_a_list_without_a_forward_is_refused() -> None:
     message = raises_on_every_rank(ShardingError, lambda: fully_shard(blocks))
     mentions(message, "ModuleList", "no forward")
     assert raises_on_every_rank(ShardingError, lambda: fully_shard([]))
+    weights = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    mentions(raises_on_every_rank(ShardingError, lambda: fully_shard(weights)), "ParameterList", "no forward")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_module_inside_a_sharded_one_is_refused(layout: str) -> None:
+    net = fully_shard(Net(), layout=layout)
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(net.blocks[0], layout=layout))
+    mentions(message, "already", "inner modules before outer")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_tied_after_sharding_are_refused(layout: str) -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), layout=layout)
+    net[1].weight = net[0].weight
+    message = raises_on_every_rank(ShardingError, lambda: net(torch.ones(2, 4)))
+    mentions(message, "'1.weight' was tied to '0.weight' after fully_shard")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_that_come_after_sharding_are_warned_of_unless_frozen_or_ignored(layout: str) -> None:
+    left = nn.Linear(4, 4)
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), left), nn.Linear(4, 4))
+    fully_shard(net[0], ignored_params=set(left.parameters()), layout=layout)
+    net[0].append(nn.Linear(4, 4, bias=False))
+    net[0].append(nn.Linear(4, 4).requires_grad_(False))
+    fully_shard(net, layout=layout)
+    with pytest.warns(UserWarning, match=r"rank \d: 0\.2\.weight came after fully_shard"):
+        net(torch.ones(2, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(torch.ones(2, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_parameter_replaced_or_parametrized_between_passes_is_found(layout: str) -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), layout=layout)
+    step(net, width=4)
+    kept, net[1].bias = net[1].bias, nn.Parameter(torch.zeros(4))
+    message = raises_on_every_rank(ShardingError, lambda: step(net, width=4))
+    mentions(message, "'1.bias' was replaced by Parameter (4,)")
+    net[1].bias = kept
+    step(net, width=4)
+    nn.utils.parametrizations.weight_norm(net[0])
+    message = raises_on_every_rank(ShardingError, lambda: step(net, width=4))
+    mentions(message, "'0.weight' was replaced by nothing")
 
 
 @on_ranks(2)

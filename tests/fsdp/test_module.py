@@ -48,6 +48,18 @@ def test_names_shapes_and_placements_stay_those_of_the_whole_model() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_an_encoder_layer_of_torch_evaluates_with_sharded_attention(layout: str) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = layer(x)
+        fully_shard(layer.self_attn, layout=layout)
+        fully_shard(layer, layout=layout)
+        assert torch.allclose(layer(x), expected, atol=1e-6)  # torch's fused kernel rounds otherwise
+
+
+@on_ranks(2)
 def test_slicing_a_sharded_container_gives_a_plain_one() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     assert type(model[:1]) is nn.Sequential

@@ -230,6 +230,9 @@ def _shard_together(
     state = FSDPState(
         modules, groups, reducers, device=device, policy=policy, reshard_is_automatic=reshard is None
     )
+    if ignored:
+        owned = [_compat.parameters_of(one) for one in managed]
+        state.ignored = {(id(own), name) for own in owned for name, param in own.items() if param in ignored}
     for group in groups:
         _reshard_for_state_dict(group, managed)
         if _LOG.isEnabledFor(logging.INFO):
@@ -261,7 +264,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 f"{here()}: fully_shard was already applied to this {type(one).__name__}; apply it once,"
                 " to inner modules before outer ones"
             )
-        containers = (nn.ModuleList, nn.ModuleDict)
+        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         if isinstance(one, containers) and type(one).forward is nn.Module.forward:
             raise ShardingError(
                 f"{here()}: a {type(one).__name__} has no forward that could gather its parameters; apply"

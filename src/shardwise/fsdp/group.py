@@ -230,6 +230,8 @@ class ParamGroup(ABC):
         """Raise for what users did to sharded parameters in vain."""
         for param in self.params:
             param.check_data()
+            if self._cut and self.form is Form.SHARDED:
+                param.check_registered()
         if self._has_unsharded:
             self._check_memory()
 

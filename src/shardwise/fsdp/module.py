@@ -201,6 +201,14 @@ def become_sharded(module: nn.Module) -> None:
     cls = sharded_class(type(module))
     object.__setattr__(module, "__class__", cls)  # past nn.Module's own, which is slow
     module.__dict__["__call__"] = MethodType(_compiled_call(cast(Any, cls)), weakref.ref(module))
+    if isinstance(module, nn.MultiheadAttention):
+        module.register_forward_pre_hook(
+            _look
+        )  # torch's encoder layers evaluate without calling one that has none
+
+
+def _look(module: nn.Module, args: Any) -> None:
+    pass
 
 
 @functools.cache
@@ -245,12 +253,14 @@ def _code_for(method: str, cls: type, parameters: tuple[Any, ...]) -> FunctionTy
 
 @_compat.only_inlined
 def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    running = state.running
     try:
-        args, kwargs = state.pre_forward(module, args, kwargs)
         try:
+            args, kwargs = state.pre_forward(module, args, kwargs)
             output = forward(*args, **kwargs)
         except BaseException:
-            state.abandon_forward()
+            if state.running > running:
+                state.abandon_forward()
             raise
         return state.post_forward(module, output)
     except Exception as error:

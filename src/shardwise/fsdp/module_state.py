@@ -6,13 +6,15 @@ What happens to it in a pass through the model is the business of `state.py`.
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise import _compat
 from shardwise.comm import CommStreams
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
@@ -51,9 +53,9 @@ class ModuleState:
 
     # Models have hundreds of these.
     __slots__ = (
-        "__weakref__", "all_groups", "below", "device", "groups", "guards", "guards_lifted", "in_reverse",
-        "input_dtype", "inside", "is_root", "larger_than_most", "lists", "modules", "myself", "name",
-        "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers", "reshard_is_automatic",
+        "__weakref__", "all_groups", "below", "device", "groups", "guards", "guards_lifted", "ignored",
+        "in_reverse", "input_dtype", "inside", "is_root", "larger_than_most", "lists", "modules", "myself",
+        "name", "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers", "reshard_is_automatic",
         "running", "runs_outside", "schedule", "schedule_settings", "shared_streams", "shown",
         "stays_gathered", "still_to_run", "to_check", "training_state",
     )  # fmt: skip
@@ -81,6 +83,7 @@ class ModuleState:
         self.running = 0  # forwards entered and not left, as a method may call its own module
         self.schedule: Schedule | None = None
         self.is_root = False
+        self.ignored: Set[tuple[int, str]] = frozenset()  # places of parameters that it was told to leave
         self.inside = False  # some module around this one is sharded too
         self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
         self.all_groups = list(zip(groups, reducers, strict=True))  # of a root: those of all below it too
@@ -168,7 +171,7 @@ class ModuleState:
             pair for state in states for pair in zip(state.groups, state.reducers, strict=True)
         ]
         groups = [group for group, _ in self.all_groups]
-        self._name_parameters(root, groups)
+        self._name_parameters(root, states)
         streams = self.shared_streams or CommStreams.create(self.device)
         schedule = Schedule(self.device, streams, self.myself, **self.schedule_settings)
         for state in states:
@@ -181,13 +184,37 @@ class ModuleState:
         schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
         return schedule
 
-    def _name_parameters(self, root: nn.Module, groups: list[ParamGroup]) -> None:
-        by_param = {p.sharded: p for group in groups for p in group.params}
-        if len(by_param) != sum(len(group.params) for group in groups):
+    def _name_parameters(self, root: nn.Module, states: Sequence[ModuleState]) -> None:
+        """Let parameters have the names that `root` gives them; find those tied or added since sharding."""
+        params = [param for state in states for group in state.groups for param in group.params]
+        by_form = {param.sharded: param for param in params}
+        if len(by_form) != len(params):
             raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
-        for name, param in root.named_parameters():
-            if (managed := by_param.get(param)) is not None:
-                managed.rename(name)
+        owned = {(id(owner.parameters), owner.name): param for param in params for owner in param.owners}
+        unnamed, added = set(params), list[str]()
+        for prefix, module in root.named_modules():
+            parameters = _compat.parameters_of(module)
+            for short, form in parameters.items():
+                name, place = f"{prefix}.{short}" if prefix else short, (id(parameters), short)
+                mine, shown = owned.get(place), by_form.get(form) if form is not None else None
+                if shown is not None and shown is not mine:
+                    raise ShardingError(
+                        f"{here()}: '{name}' was tied to '{shown.name}'"
+                        " after fully_shard; tie parameters before, and shard their owners in one call"
+                    )
+                if mine in unnamed:
+                    unnamed.remove(mine)
+                    mine.rename(name)
+                trains = form is not None and form.requires_grad
+                if mine is None and trains and not any(place in state.ignored for state in states):
+                    added.append(name)
+        if added:
+            warnings.warn(
+                f"{here()}: {', '.join(added[:5])}{', ...' if len(added) > 5 else ''} came after fully_shard:"
+                " nothing shards them or reduces their gradients, so ranks will differ. Add parameters before"
+                " it, or put in ignored_params those that you reduce yourself",
+                stacklevel=2,
+            )
 
     def announce_pass(self, schedule: Schedule) -> None:
         """Compare with all ranks what was built and set, if that is not as it was at the last pass."""

@@ -95,8 +95,8 @@ class ShardedParam(ABC):
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
         if isinstance(param, ShardedRows):
             raise ShardingError(
-                f"{here()}: '{name}' is sharded by rows already ({param.piece.placements}); pass its"
-                " full_tensor(), or leave it out by ignored_params"
+                f"{here()}: '{name}' is sharded by rows already ({param.piece.placements}). Apply fully_shard"
+                " to inner modules before outer ones, pass its full_tensor() or put it in ignored_params"
             )
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
         self.whole = param.detach() if self.tp_spec is None else _compat.local_tensor(param).detach()
@@ -134,6 +134,13 @@ class ShardedParam(ABC):
     def check_data(self) -> None:  # noqa: B027
         """Raise if the user assigned to the sharded form's `data` in vain."""
 
+    def check_registered(self) -> None:
+        """Raise if the user put another parameter in the sharded form's place."""
+        for owner in self.owners:
+            found = owner.parameters.get(owner.name)
+            if found is not self.sharded:
+                raise self.replaced_by(found)
+
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
         """Where this rank's piece lies in its group's shard buffer."""
@@ -155,19 +162,24 @@ class ShardedParam(ABC):
         if not self.is_packed:
             return
         owner = self.owners[0]
-        current = owner.parameters[owner.name]
+        current = owner.parameters.get(owner.name)
         if current is None or (current is not self.sharded and current is not self.unsharded):
             found, current = current, self._replacement(current)
             if current is None:
-                what = type(found).__name__ if found is None else f"{type(found).__name__} {found.shape}"
-                raise ShardingError(
-                    f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of"
-                    f" shape {tuple(self.global_shape)}, {self.replaced_if}. Load values with"
-                    " load_state_dict(assign=False), which copies, and apply other changes before fully_shard"
-                )
+                raise self.replaced_by(found)
             self.sharded, self.unsharded = current, None
         self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
         self.settle_form()
+
+    def replaced_by(self, found: nn.Parameter | None) -> ShardingError:
+        """What to raise where the user put `found` in the parameter's place."""
+        what = f"{type(found).__name__} {tuple(found.shape)}" if found is not None else "nothing"
+        return ShardingError(
+            f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of shape"
+            f" {tuple(self.global_shape)}, {self.replaced_if}, before the first forward or by"
+            " load_state_dict(assign=True). Load whole values with set_model_state_dict of"
+            " torch.distributed.checkpoint.state_dict; parametrize, tie and prune before fully_shard"
+        )
 
     def register(self, form: nn.Parameter) -> None:
         """Register `form` in every owner."""
@@ -349,6 +361,11 @@ class EvenParam(ShardedParam):
             return _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=param.dtype)
         if info.is_spmd_mesh:
             return self._spmd_spec(tp)
+        if tp.mesh == info.mesh:
+            raise ShardingError(
+                f"{here()}: '{self.name}' is sharded over these ranks already, by fully_shard of a module"
+                " around it or by hand; apply fully_shard to inner modules before outer ones"
+            )
         # Data parallelism beside a tensor-parallel mesh that it does not contain.
         outer = self._data_parallel(self._outer_shard(tp, range(tp.mesh.ndim)))
         mesh = _compat.concatenate_meshes([info.mesh, tp.mesh])

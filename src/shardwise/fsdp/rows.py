@@ -38,6 +38,11 @@ class RowsParam(ShardedParam):
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
         super().__init__(param, **where)
         self.placement = self._check_placement(placement)
+        if self.whole.is_complex():
+            raise ShardingError(
+                f"{here()}: '{self.name}' is complex, which the contiguous layout cannot gather in place. Use"
+                ' layout="interleaved", or a real parameter and torch.view_as_complex in forward'
+            )
         if type(self.whole) is not Tensor and not _compat.is_fake(self.whole):
             raise ShardingError(
                 f"{here()}: '{self.name}' is a {type(self.whole).__name__}; the contiguous layout gathers"

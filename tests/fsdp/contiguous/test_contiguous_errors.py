@@ -49,6 +49,13 @@ def test_tensor_subclasses_that_choose_what_is_gathered_are_refused_by_name(kind
 
 
 @on_ranks(2)
+def test_complex_parameters_are_refused_and_one_without_columns_has_its_shape() -> None:
+    complex_one = nn.Linear(2, 2, dtype=torch.complex64)
+    mentions(raises_on_every_rank(ShardingError, lambda: contiguous(complex_one)), "'weight' is complex")
+    assert contiguous(nn.Linear(0, 4)).weight.full_tensor().shape == (4, 0)
+
+
+@on_ranks(2)
 def test_an_owner_that_is_not_there_is_refused() -> None:
     message = raises_on_every_rank(
         ShardingError, lambda: contiguous(Net(), shard_placement_fn=lambda p: Owned(2))

@@ -28,6 +28,8 @@ from shardwise.sharded_tensor.rows.piece import EvenCuts, Piece, even_boxes, loc
 @torch.no_grad()
 def full_tensor(local: Tensor, piece: Piece) -> Tensor:
     """The whole tensor of which every rank gives its rows. Collective over `piece.axes`."""
+    if 0 in piece.shape:
+        return local.new_empty(piece.shape)
     with ExitStack() as stack:
         for group in () if _compat.is_functional(local) else piece.axes:
             stack.enter_context(announced(group, f"gather a whole tensor\nof shape {list(piece.shape)}"))
