@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.agree import Agreement, backend_of
+from shardwise.comm.gloo import sources, targets
 from shardwise.errors import ShardingError, here
 from shardwise.layout.box import Box
 from shardwise.layout.messages import Message
@@ -219,7 +220,7 @@ def _exchange_over_gloo(
     group: dist.ProcessGroup,
     agreement: Agreement | None,
 ) -> None:
-    """Sends to ranks above, then receives, then sends to ranks below; comm.gloo says why.
+    """Sends, then receives; comm.gloo says why.
 
     A message that is not met writes nowhere, so an agreement may fail after messages are posted.
     """
@@ -232,14 +233,14 @@ def _exchange_over_gloo(
         _copy((view, piece) for piece, view in staged)
         sending.append((group.send([wire], peer, tag), wire))
 
-    for peer in sorted(peer for peer in sends if peer > rank):
-        send(peer)
+    for peer in targets(rank, ranks):
+        if peer in sends:
+            send(peer)
     receiving = []
-    for peer in sorted(receives, key=lambda peer: (peer - rank) % ranks):
-        wire, staged = _buffer(receives[peer], cpu)
-        receiving.append((group.recv([wire], peer, tag), wire, staged))
-    for peer in sorted((peer for peer in sends if peer < rank), reverse=True):
-        send(peer)
+    for peer in sources(rank, ranks):
+        if peer in receives:
+            wire, staged = _buffer(receives[peer], cpu)
+            receiving.append((group.recv([wire], peer, tag), wire, staged))
     _copy(local)
     if agreement is not None:
         agreement.settle()

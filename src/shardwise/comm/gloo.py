@@ -21,9 +21,15 @@ timeout has passed.
 from __future__ import annotations
 
 import itertools
+import math
+import os
+import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +48,8 @@ STAGED_SLICES = 2  # slices that a reduce-scatter receives beside its output
 _GATHER_TAG = 0x7A000000
 _REDUCE_TAGS = range(_GATHER_TAG + 1, _GATHER_TAG + 1 + (1 << 16))
 
+_INPUT_THREAD = "gloo_tcp_loop"  # so named since torch 2.13
+_SEGMENT_BYTES = 1 << 20  # of gloo's ring, at most
 _GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
 
 _Combine = Callable[..., Tensor]
@@ -75,13 +83,14 @@ class GlooAllGather(DefaultAllGather):
         works: list[dist.Work] = []
         if numel:
             slices = output_tensor.split(numel)
-            if slices[rank].data_ptr() != input_tensor.data_ptr():
+            apart = slices[rank].data_ptr() != input_tensor.data_ptr()
+            if apart:
                 _check_apart("all-gather", output_tensor, input_tensor)
+            sent = [input_tensor]
+            works += [group.send(sent, peer, _GATHER_TAG) for peer in targets(rank, ranks)]
+            works += [group.recv([slices[peer]], peer, _GATHER_TAG) for peer in sources(rank, ranks)]
+            if apart:
                 slices[rank].copy_(input_tensor)
-            above, below = _targets(rank, ranks)
-            works += [group.send([input_tensor], peer, _GATHER_TAG) for peer in above]
-            works += [group.recv([slices[peer]], peer, _GATHER_TAG) for peer in _sources(rank, ranks)]
-            works += [group.send([input_tensor], peer, _GATHER_TAG) for peer in below]
         work = _AllGatherWork(works)
         if async_op:
             return work
@@ -92,9 +101,10 @@ class GlooAllGather(DefaultAllGather):
 class GlooReduceScatter(DefaultReduceScatter):
     """Reduce-scatter of CPU buffers by point-to-point messages; for groups of backend gloo.
 
-    Rank r's slice is x[r] + x[r+1] + ... + x[n-1] + x[0] + ... + x[r-1], added from left to right in the
-    buffers' dtype, where x[i] is what rank i had there; the order of arrival has no influence. AVG then
-    divides by n. Every rank begins to receive from another rank, so none must serve all at once.
+    Rank r's slice is x[r-1] + x[r-2] + ... + x[0] + x[n-1] + ... + x[r], added from left to right in the
+    buffers' dtype, where x[i] is what rank i had there; the order of arrival has no influence. So adds the
+    ring of gloo that is under c10d's reduce-scatter, and the results have the same bits: where it cuts the
+    buffer elsewhere than between slices, too. AVG then divides by n.
 
     The first slice arrives in the output and at most `STAGED_SLICES` more beside it; a staged slice's
     memory is used again for the next. So up to 4 ranks all receives are posted at once. On more, an
@@ -163,59 +173,121 @@ class _ReduceScatterWork(dist.Work):
         self._output, self._group, self._op = output, group, op
         self._receives: deque[tuple[dist.Work, Tensor]] = deque()
         self._sends: list[dist.Work] = []
-        self._sources = deque(_sources(rank, ranks) if numel else ())
         self._tag = _REDUCE_TAGS[next(issued(group)) % len(_REDUCE_TAGS)]
         if ranks == 1 or not numel:
             output.copy_(input)
             return
         slices = input.split(numel)
         self._own = slices[rank]
-        above, below = _targets(rank, ranks)
-        self._sends += [group.send([slices[peer]], peer, self._tag) for peer in above]
+        self._sums = _sums_begun_elsewhere(rank, ranks, numel, output.itemsize)
+        self._added = 0
+        self._sends += [group.send([slices[peer]], peer, self._tag) for peer in targets(rank, ranks)]
+        self._sources = deque(sources(rank, ranks))
         self._receive(output)
         for _ in range(min(STAGED_SLICES, len(self._sources))):
             self._receive(torch.empty_like(output))
-        self._sends += [group.send([slices[peer]], peer, self._tag) for peer in below]
 
     def _receive(self, buffer: Tensor) -> None:
         work = self._group.recv([buffer], self._sources.popleft(), self._tag)
         self._receives.append((work, buffer))
 
+    def _add(self, addend: Tensor) -> None:
+        output, combine = self._output, _COMBINE[self._op]
+        if addend is not output:
+            combine(output, addend, out=output)
+        for one in self._sums:
+            if self._added < one.later:
+                one.addends.append(addend[one.part].clone())
+            elif self._added == one.later:
+                output[one.part].copy_(addend[one.part])
+        self._added += 1
+
     @torch.no_grad()
     def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
-        output, combine = self._output, _COMBINE[self._op]
         while self._receives:
             work, arrived = self._receives[0]
             work.wait(timeout)
             self._receives.popleft()
-            first = arrived is output
-            combine(self._own if first else output, arrived, out=output)
-            if self._sources and not first:
+            self._add(arrived)
+            if self._sources and arrived is not self._output:
                 self._receive(arrived)
-            elif not self._receives and self._op == ReduceOp.AVG:
-                output.div_(self._group.size())
+            elif not self._receives:
+                self._end()
         while self._sends:
             self._sends[-1].wait(timeout)
             self._sends.pop()
         return True
+
+    def _end(self) -> None:
+        output, combine = self._output, _COMBINE[self._op]
+        self._add(self._own)
+        for one in self._sums:
+            for addend in one.addends:
+                combine(output[one.part], addend, out=output[one.part])
+        if self._op == ReduceOp.AVG:
+            output.div_(self._group.size())
 
     def is_completed(self) -> bool:
         """Has `wait` returned? The sum is not complete before."""
         return not self._receives and not self._sends
 
 
-def _sources(rank: int, ranks: int) -> list[int]:
-    """The other ranks, beginning with the next."""
-    return [*range(rank + 1, ranks), *range(rank)]
+@dataclass
+class _Sum:
+    """A part of the output that begins with another addend: the first ones come last."""
+
+    part: slice
+    later: int  # how many of the addends
+    addends: list[Tensor] = field(default_factory=list)
 
 
-def _targets(rank: int, ranks: int) -> tuple[range, range]:
-    """Ranks above, to which one sends before one receives, and below, to which after; nearest first.
+def _sums_begun_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[_Sum]:
+    """What of slice `rank` gloo's ring begins to add at another rank than the rest.
 
-    So of two ranks one sends first and the other receives first. Where both do the same, gloo's input
-    thread more often finds the connection locked by the caller, and spins until it is not.
+    The ring cuts the whole buffer into equal segments, equally many for each rank, at least two and of at
+    most `_SEGMENT_BYTES`. What it begins at one rank is so at times a few elements longer than a slice.
     """
-    return range(rank + 1, ranks), range(rank - 1, -1, -1)
+    segments = max(math.ceil(ranks * numel / (_SEGMENT_BYTES // itemsize)), 2 * ranks)
+    each = math.ceil(segments / ranks)
+    length = each * math.ceil(ranks * numel / (each * ranks))
+    found, begin = [], 0
+    for later in range(rank, 0, -1):
+        end = min((rank - later + 1) * length - rank * numel, numel)
+        if end > begin:
+            found.append(_Sum(slice(begin, end), later))
+            begin = end
+    return found
+
+
+def sources(rank: int, ranks: int) -> list[int]:
+    """The other ranks, in the order in which one receives from them: backwards round the ring."""
+    return [(rank - step) % ranks for step in range(1, ranks)]
+
+
+def targets(rank: int, ranks: int) -> list[int]:
+    """The other ranks, in the order in which one sends to them, before one receives: round the ring.
+
+    A rank that comes late then writes at once to those who are there, who write nothing to it until it
+    receives: while a caller writes, gloo's input thread can only spin.
+    """
+    return [(rank + step) % ranks for step in range(1, ranks)]
+
+
+def let_callers_finish() -> None:
+    """Make gloo's input threads in this process wait for a core that is free, or is given up. Local.
+
+    Who sends or receives locks the connection for some microseconds, and wakes the other rank's input
+    thread. Where that takes over the core, and cores are busy, the caller keeps the lock for milliseconds,
+    in which this rank's own input thread spins. A thread under SCHED_BATCH has its share of time as before,
+    but takes over no core when it wakes.
+    """
+    if sys.platform != "linux":
+        return
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended, or the system does not allow this
+            thread = int(comm.parent.name)
+            if comm.read_text().strip() == _INPUT_THREAD and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
