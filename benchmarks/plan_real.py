@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardwise.comm.count import CommCounter
+from shardwise.comm.count import Collective, CommCounter
 from shardwise.planner.decoder import Decoder, Shape
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
@@ -77,16 +77,27 @@ def setup_of(ranks: int, **changes: Any) -> Setup:
 def compare(factory: Callable[..., nn.Module], setup: Setup) -> Comparison:
     """On every rank of the default group: a plan, and then the step itself."""
     model = model_of(factory, sequence=setup.sequence)
-    recording = record(model, setup, layers=model.layers)
-    issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
+    planned, issued = planned_step(model, setup, layers=model.layers)
     alive, calls = _measured(model, setup)
     return Comparison(
-        planned_alive=max(moment.alive_bytes for moment in moments(recording)),
+        planned_alive=planned,
         measured_alive=alive,
         planned_sent=sum(one.wire_bytes for one in issued),
         measured_sent=sum(one.wire_bytes for one in calls),
         same_order=calls == issued,
     )
+
+
+def planned_step(model: Model, setup: Setup, *, layers: int) -> tuple[int, list[Collective]]:
+    """The most bytes alive, and the collectives, by a plan that rank 0 makes for all. Collective."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        recording = record(model, setup, layers=layers)
+        issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
+        found = [(max(moment.alive_bytes for moment in moments(recording)), issued)]
+    dist.broadcast_object_list(found)
+    made: tuple[int, list[Collective]] = found[0]
+    return made
 
 
 def _measured(model: Model, setup: Setup) -> tuple[int, Any]:

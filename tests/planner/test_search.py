@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.plan_real import decoder
+from benchmarks.plan_real import decoder, planned_step
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
@@ -16,10 +16,7 @@ from ranks import on_ranks
 from shardwise import planner
 from shardwise.comm.count import CommCounter
 from shardwise.planner.decoder import Decoder, Shape
-from shardwise.planner.events import Send
-from shardwise.planner.measure import last_step
 from shardwise.planner.models import model_of
-from shardwise.planner.record import record
 from shardwise.planner.search import _degrees, _kept_bytes, _sent, _space
 from shardwise.planner.setup import Setup
 
@@ -113,8 +110,7 @@ CUTS: list[tuple[Any, dict[str, Any]]] = [
 def test_the_python_of_a_plan_builds_what_was_planned(factory: Any, cut: dict[str, Any]) -> None:
     setup = Setup(ranks=4, device="cpu", sequence=SEQUENCE, **cut)
     model = model_of(factory, sequence=SEQUENCE)
-    recording = record(model, setup, layers=3)
-    issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
+    _, issued = planned_step(model, setup, layers=3)
 
     names: dict[str, Any] = {}
     exec(planner.python(model, setup), names)
