@@ -11,14 +11,15 @@ every rank, `compare(case)` trains
 
 and asserts `ours == torchs` bit for bit (each rank's loss, pieces of gradients and of parameters,
 at every step; names, placements and state_dict keys) and `ours ~ alone` within the case's rounding
-(mean loss at every step; full gradients at the first and the last, full parameters at the last).
+(mean loss at every step; full gradients and parameters at the last).
 
 Pieces of `contiguous` cannot be compared with torch's, whose ranks hold other rows. So what is compared
 is what all ranks hold together, with `ours`, which is `torchs`, and with `alone`: each step's losses, full
-gradients at the first and the last step, full parameters at the last. Sums over two ranks have one order,
-so where at most two ranks are added at a time (also 2 x 2, where two sums of two are) and the optimizer is
-elementwise, every bit must be the same. Over three or four ranks gloo adds in an order that depends on
-where an element lies in its buffer, which is the layout's business; there the case's rounding applies.
+gradients and parameters at the last; what an earlier gradient was is in those parameters. Sums over two
+ranks have one order, so where at most two ranks are added at a time (also 2 x 2, where two sums of two are)
+and the optimizer is elementwise, every bit must be the same. Over three or four ranks gloo adds in an order
+that depends on where an element lies in its buffer, which is the layout's business; there the case's
+rounding applies.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def run_training(
         last = step == case.steps - 1  # what differs at any step shows in the losses, and at the end
         if pieces:
             record.gradient_pieces.append(each(model, piece, gradient=True))
-        if wholes and (step == 0 or last):
+        if wholes and last:
             record.full_gradients[step] = each(model, full, gradient=True)
         optimizer.step()
         if pieces:
@@ -272,7 +273,7 @@ def run_alone(case: Case) -> Record:
     for step in range(case.steps):
         record.losses.append(case.alone(run, case.task, case.task.batch(step)))
         case.after_backward(model)
-        if step in (0, case.steps - 1):
+        if step == case.steps - 1:
             record.full_gradients[step] = each(model, full, gradient=True)
         optimizer.step()
         optimizer.zero_grad()
