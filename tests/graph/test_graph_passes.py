@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 
+from graph.held import held_bytes
 from ranks import on_ranks
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import RankMismatchError, ShardingError
@@ -29,12 +30,11 @@ from shardwise.graph.passes import (
     merge_small,
     order_text,
     prefetch,
-    prefetch_within_peak,
+    prefetch_in_turn,
     sink_waits,
 )
 from shardwise.graph.passes.bound_unsharded import last_use
 from shardwise.graph.passes.check_order import graphs_in
-from shardwise.graph.passes.held import held_bytes
 from shardwise.graph.passes.moves import tail, uses
 
 RANKS, SIZE = 4, 3
@@ -477,7 +477,7 @@ def drawings(draw: st.DrawFn) -> Graph:
 
 @settings(max_examples=80, deadline=None)
 @given(graph=drawings())
-def test_gathering_within_the_peak_holds_no_more_than_other_settings(
+def test_gathering_in_turn_holds_no_more_than_other_settings(
     graph: Graph,
 ) -> None:
     values = computed(graph)
@@ -485,7 +485,7 @@ def test_gathering_within_the_peak_holds_no_more_than_other_settings(
     Passes(prefetch=1)(early)
     sink_waits(graph)
     order, late = issues(graph), max(held_bytes(graph))
-    prefetch_within_peak(graph)
+    prefetch_in_turn(graph)
     check(graph, values)
     assert issues(graph) == order
     assert max(held_bytes(graph)) <= max(late, max(held_bytes(early)))

@@ -15,11 +15,12 @@ from torch.fx import Graph
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from graph.held import held_bytes
 from shardwise import fully_shard
 from shardwise.graph import record
 from shardwise.graph.collectives import collectives, operator_name
 from shardwise.graph.passes import Passes
-from shardwise.graph.passes.held import held_bytes, staging
+from shardwise.graph.passes.moves import staging
 
 RANKS, WIDTH = 4, 16
 

@@ -56,8 +56,8 @@ def compile(
             the uncompiled model's. Passes have nothing to do there.
         fullgraph: raise where a graph would break; the default, unlike torch's.
         dynamic: as `torch.compile` has it.
-        prefetch: gather parameters this many groups ahead; 0: where they are needed. None: one ahead, as far
-            as that holds no more parameters and gradients at a time than 0 does.
+        prefetch: gather parameters this many groups ahead; 0: where they are needed. None: one ahead, in
+            backward once the gradients of the module before are reduced, which holds a group less than 1.
         max_unsharded: gather no more groups than this at a time; None: as many as `prefetch` takes.
         merge_bytes: merge small collectives of one kind up to this size; 0: merge none. Reductions over more
             than two ranks may then add in another order.

@@ -17,7 +17,7 @@ from shardwise.errors import ShardingError
 from shardwise.graph.passes.bound_unsharded import bound_unsharded, saved_gathers
 from shardwise.graph.passes.check_order import check_order, order_text
 from shardwise.graph.passes.merge_small import merge_small
-from shardwise.graph.passes.prefetch import prefetch, prefetch_within_peak
+from shardwise.graph.passes.prefetch import prefetch, prefetch_in_turn
 from shardwise.graph.passes.sink_waits import sink_waits
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "merge_small",
     "order_text",
     "prefetch",
-    "prefetch_within_peak",
+    "prefetch_in_turn",
     "saved_gathers",
     "sink_waits",
 ]
@@ -38,8 +38,8 @@ class Passes:
     """The passes that `shardwise.compile` runs, in the order in which they build on each other.
 
     Attributes:
-        prefetch: how many gathers ahead parameters are gathered; 0: where they are needed. None: one, as far
-            as the graph then holds no more parameters and gradients than it does without.
+        prefetch: how many gathers ahead parameters are gathered; 0: where they are needed. None: one, in turn
+            with reductions.
         max_unsharded: how many groups may be gathered at a time; None: as many as that takes.
         merge_bytes: collectives are merged up to this size; 0: none is.
 
@@ -77,7 +77,7 @@ class Passes:
             prefetch(graph, ahead=self.prefetch)
         sink_waits(graph)
         if self.prefetch is None:
-            prefetch_within_peak(graph)
+            prefetch_in_turn(graph)
         if self.max_unsharded is not None:
             bound_unsharded(graph, limit=self.max_unsharded, saved=self._saved_for(graph))
             if saved := saved_gathers(graph):

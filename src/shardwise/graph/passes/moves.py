@@ -62,6 +62,12 @@ def pack(issue: Node) -> tuple[list[Node], list[Node]]:
     return sorted(layout), sorted(starts)
 
 
+def staging(one: Collective) -> Node | None:
+    """The node that copies gradients into the staging buffer that `one` reduces; None if there is none."""
+    found = [node for node in pack(one.issue)[0] if operator_name(node) == STAGED] if one.op else []
+    return found[-1] if found else None
+
+
 def is_of_inputs(issue: Node) -> bool:
     """Does a collective send the graph's inputs, and nothing that the graph computes?"""
     return all(node.op in ("placeholder", "get_attr") for node in pack(issue)[1])

@@ -6,8 +6,7 @@ from torch.fx import Graph, Node
 
 from shardwise.comm.kinds import REDUCE, SCATTER
 from shardwise.graph.collectives import Collective, collectives
-from shardwise.graph.passes.held import staging
-from shardwise.graph.passes.moves import hoist, pack, sink, tail, uses
+from shardwise.graph.passes.moves import hoist, pack, sink, staging, tail, uses
 
 
 def sink_waits(graph: Graph) -> list[Node]:

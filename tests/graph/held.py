@@ -1,8 +1,4 @@
-"""How many bytes a graph holds of unsharded parameters and of gradients, at each of its nodes.
-
-Parameters and gradients have the same sizes on every rank. What a graph holds besides, activations, may not,
-so nothing here counts them: what is decided by these bytes is decided alike by all ranks.
-"""
+"""How many bytes a graph holds of unsharded parameters and of gradients, at each of its nodes."""
 
 from __future__ import annotations
 
@@ -12,26 +8,9 @@ from torch.fx import Graph, Node
 
 from shardwise.comm.kinds import GATHER
 from shardwise.fsdp.traced import STAGED
-from shardwise.graph.collectives import Collective, collectives, nbytes, operator_name
+from shardwise.graph.collectives import collectives, nbytes, operator_name
 from shardwise.graph.memory import aliased, written
-from shardwise.graph.passes.moves import is_of_inputs, pack, tail
-
-
-def staging(one: Collective) -> Node | None:
-    """The node that copies gradients into the staging buffer that `one` reduces; None if there is none."""
-    found = [node for node in pack(one.issue)[0] if operator_name(node) == STAGED] if one.op else []
-    return found[-1] if found else None
-
-
-def gradients(graph: Graph) -> list[tuple[Node, Node, int]]:
-    """Of each gradient that is reduced: the node whose memory it lies in, the node that stages it, bytes."""
-    root = roots(graph)
-    return [
-        (root[grad], node, nbytes(grad))
-        for node in graph.nodes
-        if operator_name(node) == STAGED
-        for grad in node.args[0]
-    ]
+from shardwise.graph.passes.moves import is_of_inputs, pack, staging, tail
 
 
 def held_bytes(graph: Graph) -> list[int]:
@@ -64,7 +43,11 @@ def held_bytes(graph: Graph) -> list[int]:
                     hold(node)
             hold(one.inputs[0], until=place[one.wait])
     changes = [0] * (len(nodes) + 1)
-    grads = [(place[made], place[staged], size) for made, staged, size in gradients(graph)]
+    grads = [
+        (place[root[grad]], place[node], nbytes(grad))
+        for node in nodes
+        for grad in (node.args[0] if operator_name(node) == STAGED else ())
+    ]
     for begin, end, size in (*spans.values(), *grads):
         changes[begin] += size
         changes[end + 1] -= size
