@@ -129,6 +129,25 @@ def test_what_goes_wrong_on_one_rank_raises_on_all_and_the_next_save_works(
     assert latest_step(tmp_path) == 3
 
 
+@on_ranks(2)
+def test_a_save_is_given_up_where_ranks_go_on_without_one_that_saved(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    with pytest.MonkeyPatch.context() as patch:
+        free = held_up(patch, rank=1)
+        saving = save_async(tmp_path, state, step=1)
+        if dist.get_rank() == 1:  # as a process in the place of a lost one
+            background._in_flight.clear()
+        else:
+            background.abandon()
+            with pytest.raises(CheckpointError, match="rank 1 has not written its part"):
+                saving.wait()
+        save(tmp_path, state, step=2)
+        free.set()
+        saving._thread.join()
+    dist.barrier()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000002"]
+
+
 def test_a_process_that_ends_waits_for_its_save_which_may_still_start_threads(tmp_path: Path) -> None:
     state = "{'w': torch.ones(1 << 20)}"
     script = f"""

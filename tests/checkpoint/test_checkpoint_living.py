@@ -292,6 +292,37 @@ def test_a_round_waits_for_those_who_live_and_not_for_the_dead(
     here.hold()
 
 
+def test_those_with_state_are_seated_before_new_ones_and_a_spare_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(timeout_s: float = 60.0) -> Meeting:
+        store = dist.FileStore(str(tmp_path / "store"))
+        return Meeting(store, ranks=3, wait_s=0.0, timeout=timedelta(seconds=timeout_s))
+
+    monkeypatch.setattr(meeting, "_NOTICE_S", 1.0)
+    first, spare, last = [one() for _ in range(3)], one(3.0), one()
+    with ThreadPoolExecutor(4) as threads:
+        met = [threads.submit(each.come, rank, has_state=False) for rank, each in enumerate(first)]
+        assert [each.result() for each in met] == [(0, False), (1, False), (2, False)]
+        first[0].hold()
+        waits = threads.submit(spare.come, None, has_state=False)
+        time.sleep(0.3)
+        assert not first[0].has_new()
+        first[0].break_up("rank 1 is lost")
+        begins = threads.submit(first[0].come, 0, has_state=True)
+        while spare.round < 1:
+            time.sleep(0.02)
+        comes = threads.submit(last.come, None, has_state=False)
+        time.sleep(0.5)
+        assert not begins.done()  # three are there, but rank 2 may not have noticed yet
+        assert first[2].come(2, has_state=True) == (2, True)
+        assert (begins.result(), comes.result()) == ((0, True), (1, False))
+        with pytest.raises(CheckpointError, match="has all its 3 ranks"):
+            waits.result()
+    for each in (*first, spare, last):
+        each.hold()
+
+
 def test_a_place_is_kept_and_holes_are_filled() -> None:
     assert places([2, None, 0, 1]) == [2, 3, 0, 1]
     assert places([3, 1, 0]) == [2, 1, 0]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import RankFailure, RankPool, on_ranks
 from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise._compat import timeout_of
 from shardwise.checkpoint import save
 from shardwise.comm import watch
 from shardwise.comm.agree import together
@@ -157,8 +158,10 @@ def test_a_difference_is_an_error_on_every_rank(
 @on_ranks(4)
 def test_ranks_of_other_groups_of_the_mesh_are_told_too() -> None:
     how = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)} if dist.get_rank() == 1 else {}
-    net = sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), **how)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = sharded(mesh=mesh, **how)
     message, seconds = outcome(lambda: step(net))
+    assert {timeout_of(mesh.get_group(axis)) for axis in (0, 1)} == {timeout_of(dist.group.WORLD)}
     assert seconds < SECONDS
     assert message.startswith("RankMismatchError")
     assert "'blocks.1' with reduce_dtype=torch.float64" in message

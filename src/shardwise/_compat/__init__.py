@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 # checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -231,6 +232,13 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     group = group or c10d._get_default_group()
     for device in group._device_types:
         cast(Any, group._get_backend(device))._set_default_timeout(timeout)
+
+
+def follow_timeout(group: dist.ProcessGroup) -> None:
+    """Let a group of a mesh, which torch gives a timeout of its own default, have the default group's."""
+    whole = c10d._get_default_group()
+    if group is not whole and timeout_of(group) == default_pg_timeout:
+        set_timeout(group, timeout_of(whole))
 
 
 def device_type_of(group: dist.ProcessGroup) -> str:

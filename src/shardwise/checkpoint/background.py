@@ -62,7 +62,7 @@ class Saving:
         self._patience = _compat.timeout_of(group).total_seconds() if group else 0.0
         self._path: Location | None = None
         self._problem: str | None = None
-        self._given_up = threading.Event()
+        self._given_up, self._is_abandoned = threading.Event(), False
         self._thread = threading.Thread(
             target=self._run, args=([*chunks], commit), name="shardwise-save", daemon=True
         )
@@ -84,6 +84,12 @@ class Saving:
         Raises:
             CheckpointError: on every rank, if the save failed on any; earlier checkpoints are untouched.
         """
+        if self._is_abandoned:
+            if (path := self._ended()) is not None:
+                return path
+            raise CheckpointError(
+                f"{self._what}: ranks met anew meanwhile; `latest_step` tells if it is there"
+            )
         if self in _in_flight:
             _in_flight.remove(self)
         try:
@@ -96,6 +102,16 @@ class Saving:
                 discard(self._staging)
             raise
         return location(paths[0])
+
+    def abandon(self) -> None:
+        """End it without those that are lost: it is there if all had written their part. Local."""
+        self._is_abandoned = True
+        self._given_up.set()
+        self._thread.join()
+        if self._problem is not None:
+            _log.warning("%s was given up, as ranks met anew: %s", self._what, self._problem)
+            if self._rank == 0:
+                discard(self._staging)
 
     def _ended(self) -> Location | None:
         self._thread.join()
@@ -160,6 +176,12 @@ def settle() -> None:
     """
     for saving in list(_in_flight):
         saving.wait()
+
+
+def abandon() -> None:
+    """Give up the save in flight, if there is one: other ranks than its own go on. Local."""
+    while _in_flight:
+        _in_flight.pop().abandon()
 
 
 def failed_here() -> bool:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardwise import _compat
 from shardwise._compat import Store
+from shardwise.checkpoint.background import abandon
 from shardwise.checkpoint.meeting import START, Meeting
 from shardwise.checkpoint.memory import HostMemory
 from shardwise.comm.agree import together
@@ -185,6 +186,7 @@ class LivingRanks(Generic[_T]):
         self._rank, counts = self._meeting.come(self._rank, has_state=self._taken is not None)
         if not counts:
             self._forget()
+        abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
         _compat.number_groups_anew()

@@ -1,13 +1,17 @@
 """Where ranks meet: in a store that outlives each of them, round by round.
 
-    R/came, R/1, R/2 ...    who came, with the rank that each would be
-    R/closed                how many belong to the round: all there are to be, or who was there in time
+    R/came, R/1, R/2 ...    who came, with the rank that each would be, and whether it has state
+    R/closed                which of them belong to the round: all there are to be, or who was there in time
     R/beat/1 ...            a count of each member's that goes on until the round has held
     R/broken                why it has not: its members meet in the next
 
 Ranks that connect to each other tell where they are through the store. One that dies before it has told
 would leave the others waiting. So they wait in a store that looks whether the round's members live; and no
 round is closed while a member of the round before lives that has not come.
+
+Who has state goes before who has none: processes that replace others may die and be replaced in turn before
+the last of the living has noticed the loss, and it may be the only one with its part of the state. So a round
+of several new ones is closed once that has had its time, and a new one that nobody needs waits until it is.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +31,7 @@ from shardwise.errors import CheckpointError
 
 START = "Start all ranks again from a checkpoint"
 _LOOK_S = 0.02  # between looks into the store
+_NOTICE_S = 6.0  # in which all that live have noticed a loss
 _BEAT_S, _SILENT_S = 0.5, 5.0  # between beats; without one, a member is taken for dead
 
 
@@ -58,28 +63,55 @@ class Meeting:
             newest = int(self._store.get("round")) if self._store.check(["round"]) else -1
             has_state = has_state and newest <= self.round  # else the others have gone on without it
             patience_s = self._wait_s + (0 if has_state else self.timeout.total_seconds())
+            if not has_state:
+                self._wait_until_needed(rank, newest, patience_s)
             before = _Pulses(self._store, newest, skip=None) if has_state and newest >= 0 else None
-            self._sign_in(newest + 1, rank)
-            at, begun = f"{self.round}/", time.monotonic()
+            self._sign_in(newest + 1, rank, has_state=has_state)
+            at, begun, told = f"{self.round}/", time.monotonic(), dict[int, tuple[int | None, bool]]()
             while not self._store.check([f"{at}closed"]):
-                came, waited_s = self._store.add(f"{at}came", 0), time.monotonic() - begun
+                self._hear(told)
+                waited_s = time.monotonic() - begun
                 late = waited_s > patience_s
-                if late and not has_state and came < self._ranks:
-                    raise CheckpointError(self._alone(rank, newest, came, patience_s))
+                if late and not has_state and len(told) < self._ranks:
+                    raise CheckpointError(self._alone(rank, newest, told, patience_s))
                 alive = before is not None and len(before.silent()) < len(before)
                 if alive and waited_s < patience_s + self.timeout.total_seconds():
                     late = False
-                if late or came >= self._ranks:
-                    self._store.compare_set(f"{at}closed", "", str(came))
+                noticed = waited_s > _NOTICE_S or self._lacks_one_at_most(newest, told)
+                if late or (noticed and len(told) >= self._ranks):
+                    self._store.compare_set(f"{at}closed", "", json.dumps(seats(told, self._ranks)))
                 time.sleep(_LOOK_S)
-            size = int(self._store.get(f"{at}closed"))
-            if self._number <= size:
-                self.size = size
+            members = _members(self._store, self.round)
+            if self._number in members:
+                self.size = len(members)
                 self._store.set("round", str(self.round))
-                members = self.watched()
-                told = [json.loads(members.get(f"{at}{number}")) for number in range(1, size + 1)]
-                return places(told)[self._number - 1], has_state
+                self._hear(told)
+                old = [told[number][0] for number in members]
+                return places(old)[members.index(self._number)], has_state
             has_state = False
+
+    def _hear(self, told: dict[int, tuple[int | None, bool]]) -> None:
+        """Add who has come to the round and told of itself: by number, the rank and whether it has state."""
+        for number in range(1, self._store.add(f"{self.round}/came", 0) + 1):
+            if number not in told and self._store.check([key := f"{self.round}/{number}"]):
+                told[number] = tuple(json.loads(self._store.get(key)))
+
+    def _lacks_one_at_most(self, newest: int, told: Mapping[int, tuple[int | None, bool]]) -> bool:
+        """Have all members of the round before come with their state, but for one that a new one replaces?"""
+        return sum(has for _, has in told.values()) >= len(_members(self._store, newest)) - 1
+
+    def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
+        """Return once a round lacks ranks, or its members meet again."""
+        begun = time.monotonic()
+        while len(_members(self._store, newest)) >= self._ranks:
+            if any(self._store.check([key]) for key in (f"{newest}/broken", f"{newest + 1}/came")):
+                return
+            if time.monotonic() - begun > patience_s:
+                raise CheckpointError(
+                    f"rank {rank}: the run in this store has all its {self._ranks} ranks, and in"
+                    f" {patience_s:g} s none of them met anew. {START}, with a new store, if they have gone"
+                )
+            time.sleep(_LOOK_S)
 
     def watched(self, name: str = "") -> Store:
         """The store, which ends waiting where a member of the round dies before the round has held."""
@@ -116,7 +148,7 @@ class Meeting:
         self.break_up(why)
         return why
 
-    def _sign_in(self, number: int, rank: int | None) -> None:
+    def _sign_in(self, number: int, rank: int | None, *, has_state: bool) -> None:
         self.hold()
         self.round = number
         self._number = self._store.add(f"{number}/came", 1)
@@ -128,21 +160,40 @@ class Meeting:
             daemon=True,
         )
         self._thread.start()
-        self._store.set(f"{number}/{self._number}", json.dumps(rank))
+        self._store.set(f"{number}/{self._number}", json.dumps([rank, has_state]))
 
-    def _alone(self, rank: int | None, newest: int, came: int, waited_s: float) -> str:
+    def _alone(
+        self, rank: int | None, newest: int, told: Mapping[int, tuple[int | None, bool]], waited_s: float
+    ) -> str:
         """Why ranks that have no state do not begin: fewer than all have come, and none that has any."""
-        here = {json.loads(self._store.get(f"{newest + 1}/{each}")) for each in range(1, came + 1)}
+        here = {each for each, _ in told.values()}
         missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
         if newest < 0:
             return (
-                f"{came} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}. A run"
-                " begins with all; start those too, or give a longer timeout"
+                f"{len(told)} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}."
+                " A run begins with all; start those too, or give a longer timeout"
             )
         return (
             f"rank {rank}: a run has begun in this store, and in {waited_s:g} s none of its ranks came"
             f" to meet this one. {START}, with a new store"
         )
+
+
+def seats(told: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
+    """Who belongs to a round, by number: those with state first, of others those that came last.
+
+    Args:
+        told: by number, the rank that each had, and whether it has state.
+    """
+    return sorted(sorted(told, key=lambda number: (not told[number][1], -number))[:most])
+
+
+def _members(store: Store, round: int) -> list[int]:
+    """Who belongs to a round, by number; nobody before it is closed."""
+    if not store.check([f"{round}/closed"]):
+        return []
+    members: list[int] = json.loads(store.get(f"{round}/closed"))
+    return members
 
 
 def places(old: Sequence[int | None]) -> list[int]:
@@ -176,8 +227,7 @@ class _Pulses:
 
     def __init__(self, store: Store, round: int, *, skip: int | None) -> None:
         self._store, self._looked = store, 0.0
-        size = int(store.get(f"{round}/closed"))
-        keys = [f"{round}/beat/{number}" for number in range(1, size + 1) if number != skip]
+        keys = [f"{round}/beat/{number}" for number in _members(store, round) if number != skip]
         self._seen: dict[str, tuple[bytes, float]] = dict.fromkeys(keys, (b"", time.monotonic()))
 
     def __len__(self) -> int:

@@ -67,6 +67,7 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
         return None
     if group not in _orders:
         check_folder()
+        _compat.follow_timeout(group)
         _orders[group] = Order(group, _compat.default_store())
         _look_after(_orders[group])
     return _orders[group]
