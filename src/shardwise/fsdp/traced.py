@@ -140,7 +140,12 @@ def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
 
 
 def _staging_buffer(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
-    return grads[0].new_empty(Cut(numbers, "").reduced_numel, dtype=dtype)
+    return grads[0].new_empty(_reduced_numel(numbers), dtype=dtype)
+
+
+@cache
+def _reduced_numel(numbers: str) -> int:
+    return Cut(numbers, "").reduced_numel
 
 
 _read_once = cache(_read)  # a tracer passes caches by
