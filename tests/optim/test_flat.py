@@ -27,7 +27,7 @@ from ranks import on_ranks
 from shardwise import clip_grad_norm_, fully_shard
 from shardwise.checkpoint import load, save
 from shardwise.errors import ShardingError
-from shardwise.fsdp.fast import Seen
+from shardwise.fsdp.fast import seen
 from shardwise.optim import FlatOptimizer, flat
 from shardwise.sharded_tensor.rows import ShardedRows
 
@@ -251,12 +251,12 @@ def test_a_step_counts_once_and_what_was_gathered_before_is_not_used_again() -> 
     net = model(reshard_after_forward=False)
     optimizer = flat(torch.optim.SGD, net, lr=0.5)
     backward(net, 0)
-    before = Seen.steps
+    before = seen.steps
     optimizer.step()
-    assert Seen.steps == before + 1
+    assert seen.steps == before + 1
     torch.optim.SGD(net.parameters())  # torch hooks the class when it is first built
     optimizer.step()
-    assert Seen.steps == before + 2
+    assert seen.steps == before + 2
     with torch.no_grad():
         found = net(torch.ones(1, 9))
         whole = Net(blocks=2, width=9)

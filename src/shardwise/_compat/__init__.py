@@ -148,8 +148,10 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 # ProcessGroup's own methods skip the Python of `dist.all_gather_into_tensor`, whose name is
 # moreover deprecated in 2.13 (a warning a call) while its successor is missing before.
-_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-_SCATTER = (
+_gather_of: Callable[[dist.ProcessGroup], Callable[..., Any]] = attrgetter(
+    "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+)
+_scatter_of: Callable[[dist.ProcessGroup], Callable[..., Any]] = attrgetter(
     "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 )
 
@@ -170,7 +172,7 @@ def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """`output` (1-D, ranks x input) from every rank's `input`. Collective over `group`."""
-    work: dist.Work | None = getattr(group, _GATHER)(output, input, _GATHER_OPTIONS[async_op])
+    work: dist.Work | None = _gather_of(group)(output, input, _GATHER_OPTIONS[async_op])
     if async_op:
         return work
     if work is not None:  # NCCL returns none for a synchronous collective
@@ -182,13 +184,14 @@ def reduce_scatter_single(
     output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """`output` from this rank's slice of the reduced `input`s. Collective over `group`."""
-    known = _SCATTER_OPTIONS.get((id(op), async_op))
-    if known is None:
+    try:
+        known = _SCATTER_OPTIONS[id(op), async_op]
+    except KeyError:
         options = ReduceScatterOptions()
         options.reduceOp = op
         options.asyncOp = async_op
         known = _SCATTER_OPTIONS[id(op), async_op] = (options, op)
-    work: dist.Work | None = getattr(group, _SCATTER)(output, input, known[0])
+    work: dist.Work | None = _scatter_of(group)(output, input, known[0])
     if async_op:
         return work
     if work is not None:  # NCCL returns none for a synchronous collective

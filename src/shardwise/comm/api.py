@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, empty
 
 from shardwise import _compat
 
@@ -55,7 +55,7 @@ class DefaultAllGather:
     """c10d's all-gather on buffers of the device's own allocator."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        return empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -67,7 +67,7 @@ class DefaultReduceScatter:
     """c10d's reduce-scatter on buffers of the device's own allocator."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        return empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -89,7 +89,7 @@ class _FromGroup:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         backend = _compat.group_allocator(self.group, device)
         if backend is None:
-            return torch.empty(*size, dtype=dtype, device=device)
+            return empty(size, dtype=dtype, device=device)
         tensor: Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
         return tensor.view(*size)
 

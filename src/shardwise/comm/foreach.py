@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ from shardwise.comm.streams import CommStreams, record_event
 from shardwise.errors import ShardingError, here
 
 
-class AllGatherResult(NamedTuple):
+@dataclass(slots=True)
+class AllGatherResult:
     """A gather in flight, with what it must keep alive."""
 
     output: Tensor  # 1-D, all ranks' shards one after another
@@ -194,8 +195,19 @@ class Reduction:
         """Ranks of the reduce-scatter; asking a process group each time is slow."""
         return 1 if self.shard_group is None else self.shard_group.size()
 
+    @cached_property
+    def on_current_stream(self) -> Reduction:
+        return replace(self, streams=None)
 
-class ReduceResult(NamedTuple):
+    @cached_property
+    def ends_with_scatter(self) -> bool:
+        """Is what was reduce-scattered the result as it is, on the current stream?"""
+        more = (self.streams, self.replicate_group, self.hook)
+        return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
+
+
+@dataclass(slots=True)
+class ReduceResult:
     """A reduction's outcome, with what running streams still use."""
 
     shard: Tensor | None  # 1-D sharded gradient in result_dtype; None if only accumulated
@@ -277,24 +289,21 @@ def reduce_scatter(
         The shard, and on an accelerator when the input may be freed.
     """
     streams = how.streams
-    if streams is None:
-        return _reduce_scatter(reduce_input, how, out), None
-    streams.reduce_scatter.wait_stream(current_stream(how.device))
-    with streams.reduce_scatter:
-        return _reduce_scatter(reduce_input, how, out), record_event(streams.reduce_scatter)
-
-
-def _reduce_scatter(reduce_input: Tensor, how: Reduction, out: Tensor | None) -> Tensor:
+    if streams is not None:
+        streams.reduce_scatter.wait_stream(current_stream(how.device))
+        with streams.reduce_scatter:
+            shard, _ = reduce_scatter(reduce_input, how.on_current_stream, out=out)
+            return shard, record_event(streams.reduce_scatter)
     if how.factors.before is not None and how.factors.before != 1:
         reduce_input.div_(how.factors.before)
     group = how.shard_group
     if group is None or how.shard_ranks == 1:
-        return reduce_input if out is None else out.copy_(reduce_input)
+        return (reduce_input if out is None else out.copy_(reduce_input)), None
     if out is None:
-        size = (reduce_input.numel() // how.shard_ranks,)
+        size = (reduce_input.shape[0] // how.shard_ranks,)
         out = how.comm.allocate(size, dtype=how.dtype, device=how.device)
     how.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=how.factors.reduce_scatter_op)
-    return out
+    return out, None
 
 
 def finish_reduction(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,26 +14,7 @@ from shardwise import _compat
 class _State(Protocol):
     """A sharded module's, which goes through backward."""
 
-    def pre_backward(self, grad: Tensor) -> Tensor: ...
-
     def post_backward(self) -> None: ...
-
-
-class OutputHook:
-    """On a module's output: begins its backward, after ending that of the modules it was the input of."""
-
-    __slots__ = ("ending", "state", "tensor")
-
-    def __init__(self, tensor: Tensor, state: _State) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.state = state
-        self.ending: list[_State] = []
-
-    @_compat.runs_eagerly
-    def __call__(self, grad: Tensor) -> Tensor:
-        for state in self.ending:
-            state.post_backward()
-        return self.state.pre_backward(grad)
 
 
 class _EndOfBackward(torch.autograd.Function):

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import AllGather, AllGatherResult, CommStreams, DefaultAllGather
@@ -27,7 +26,7 @@ from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.streams import record_event
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp.fast import Seen, allocates_as
+from shardwise.fsdp.fast import allocates_as, seen
 from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
@@ -40,21 +39,19 @@ from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import place_over
 
 PADDING_TO_WARN_OF = 0.1
+_POST_FORWARD = Form.POST_FORWARD
 
 
 class _Works:
     """Several asynchronous gathers, waited for as one."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, *works: Any) -> None:
         self.works = works
 
     def wait(self) -> None:
         for work in self.works:
-            work.wait()
-
-
-def _together(works: list[dist.Work]) -> Any:
-    return works[0] if len(works) == 1 else _Works(works)
+            if work is not None:
+                work.wait()
 
 
 @dataclass
@@ -195,22 +192,18 @@ class ContiguousGroup(ParamGroup):
             self._refresh(comm)
         if group is None:
             return DONE
-        if self.form is Form.POST_FORWARD:
-            assert self.post_forward_mesh is not None
-            group = self.post_forward_mesh.shard_process_group
-        if streams is None:
-            running = self._gather_all(group, comm, async_op)
-            return AllGatherResult(DONE.output, (), None, _together(running)) if running else DONE
-        streams.reclaim(self.buffers, keep=1)
-        with streams.all_gather:
-            running = self._gather_all(group, comm, async_op)
-            gathered = record_event(streams.all_gather)
-        return AllGatherResult(DONE.output, (), gathered, _together(running))
-
-    def _gather_all(self, group: dist.ProcessGroup, comm: AllGather, async_op: bool) -> list[dist.Work]:
+        if streams is not None:
+            streams.reclaim(self.buffers, keep=1)
+            with streams.all_gather:
+                result = self._start_gather(async_op, None)
+                self.streams, result = streams, replace(result, event=record_event(streams.all_gather))
+            return result
         if comm is not self._comm:
             self._comm, self._in_place = comm, allocates_as(comm, DefaultAllGather)
-        running = []
+        if self.form is _POST_FORWARD:
+            assert self.post_forward_mesh is not None
+            group = self.post_forward_mesh.shard_process_group
+        running: Any = None
         for index, buffer in enumerate(self.buffers):
             if buffer.storage is not None and not self.holds_memory:
                 buffer.storage.resize_(buffer.nbytes)
@@ -225,15 +218,14 @@ class ContiguousGroup(ParamGroup):
                     buffer.full.copy_(source)
             elif self._in_place:
                 work = comm(buffer.full, source, group, async_op)
-                if work is not None:
-                    running.append(work)
+                running = work if running is None else _Works(running, work)
             else:  # parameters cannot be views of what a user's communication allocates anew each time
                 full, size = buffer.full, source.numel()
                 output = comm.allocate((full.numel(),), dtype=full.dtype, device=self.device)
                 mine = output.narrow(0, group.rank() * size, size).copy_(source)
                 comm(output_tensor=output, input_tensor=mine, group=group, async_op=False)
                 full.copy_(output)
-        return running
+        return DONE if running is None else AllGatherResult(DONE.output, (), None, running)
 
     @torch.no_grad()
     def _refresh(self, comm: AllGather) -> None:
@@ -241,7 +233,7 @@ class ContiguousGroup(ParamGroup):
 
         Collective over the axis that replicates parameters but cuts optimizer state.
         """
-        state = (Seen.steps, sum(param.sharded._version for param in self.params))
+        state = (seen.steps, sum(param.sharded._version for param in self.params))
         if self.refreshed_at == state:
             return
         self.refreshed_at = state

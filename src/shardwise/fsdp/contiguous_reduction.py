@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
@@ -40,6 +42,7 @@ class _Members:
 
     segment: ContiguousSegment
     params: list[RowsParam]
+    count: int  # of them
     kind: Kind
     numel: int  # of the gathered buffer
     plain: bool  # no tensor-parallel ones
@@ -61,14 +64,10 @@ class _Staging:
     plan: Reduction | None = None  # for which it may be used again
 
 
-@dataclass
-class _Collected:
-    """A segment's gradients, by parameter; None where there is none."""
-
-    index: int
-    members: _Members
-    grads: list[Tensor | None]
-    complete: bool  # every parameter has one, of the gathered dtype
+# A segment's index and gradients, by parameter, None where there is none; and has every parameter one, of the
+# gathered dtype?
+_Collected = tuple[int, list[Tensor | None], bool]
+_grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 @dataclass
@@ -86,6 +85,7 @@ class ContiguousReducer(GradReducer):
         return _Members(
             segment,
             params,
+            len(params),
             kind_of(params),
             segment.unsharded_numel,
             plain=all(param.tp_spec is None for param in params),
@@ -106,53 +106,59 @@ class ContiguousReducer(GradReducer):
         if self._buffers is not self.group.buffers:
             self._buffers = self.group.buffers
             self._members = [self._members_of(index) for index in range(len(self._buffers))]
-        collected = []
+        collected: list[_Collected] = []
         for index, members in enumerate(self._members):
-            complete = False
             if self.keeps_apart or not members.plain or self.group.settings.reduce_unused:
                 grads = [self.collect_from(param) for param in members.params]
-                found = sum([grad is not None for grad in grads])
+                missing, complete = sum(map(is_, grads, repeat(None))), False
             else:
-                grads = [unsharded.grad for unsharded in members.unsharded]
-                missing = len([None for grad in grads if grad is None])
-                found = len(grads) - missing
-                if found:
+                grads = list(map(_grad_of, members.unsharded))
+                missing = sum(map(is_, grads, repeat(None)))
+                complete = not missing
+                if missing < members.count:
                     for unsharded in members.unsharded:
                         unsharded.grad = None
-                    complete = not missing
-            if found:
-                collected.append(_Collected(index, members, grads, complete))
+            if missing < members.count:
+                collected += ((index, grads, complete),)
         self.keeps_apart = False
         return collected
 
     def reduce(self, collected: list[_Collected], *, streams: CommStreams | None) -> list[ReduceResult]:
         """One reduction for each segment with a gradient."""
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             with torch.no_grad():
                 return self.reduce(collected, streams=streams)
-        results = []
-        for batch in collected:
-            results.append(self._reduce_segment(batch, streams))
+        results: list[ReduceResult] = []
+        for index, grads, complete in collected:
+            result = self._reduce_segment(index, grads, complete, streams)
+            if result is not None:
+                results.append(result)
         return results
 
-    def _reduce_segment(self, collected: _Collected, streams: CommStreams | None) -> ReduceResult:
-        members, index = collected.members, collected.index
-        plan = self._plans.get(members.kind) or self._plan(members.kind, streams)
+    def _reduce_segment(
+        self, index: int, grads: list[Tensor | None], complete: bool, streams: CommStreams | None
+    ) -> ReduceResult | None:
+        members = self._members[index]
+        kind = members.kind
+        plan = self._plans[kind] if kind in self._plans else self._plan(kind, streams)
         params = members.params
-        if not collected.complete:
-            pairs = zip(params, collected.grads, strict=True)
+        if not complete:
+            pairs = zip(params, grads, strict=True)
             params = [param for param, grad in pairs if grad is not None]
         if self.group.orders:
             self.announce(plan, params, of=index)
         limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
         if members.numel <= limit or plan.shard_group is None:
-            reduce_input = self._copy_in(collected, plan)
+            reduce_input = self._copy_in(members, grads, complete, plan)
             shard, event = reduce_scatter(reduce_input, plan)
             kept = members.staging
             if kept is not None and kept.storage is not None and reduce_input is kept.buffer:
                 kept.storage.resize_(0)
         else:
-            reduce_input, shard, event = self._reduce_in_slices(collected, plan, limit)
+            reduce_input, shard, event = self._reduce_in_slices(members, grads, plan, limit)
+        if plan.ends_with_scatter and not self.partials:
+            self._assign(members, params, shard)
+            return None
         partial = self.partials.pop(index, None) if self.partials else None
         if partial is not None:
             earlier = self._partly.pop(index)
@@ -171,7 +177,7 @@ class ContiguousReducer(GradReducer):
 
     def _assign(self, members: _Members, params: list[RowsParam], shard: Tensor) -> None:
         """Views of the reduced shard become, or add to, the gradients."""
-        if shard.numel() != members.segment.shard_numel:
+        if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:
             shard = self._to_home(params, shard)
@@ -227,25 +233,26 @@ class ContiguousReducer(GradReducer):
         size = shard.numel() // group.size()
         return shard.narrow(0, group.rank() * size, size).clone()
 
-    def _copy_in(self, collected: _Collected, plan: Reduction) -> Tensor:
+    def _copy_in(
+        self, members: _Members, grads: list[Tensor | None], complete: bool, plan: Reduction
+    ) -> Tensor:
         """The gradients where their parameters lie, in the reduction's dtype, in one batched copy."""
-        members = collected.members
-        grads: Any = collected.grads
+        found: Any = grads
         staging = members.staging
         if staging is None or staging.plan is not plan:
             staging = self._staging(members, plan)
         if staging.storage is not None:
             staging.storage.resize_(staging.buffer.nbytes)
         targets = staging.targets
-        if collected.complete:
+        if complete:
             for gap in staging.gaps:
                 gap.zero_()
         else:
             staging.buffer.zero_()
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        _compat.foreach_copy(targets, grads)
-        collected.grads.clear()
+            found = [grad for grad in grads if grad is not None]
+        _compat.foreach_copy(targets, found)
+        del grads[:]
         return staging.buffer
 
     def _staging(self, members: _Members, plan: Reduction) -> _Staging:
@@ -265,16 +272,16 @@ class ContiguousReducer(GradReducer):
         return made
 
     def _reduce_in_slices(
-        self, collected: _Collected, plan: Reduction, limit: int
+        self, members: _Members, grads: list[Tensor | None], plan: Reduction, limit: int
     ) -> tuple[Tensor, Tensor, torch.Event | None]:
         """Reduce-scatter the same range of every rank's shard at a time."""
         ranks = plan.shard_ranks
-        width = collected.members.numel // ranks
+        width = members.numel // ranks
         step = max(1, limit // ranks)
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
-        pairs = zip(collected.members.params, collected.grads, strict=True)
+        pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
-        collected.grads.clear()
+        del grads[:]
         event: torch.Event | None = None
         reduce_input = shard
         pending: list[tuple[Tensor, torch.Event]] = []

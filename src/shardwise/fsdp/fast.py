@@ -6,7 +6,7 @@ parameters; forward and backward unless it says otherwise):
     step_locally    optimizers of torch.optim get local memory in place of DTensors: a whole step of 8 blocks,
                     interleaved, AdamW fused 1,309, not 8,998; foreach 2,751, not 6,205
     put_aside       AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
-    Seen            counts compared in place of calls, and gradients of the interleaved layout without storage
+    seen            counts compared in place of calls, and gradients of the interleaved layout without storage
                     of their own: 132 calls fewer
     allocates_as    gathers write where parameters are, and staging is made once: 179, not 201
     own_code        compilers keep so many graphs for a code object and not more: equal blocks share one
@@ -36,8 +36,8 @@ from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.rows.piece import Piece
 
 
-class Seen:
-    """What groups and parameters look at in every step, as globals, which cost no call.
+class _Seen:
+    """What groups and parameters look at in every step, as attributes, which cost no call.
 
     Attributes:
         steps: how many optimizer steps this process has made since the first `fully_shard`.
@@ -46,8 +46,12 @@ class Seen:
             that lie at the same.
     """
 
-    steps = 0
-    compiler = False
+    def __init__(self) -> None:
+        self.steps = 0
+        self.compiler = False
+
+
+seen = _Seen()
 
 
 def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:

@@ -29,7 +29,7 @@ from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
-from shardwise.fsdp.fast import Seen
+from shardwise.fsdp.fast import seen
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen
 from shardwise.fsdp.read_guard import ReadGuard
@@ -53,6 +53,7 @@ class Form(Enum):
     UNSHARDED = auto()
 
 
+_SHARDED, _UNSHARDED = Form.SHARDED, Form.UNSHARDED  # an enum's attributes are slow to look up
 DONE = AllGatherResult(torch.empty(0), (), None, None)  # nothing to wait for, nor to copy out
 
 
@@ -117,7 +118,7 @@ class ParamGroup(ABC):
         self.offload = offload
         self.name = ""
         self.settings = GroupSettings()
-        self.form = Form.SHARDED
+        self.form = _SHARDED
         self.members = []
         self.shards: list[Tensor] = []
         self.buffers = []
@@ -384,20 +385,20 @@ class ParamGroup(ABC):
 
     @property
     def is_unsharded(self) -> bool:
-        return self.form is Form.UNSHARDED
+        return self.form is _UNSHARDED
 
     def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
         """Start gathering, unless the group is gathered or already on its way.
 
         Collective over the shard group (or the smaller one, after a partial reshard).
         """
-        if self.gather is not None or self.form is Form.UNSHARDED:
+        if self.gather is not None or self.form is _UNSHARDED:
             return
         if self.orders and self.gathers:
             self.announce_gather()
         if not self._has_unsharded:
             self._make_unsharded()
-        self.gathered_at = Seen.steps
+        self.gathered_at = seen.steps
         self.gather = self._start_gather(async_op, streams)
 
     def wait_for_unshard(self) -> AllGatherResult | None:
@@ -417,7 +418,7 @@ class ParamGroup(ABC):
         self.smaller_shards = []
         if self.read_guard is not None:
             self.read_guard.open()
-        self.form = Form.UNSHARDED
+        self.form = _UNSHARDED
         return still_read
 
     def _follow_changes(self) -> None:
@@ -439,13 +440,13 @@ class ParamGroup(ABC):
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
-        if self.form is Form.SHARDED:
+        if self.form is _SHARDED:
             return
         for parameters, name, sharded in self._cut:
             parameters[name] = sharded
         self.smaller_shards = []
         self._free_unsharded()
-        self.form = Form.SHARDED
+        self.form = _SHARDED
 
     def _free_unsharded(self) -> None:
         if self.read_guard is not None:
@@ -469,21 +470,17 @@ class ParamGroup(ABC):
 
     def drop_stale(self) -> None:
         """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
-        if self.gathered_at == Seen.steps:
+        if self.gathered_at == seen.steps:
             return
         if self.gather is not None:
             self.abandon_gather()
-        if self.form is Form.UNSHARDED:
+        if self.form is _UNSHARDED:
             self.reshard()
 
-    def release_after_forward(self) -> None:
-        """Reshard as `reshard_after_forward` says: not, wholly, or to the smaller mesh. Local."""
-        if self.post_forward_mesh is None or self.form is not Form.UNSHARDED:
-            return
-        if self.post_forward_mesh is self.info:
-            self.reshard()
-        else:
-            self.smaller_shards = self._smaller(self.post_forward_mesh)
+    def reshard_to_smaller(self, mesh: FSDPMeshInfo) -> None:
+        """After forward: register this rank's pieces over a smaller mesh. Local."""
+        if self.form is _UNSHARDED:
+            self.smaller_shards = self._smaller(mesh)
             self._free_unsharded()
             self.form = Form.POST_FORWARD
 
@@ -496,5 +493,5 @@ class ParamGroup(ABC):
         if self.gather.work is not None:
             self.gather.work.wait()
         self.gather = None
-        if self.form is not Form.UNSHARDED:
+        if self.form is not _UNSHARDED:
             self._free_unsharded()

@@ -89,5 +89,5 @@ def install(guards: Iterable[Guard]) -> None:
 def lift(guards: Iterable[Guard]) -> None:
     """Take guards away, at the beginning of a pass."""
     for guard in guards:
-        if (module := guard.module()) is not None:
-            module.__dict__.pop("forward", None)
+        if (module := guard.module()) is not None and "forward" in module.__dict__:
+            del module.__dict__["forward"]

@@ -71,7 +71,10 @@ _TOGETHER = (
 def check_compiled_gradients(root: ModuleState) -> None:
     """Raise if compiled backwards without synchronisation left gradients that an eager one cannot add to."""
     for group, _ in root.all_groups:
-        if isinstance(group.traced, list) and any(one.earlier is not None for one in group.traced):
+        traced = group.traced
+        if traced is None or isinstance(traced, str):
+            continue
+        if any(one.earlier is not None for one in traced):
             raise LifecycleError(
                 f"{here()}: compiled passes left gradients of {group.title} that were not reduced, and an"
                 f" eager one follows. {_TOGETHER}"

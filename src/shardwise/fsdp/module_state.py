@@ -29,6 +29,7 @@ from shardwise.fsdp.tensors import cast
 
 _LOG = logging.getLogger("shardwise")
 _KEY = "_shardwise_state"
+_UNSHARDED = Form.UNSHARDED
 _alive: weakref.WeakSet[ModuleState] = weakref.WeakSet()
 
 
@@ -54,7 +55,8 @@ class ModuleState:
     # Models have hundreds of these.
     __slots__ = (
         "__weakref__", "all_groups", "below", "device", "groups", "guards", "guards_lifted", "ignored",
-        "in_reverse", "input_dtype", "inside", "is_root", "larger_than_most", "lists", "modules", "myself",
+        "in_reverse", "input_dtype", "inside", "is_list", "is_root", "larger_than_most", "lists", "modules",
+        "myself",
         "name", "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers", "reshard_is_automatic",
         "running", "runs_outside", "schedule", "schedule_settings", "shared_streams", "shown",
         "stays_gathered", "still_to_run", "to_check", "training_state",
@@ -71,6 +73,7 @@ class ModuleState:
         reshard_is_automatic: bool,
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
+        self.is_list = len(self.modules) > 1
         self.groups = groups
         self.reducers = reducers
         self.in_reverse = list(zip(reversed(self.groups), reversed(self.reducers), strict=True))
@@ -271,12 +274,15 @@ class ModuleState:
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""
         for group in self.groups:
-            group.release_after_forward()
+            if group.post_forward_mesh is group.info:
+                group.reshard()
+            elif group.post_forward_mesh is not None:
+                group.reshard_to_smaller(group.post_forward_mesh)
 
     # Gathering
 
     def gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
-        if group.form is Form.UNSHARDED:
+        if group.form is _UNSHARDED:
             return
         try:
             if group.gather is None:

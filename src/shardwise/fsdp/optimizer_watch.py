@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import fast
-from shardwise.fsdp.fast import Seen, own_storage
+from shardwise.fsdp.fast import own_storage, seen
 from shardwise.sharded_tensor.rows import ShardedRows
 
 _REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
@@ -64,9 +64,9 @@ def look_for_compiler(optimizer: Optimizer | None = None) -> bool:
     Optimizers of other libraries may compile what they do to a parameter, inside their step.
     """
     foreign = optimizer is not None and not type(optimizer).__module__.startswith(("torch.", "shardwise."))
-    if Seen.compiler or not (foreign or _compat.compiler_in_use()):
+    if seen.compiler or not (foreign or _compat.compiler_in_use()):
         return False
-    Seen.compiler = True
+    seen.compiler = True
     return True
 
 
@@ -132,4 +132,4 @@ def _check(optimizer: Optimizer) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     fast.put_back(optimizer)
     fast.settle_state(optimizer)
-    Seen.steps += 1
+    seen.steps += 1

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.fast import Seen, own_storage
+from shardwise.fsdp.fast import own_storage, seen
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard, Slot
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
@@ -462,7 +462,7 @@ class EvenParam(ShardedParam):
         self.settle_form(made=not in_place)
 
     def as_grad(self, piece: Tensor) -> DTensor:
-        if Seen.compiler:
+        if seen.compiler:
             piece = own_storage(piece)
         spec, begin = self.spec, _compat.local_tensor(self.sharded)
         if piece.dtype != begin.dtype:

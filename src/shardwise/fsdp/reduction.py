@@ -27,7 +27,7 @@ from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_re
 from shardwise.comm.foreach import Reduction, current_stream
 from shardwise.comm.order import Event, event_for
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.fast import Seen
+from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
@@ -272,7 +272,7 @@ class InterleavedReducer(GradReducer):
             collected.clear()
         results = []
         for kind, batch in batches.items():
-            plan = self._plans.get(kind) or self._plan(kind, streams)
+            plan = self._plans[kind] if kind in self._plans else self._plan(kind, streams)
             if kind[1] is None:  # those that are kept alike side by side, as in FSDP2
                 kept = list(dict.fromkeys(param.kept_dtype for param, _ in batch))
                 batch.sort(key=lambda pair: kept.index(pair[0].kept_dtype))
@@ -343,7 +343,7 @@ class InterleavedReducer(GradReducer):
                 elif sharded.grad is not None:
                     local = _compat.local_tensor(sharded.grad)
                     local += piece
-                elif Seen.compiler:
+                elif seen.compiler:
                     sharded.grad = param.as_grad(piece)
                 else:  # as `dtensor_at` makes it
                     begin = sharded._local_tensor  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event
-from shardwise.fsdp.autograd_hooks import OutputHook
 
 State = Any  # a `ModuleState`, which has a schedule
 
@@ -35,7 +34,8 @@ class Schedule:
     order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once a call
     order_before: int = 0  # how many they were when this pass began
     pending_release: weakref.ref[State] | None = None  # who ended forward last and was not released yet
-    latest_output: OutputHook | None = None  # on what that returned, if that is one tensor
+    # What that returned, if that is one tensor, and whose backward its hook ends before it begins another.
+    latest_output: tuple[weakref.ref[torch.Tensor], list[State]] | None = None
     callback_queued: bool = False  # the end of this backward is awaited
     had_backward: bool = False  # since forward last began
     unfinished: bool = False  # a backward has begun since the iteration was last ended

@@ -7,11 +7,12 @@ business, how gradients are reduced the reducer's.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
 from shardwise.comm.foreach import current_stream
@@ -19,15 +20,19 @@ from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import finalization, interrupted, ranges
-from shardwise.fsdp.autograd_hooks import OutputHook, attach_post_backward
-from shardwise.fsdp.fast import Seen
+from shardwise.fsdp.autograd_hooks import attach_post_backward
+from shardwise.fsdp.fast import seen
+from shardwise.fsdp.group import Form
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors
 
-_BEFORE_BACKWARD = (TrainingState.IDLE, TrainingState.FORWARD)
+# As globals: an enum's attributes are slow to look up.
+_GATHER, _RECOMPUTE, _REDUCE, _SKIP = Action.GATHER, Action.RECOMPUTE, Action.REDUCE, Action.SKIP
+_IDLE, _FORWARD, _UNSHARDED = TrainingState.IDLE, TrainingState.FORWARD, Form.UNSHARDED
+_BEFORE_BACKWARD = (_IDLE, _FORWARD)
 _PRE_FORWARD, _POST_FORWARD = TABLE[Event.PRE_FORWARD], TABLE[Event.POST_FORWARD]
 _END_OF_BACKWARD = TABLE[Event.END_OF_BACKWARD]
 _PRE_BACKWARD, _POST_BACKWARD = TABLE[Event.PRE_BACKWARD], TABLE[Event.POST_BACKWARD]
@@ -51,17 +56,17 @@ class FSDPState(ModuleState):
         """Before `module`'s forward: returns its arguments, cast and marked."""
         schedule = self.schedule or self.become_root()
         action, after = _PRE_FORWARD[self.training_state]
-        if action is not Action.GATHER:
+        if action is not _GATHER:
             interrupted.check_entry(self, action)
         self.training_state = after
         self.running += 1
-        if action is Action.RECOMPUTE:
+        if action is _RECOMPUTE:
             for group in self.groups:
                 self.gather(group, schedule, forward=False)
             return self.cast_inputs(args, kwargs)
-        if len(self.modules) > 1 and not self.still_to_run:
+        if self.is_list and not self.still_to_run:
             self.still_to_run = {id(ref()) for ref in self.modules}
-        if action is Action.GATHER:
+        if action is _GATHER:
             if schedule.forward_root is None:
                 args, kwargs = self._begin_pass(schedule, args, kwargs)
             if schedule.pending_release is not None and _compat.backward_pass() == -1:
@@ -69,12 +74,17 @@ class FSDPState(ModuleState):
         if self.input_dtype is not None:
             args, kwargs = self.cast_inputs(args, kwargs)
         for group in self.groups:
-            if action is Action.GATHER and group.gathered_at != Seen.steps:
+            holds = group.form is _UNSHARDED or group.gather is not None
+            if holds and group.gathered_at != seen.steps and action is _GATHER:
                 group.drop_stale()
             self.gather(group, schedule, forward=True)
-        if action is Action.GATHER:
-            if self.groups and torch.is_grad_enabled():  # else its backward ends nothing
-                args, kwargs = self._mark_inputs(schedule, args, kwargs)
+        if action is _GATHER:
+            if self.groups and is_grad_enabled():  # else its backward ends nothing
+                latest = None if kwargs or args[1:] else schedule.latest_output
+                if latest is not None and args and args[0] is latest[0]() is not None:
+                    latest[1].append(self)  # the hook on it ends this backward, which saves a node
+                else:
+                    args, kwargs = self._mark_inputs(args, kwargs)
             for ref in self.prefetch_in_forward:
                 self.prefetch(ref(), schedule)
         return args, kwargs
@@ -83,7 +93,7 @@ class FSDPState(ModuleState):
         finalization.check_waited_for(schedule, "the next forward")
         if not _compat.in_backward():
             interrupted.check_earlier_backward(self, schedule)
-            if torch.is_grad_enabled():
+            if is_grad_enabled():
                 interrupted.check_compiled_gradients(self)
         if schedule.orders:
             self.announce_pass(schedule)
@@ -101,19 +111,8 @@ class FSDPState(ModuleState):
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         return args, kwargs
 
-    def _mark_inputs(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let autograd call `post_backward` when it has every input's gradient.
-
-        Where the one input is what the module before returned, the hook on that does it, and saves a node.
-        """
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            if not args[0].requires_grad:
-                return args, kwargs
-            latest = schedule.latest_output
-            if latest is not None and latest.tensor() is args[0]:
-                latest.ending.append(self)
-                return args, kwargs
-            return attach_post_backward(self, *args), kwargs
+    def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Let autograd call `post_backward` when it has every input's gradient."""
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
@@ -127,18 +126,18 @@ class FSDPState(ModuleState):
         schedule = self.schedule
         assert schedule is not None
         self.running -= 1
-        if self.training_state is TrainingState.FORWARD:
+        if self.training_state is _FORWARD:
             if self.still_to_run:
                 self.still_to_run.discard(id(module))
             if self.running or self.still_to_run:  # an outer call, or the list's other modules, goes on
-                if not self.running and torch.is_grad_enabled():  # which the last of them may not be
+                if not self.running and is_grad_enabled():  # which the last of them may not be
                     self._mark_outputs(schedule, output)
                 return self.cast_output(output)
         state = self.training_state
         if state not in _POST_FORWARD:
             advance(state, Event.POST_FORWARD, module=self.name)  # raises
         action, self.training_state = _POST_FORWARD[state]
-        if action is not Action.SKIP:
+        if action is not _SKIP:
             output = self._leave(schedule, output)
             if schedule.forward_root is self.myself:
                 output = self._end_pass(schedule, output)
@@ -151,7 +150,7 @@ class FSDPState(ModuleState):
         Recomputation inside backward raises on purpose, when it has what it needs; backward goes on.
         """
         self.running -= 1
-        if not self.running and self.training_state is TrainingState.FORWARD and not _compat.in_backward():
+        if not self.running and self.training_state is _FORWARD and not _compat.in_backward():
             interrupted.forget_forward(self)
 
     def report_failure(self, error: Exception) -> None:
@@ -170,7 +169,7 @@ class FSDPState(ModuleState):
         What is larger than most, as a head over a large vocabulary, is released at once: kept for backward,
         it would be there beside the loss's own memory.
         """
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled = is_grad_enabled()
         if _compat.backward_pass() == -1:
             for group in self.groups:
                 if group.post_forward_mesh is not None:
@@ -197,9 +196,9 @@ class FSDPState(ModuleState):
         for state in reversed(self.below):
             if state.still_to_run:
                 state.still_to_run.clear()
-                state.training_state = TrainingState.IDLE
+                state.training_state = _IDLE
                 output = state.cast_output(state._leave(schedule, output))
-        if not torch.is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
+        if not is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
             schedule.release_pending()
             schedule.free_gathered()
         schedule.drop_copying_gather()
@@ -208,34 +207,40 @@ class FSDPState(ModuleState):
 
     def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
         """Let autograd call `pre_backward` when the first of the outputs' gradients arrives."""
-        plain = isinstance(output, Tensor) and output.requires_grad
+        plain = (type(output) is Tensor or isinstance(output, Tensor)) and output.requires_grad
         schedule.latest_output = None
-        for tensor in [output] if plain else reachable_grad_tensors(output):
-            hook = OutputHook(tensor, self)
-            _compat.hook_gradient(tensor, hook)
+        for tensor in (output,) if plain else reachable_grad_tensors(output):
+            ending: list[FSDPState] = []
+            _compat.hook_gradient(tensor, partial(self.pre_backward, ending))
             if (base := _compat.base_of(tensor)) is not None:
                 # A view that is changed in place gets another history, past the hook, from its base.
                 if base.grad_fn is not None:
                     _compat.hook_gradient(base, self.enter_by_base)
             elif plain:
-                schedule.latest_output = hook
+                schedule.latest_output = weakref.ref(tensor), ending
 
     # Backward
 
     @_compat.runs_eagerly
     def enter_by_base(self, grad: Tensor) -> Tensor:
         """As `pre_backward`, called with the gradient of what an output is a view of."""
-        return self.pre_backward(grad) if self.training_state in _BEFORE_BACKWARD else grad
+        return self.pre_backward((), grad) if self.training_state in _BEFORE_BACKWARD else grad
 
     @_compat.runs_eagerly
-    def pre_backward(self, grad: Tensor) -> Tensor:
-        """Gather for this module's backward; called with the gradient of each of its outputs."""
+    def pre_backward(self, ending: Sequence[FSDPState], grad: Tensor) -> Tensor:
+        """Gather for this module's backward; called with the gradient of each of its outputs.
+
+        Args:
+            ending: the modules whose one input that output was; their backward ends first.
+        """
+        for state in ending:
+            state.post_backward()
         schedule = self.schedule
         assert schedule is not None
         action, self.training_state = _PRE_BACKWARD[self.training_state]
         if not schedule.callback_queued:
             self._await_end(schedule)
-        if action is Action.SKIP:
+        if action is _SKIP:
             return grad
         schedule.pending_release = None  # from here on backward decides
         for group in self.groups:
@@ -269,6 +274,9 @@ class FSDPState(ModuleState):
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
         """The state whose forward ended before this one's latest: the one backward reaches next."""
         order = schedule.order
+        if order and order[-1] is self.myself:
+            del order[-1]
+            return order[-1]() if order else None
         for i in range(len(order) - 1, -1, -1):
             if order[i] is self.myself:
                 del order[i]
@@ -281,7 +289,7 @@ class FSDPState(ModuleState):
         assert schedule is not None
         if not schedule.callback_queued:  # backward came in past the outputs' hooks
             self._await_end(schedule)
-        partly_run = len(self.modules) > 1 and self.training_state is TrainingState.FORWARD
+        partly_run = self.is_list and self.training_state is _FORWARD
         _, self.training_state = _POST_BACKWARD[self.training_state]
         self.reduce(schedule)
         if partly_run and schedule.streams is not None:
@@ -336,7 +344,7 @@ class FSDPState(ModuleState):
                 state.still_to_run.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
             late = state in unseen or state.stays_gathered
-            if action is Action.REDUCE or (late and interrupted.left_gradients(state)):
+            if action is _REDUCE or (late and interrupted.left_gradients(state)):
                 if schedule.manual:
                     state.leave_to_finalization()
                 else:

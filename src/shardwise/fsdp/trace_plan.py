@@ -26,7 +26,7 @@ from shardwise import _compat
 from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import guard, interrupted
-from shardwise.fsdp.fast import Seen
+from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
@@ -181,14 +181,14 @@ def _assign(
         owner.reshard()
     trains = zip(params, alive.cut.trains, strict=True)
     changed = [param.name for param, then in trains if param.sharded.requires_grad != then]
-    if _Unfrozen.looked_at != Seen.steps:  # once a step: no gradient comes for these
+    if _Unfrozen.looked_at != seen.steps:  # once a step: no gradient comes for these
         changed += [p.name for members in _frozen.values() for p in members if p.sharded.requires_grad]
     if changed:
         raise LifecycleError(
             f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
             " after freezing or unfreezing parameters"
         )
-    _Unfrozen.looked_at = Seen.steps
+    _Unfrozen.looked_at = seen.steps
     try:
         assign(grad)
     except RuntimeError:
