@@ -1,5 +1,6 @@
 """Exactly which collectives a step issues, how many bytes they carry, and what stays gathered."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,6 +78,20 @@ def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups() -> N
     sizes = [call.group_size for call in counter.calls if call.kind == "all_gather"]
     assert sizes.count(4) == 4  # forward, root included
     assert sizes.count(2) == 4  # backward: three blocks and the root, which was told to reshard too
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@on_ranks(4)
+def test_what_a_forward_cut_over_fewer_ranks_is_gathered_from_all_when_that_setting_changes(
+    layout: str,
+) -> None:
+    model = warm(sharded_net(blocks=2, reshard_after_forward=2, layout=layout))
+    assert isinstance(model, FSDPModule)
+    model(torch.ones(1, 8))  # no backward follows
+    model.set_reshard_after_forward(True)
+    with CommCounter() as counter:
+        step(model)
+    assert {call.group_size for call in counter.calls if call.kind == "all_gather"} == {4}
 
 
 @on_ranks(2)
