@@ -4,8 +4,9 @@
     python benchmarks/steps.py --world 2 --width 512 --blocks 30
 
 Every rank trains the same GPT on its own windows of text (the source of Python's standard library, a token
-a byte) with fused AdamW, under each implementation in turn, step by step in the same processes. "Unsharded"
-is a rank on its own, without communication; the rest share a global batch, so their losses must agree.
+a byte) with fused AdamW, under each implementation in turn, step by step in the same processes, with gloo's
+threads as they are where it is alone. "Unsharded" is a rank on its own, without communication; the rest
+share a global batch, so their losses must agree.
 
 CPU time is a rank's own (user and system, all threads), mean over ranks. Ratios divide what each adds to the
 unsharded step by what torch's FSDP2 adds. The wire is the loopback interface of a private network namespace,
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from gloo_transport import set_input_threads
 from results import Table, add_output_arguments, machine_facts, ratio, report, spread, with_spread
 from subjects import PEER, available, shard
 from torch import Tensor, nn
@@ -140,6 +142,7 @@ def _all_but_the_last(blocks: float, block: float) -> float:
 
 
 UNSHARDED, REFERENCE, NO_RESHARD = "unsharded", "DDP", f"{PEER}, no reshard"
+OTHERS = (UNSHARDED, REFERENCE, PEER, NO_RESHARD)
 WAYS: dict[str, Way] = {
     UNSHARDED: Way(_unsharded),
     REFERENCE: Way(_ddp),
@@ -201,6 +204,7 @@ def run_rank(rank: int, world: int, names: Sequence[str], sizes: Sizes, steps: i
     }
     for number in range(3, 3 + steps):
         for name in names:
+            set_input_threads(ours=name not in OTHERS)
             dist.barrier()
             sent, wall, cpu = _sent_bytes(), time.perf_counter(), time.process_time()
             step(name, number)
