@@ -367,6 +367,9 @@ def test_a_factory_that_casts_is_stored_as_the_setup_says_and_the_code_converts_
     [
         ("memory_bytes = 0", "memory_bytes must be a number above 0"),
         ("extra = 1", "'extra'"),
+        ("matmul_efficiency = 7.2", "share of the peak, at most 1"),
+        ("devices_per_host = 2.5", "a whole number"),
+        ("context_bytes = 1e12", "context_bytes must be less than memory_bytes"),
         ("[[", "no profile"),
     ],
 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, write_manifest
@@ -60,14 +62,37 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
 
 
 def find(path: Location, step: int | None) -> list[Location]:
-    """The directories of `step`, newest version first; of all steps, newest first, for None."""
+    """The directories of `step`, newest version first; of all steps, newest first, for None.
+
+    Warns of newer ones that lack their manifest: in a file system that is damage.
+    """
     found = checkpoints(path)
     fitting = [folder for number, _, folder in found if step in (None, number)]
+    torn = [] if isinstance(path, StorePath) else _without_manifest(path)
     if fitting:
+        newer = [folder for folder in torn if step is None and folder.name > fitting[-1].name]
+        if newer:
+            lost = ", ".join(folder.name for folder in newer)
+            warnings.warn(f"{path}: {lost} without {MANIFEST}: damaged, an older one is taken", stacklevel=3)
         return fitting[::-1]
     steps = sorted({number for number, _, _ in found})
     wanted = "any checkpoint" if step is None else f"step {step}"
-    raise CheckpointError(f"{path}: expected {wanted}, found steps {steps}. Check the path and the step")
+    hint = "Check the path and the step"
+    if torn:
+        hint = (
+            f"{', '.join(folder.name for folder in torn)} without {MANIFEST}: damaged, or of another library"
+        )
+    elif (path / MANIFEST).is_file():
+        hint = "This is a checkpoint itself: give the folder around it, and its step"
+    elif (path / INDEX).is_file():
+        hint = "This was saved by torch.distributed.checkpoint, which loads it"
+    raise CheckpointError(f"{path}: expected {wanted}, found steps {steps}. {hint}")
+
+
+def _without_manifest(path: Path) -> list[Path]:
+    folders = path.iterdir() if path.is_dir() else ()
+    named = [folder for folder in folders if _COMPLETE.fullmatch(folder.name) and folder.is_dir()]
+    return sorted(folder for folder in named if not (folder / MANIFEST).is_file())
 
 
 def open_staging(path: Location, step: int) -> Location:

@@ -111,6 +111,15 @@ def hardware_of(name: str) -> Hardware:
     numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
     for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
         _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
+        if key.endswith("_efficiency") and value > 1:
+            raise ShardingError(f"{name}: {key} is a share of the peak, at most 1, got {value!r}")
+    if not isinstance(made.devices_per_host, int):
+        raise ShardingError(f"{name}: devices_per_host must be a whole number, got {made.devices_per_host!r}")
+    if made.usable_bytes <= 0:
+        raise ShardingError(
+            f"{name}: context_bytes must be less than memory_bytes, {made.memory_bytes!r},"
+            f" got {made.context_bytes!r}"
+        )
     return made
 
 

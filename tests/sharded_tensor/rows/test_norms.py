@@ -100,6 +100,15 @@ def test_the_norm_of_a_list_over_a_mesh_takes_one_all_reduce_an_axis() -> None:
     assert [call.kind for call in counter.calls] == ["all_reduce"] * 2
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("p", [-math.inf, -1.0])
+def test_a_rank_without_rows_changes_no_norm_of_negative_order(p: float) -> None:
+    whole = torch.tensor([[3.0, 4.0]])
+    rows = sharded(whole, uneven)
+    expected = torch.linalg.vector_norm(whole, p)
+    assert torch.allclose(torch._foreach_norm([rows], p)[0], expected)
+
+
 @on_ranks(2, 3)
 def test_norms_in_half_precision_are_rounded_once() -> None:
     for dtype in (torch.bfloat16, torch.float16):

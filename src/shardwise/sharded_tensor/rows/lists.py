@@ -6,6 +6,7 @@ whole tensors, in one all-reduce for all tensors that are cut over the same proc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import compress
@@ -157,17 +158,18 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
 
 
 def _norms_of_rows(locals_: Sequence[Tensor], p: float, dtype: torch.dtype | None) -> Tensor:
-    """[tensors] on the device of the first; zero where there are no rows."""
+    """[tensors] on the device of the first; what changes no norm where there are no rows."""
     at, device = [i for i, local in enumerate(locals_) if local.numel()], locals_[0].device
+    nothing = torch.full((len(locals_),), math.inf if p < 0 else 0.0, device=device)
     if not at:
-        return torch.zeros(len(locals_), device=device)
+        return nothing
     found = _compat.foreach_norm([locals_[i] for i in at], p, dtype)  # type: ignore[arg-type]
     if len({(norm.dtype, norm.device) for norm in found}) > 1:
         found = [norm.to(device, torch.float64) for norm in found]
     norms = torch.stack(list(found))
     if len(at) == len(locals_):
         return norms
-    return norms.new_zeros(len(locals_)).index_copy_(0, torch.tensor(at, device=device), norms)
+    return nothing.to(norms.dtype).index_copy_(0, torch.tensor(at, device=device), norms)
 
 
 def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
