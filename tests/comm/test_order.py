@@ -53,6 +53,12 @@ def test_different_events_raise_on_all_ranks_and_the_next_pass_may_be_right() ->
     one_pass(of)
 
 
+def wait_until_found() -> None:
+    """Do nothing until the other rank has found out what it waits for."""
+    while not dist.distributed_c10d._get_default_store().check(["found"]):
+        time.sleep(0.02)
+
+
 @on_ranks(2)
 def test_a_rank_that_left_its_pass_is_not_waited_for() -> None:
     of = order()
@@ -60,7 +66,7 @@ def test_a_rank_that_left_its_pass_is_not_waited_for() -> None:
     of.begin_pass(BEGIN)
     if dist.get_rank() == 1:
         of.left = "raised ValueError in its forward: no"
-        time.sleep(2.0)
+        wait_until_found()
         return
     of.advance(GATHER)  # as last time
     with pytest.raises(RuntimeError) as error:
@@ -68,6 +74,7 @@ def test_a_rank_that_left_its_pass_is_not_waited_for() -> None:
     told = explained(error.value, [of], "gather 'a'")
     assert isinstance(told, RankMismatchError)
     assert "rank 1 will not come to gather 'a': it raised ValueError in its forward: no" in str(told)
+    dist.distributed_c10d._get_default_store().set("found", "")
 
 
 @on_ranks(2)
@@ -76,7 +83,7 @@ def test_at_the_timeout_the_error_says_where_ranks_are() -> None:
     assert of is not None
     of.begin_pass(BEGIN)
     if dist.get_rank() == 1:
-        time.sleep(2.5)
+        wait_until_found()
         return
     with pytest.raises(RankMismatchError) as error:
         of.advance(GATHER)
@@ -84,3 +91,4 @@ def test_at_the_timeout_the_error_says_where_ranks_are() -> None:
     assert "waited 1 s, its timeout; it was about to gather 'a'" in message
     assert "rank 1 has not come" in message
     assert "test_order.py" in message
+    dist.distributed_c10d._get_default_store().set("found", "")
