@@ -348,10 +348,11 @@ def test_a_rank_that_never_comes_raises_on_the_others_within_the_groups_timeout(
         lambda group: GlooAllGather()(torch.empty(3 * NUMEL), torch.ones(NUMEL), group),
         lambda group: GlooReduceScatter()(torch.empty(NUMEL), torch.ones(3 * NUMEL), group, ReduceOp.SUM),
     ]
-    for exchange in exchanges:
-        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.5))
-        if rank == 1:
-            continue
+    dist.barrier()  # that making the groups takes no longer than they wait
+    groups = [dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.5)) for _ in exchanges]
+    if rank == 1:
+        return
+    for exchange, group in zip(exchanges, groups, strict=True):
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=r"[Tt]imed out|timeout|[Cc]onnection closed"):
             exchange(group)
