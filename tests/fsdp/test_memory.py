@@ -1,6 +1,7 @@
 """Memory: what is freed when, in bytes of storage and by weak references."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -128,6 +129,12 @@ def test_a_deleted_model_is_gone_at_once() -> None:
         gc.enable()
 
 
+def tensors() -> int:
+    """How many live, a moment later: gloo's threads let go of a collective's just after it has ended."""
+    time.sleep(0.01)
+    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+
 @on_ranks(2)
 def test_gathered_memory_does_not_grow_over_steps() -> None:
     model = sharded_net(blocks=2)
@@ -138,7 +145,7 @@ def test_gathered_memory_does_not_grow_over_steps() -> None:
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()
-        counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+        counts.append(min(tensors() for _ in range(3)))
     assert counts[2:] == [counts[2]] * 4
 
 
