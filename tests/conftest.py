@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ranks import RankPool, keep_what_pytest_rewrites, start_server
+from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, start_server
 
 REFUSED = "needs torch 2.12 or later, and this is torch"  # how `fully_shard`, and whoever makes rows, says so
 OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat.py", "tests/sharded_tensor/rows/")
@@ -37,6 +37,7 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(*COLLECTS_AT)
 
 
 @pytest.fixture(scope="session")

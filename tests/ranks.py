@@ -58,6 +58,7 @@ WORKER_ENV = {
 HERE = "127.0.0.1"
 GRACE_SECONDS = 3.0  # what the other ranks get to finish once one rank has failed
 STARTUP_SECONDS = 120.0
+COLLECTS_AT = 20_000, 10, 10  # objects: a tenth of what exporting or compiling a model takes was collections
 
 
 class RankFailure(AssertionError):  # noqa: N818 - a failed check, shown as one
@@ -317,6 +318,7 @@ def _work(pipe: connection.Connection, output: str, stack: str) -> None:
     torch.set_num_threads(1)
     _remember_shapes()
     gc.freeze()  # the collection after each call then visits only what calls made
+    gc.set_threshold(*COLLECTS_AT)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
     pipe.send_bytes(b"ready")
