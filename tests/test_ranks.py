@@ -84,7 +84,10 @@ def raise_on(which: list[int]) -> None:
     dist.barrier()
 
 
-def test_every_raising_rank_is_shown(mortal_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_raising_rank_is_shown(
+    mortal_ranks: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ranks.GRACE_SECONDS", 1.0)
     with pytest.raises(RankFailure) as failure:
         mortal_ranks(raise_on, [0, 2], world_size=3)
     text = str(failure.value)

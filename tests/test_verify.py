@@ -488,16 +488,8 @@ def test_no_process_outlives_the_call_and_what_it_printed_is_quoted_when_it_dies
 
 
 def test_a_result_without_differences_has_nothing_to_name():
-    result = VerifyResult(
-        spec="case.py",
-        ranks=2,
-        replicas=1,
-        steps=1,
-        seed=0,
-        layout=None,
-        tolerance=fixed_tolerance(0.1),
-        differences=(),
-    )
+    asked = {"spec": "case.py", "ranks": 2, "replicas": 1, "steps": 1, "seed": 0, "layout": None}
+    result = VerifyResult(**asked, tolerance=fixed_tolerance(0.1), differences=())
     assert result.ok
     assert result.worst("loss", 0) is None
     assert result.largest("loss", 0) == (0.0, 0.0)
