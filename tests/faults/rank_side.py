@@ -120,10 +120,15 @@ def _leave(file: Path, content: dict[str, Any]) -> None:
 
 
 def disconnect() -> None:
-    """Break this process's connections to others, as a network does that fails."""
+    """Break this process's connections to other ranks, as a failing network does; not that to the store."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if connection.getpeername()[1] != getattr(store, "port", None):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
