@@ -61,7 +61,7 @@ def test_the_log_says_what_was_grouped_and_who_gathers_it() -> None:
     text = "\n".join(lines)
     assert "fully_shard(Block) groups 4 parameters: " in text
     assert "gathered from 2 ranks, fsdp over the shard axis; parameters are freed" in text
-    assert "group 'blocks.0' is gathered by c10d (gloo; smaller than 8,000,000 bytes)" in text
+    assert "group 'blocks.0' is gathered by c10d (gloo; smaller than 250,000 bytes)" in text
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
