@@ -323,6 +323,21 @@ def test_those_with_state_are_seated_before_new_ones_and_a_spare_waits(
         each.hold()
 
 
+def test_all_ranks_started_again_meet_in_the_store_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_NOTICE_S", 0.2)
+    for _ in range(2):
+        stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(2)]
+        met = [Meeting(store, ranks=2, wait_s=60.0, timeout=timedelta(seconds=60)) for store in stores]
+        with ThreadPoolExecutor(2) as threads:
+            found = [threads.submit(each.come, None, has_state=False) for each in met]
+            assert sorted(each.result(30) for each in found) == [(0, False), (1, False)]
+        for each in met:
+            each.hold()
+    assert met[0].round == 1
+
+
 def test_a_place_is_kept_and_holes_are_filled() -> None:
     assert places([2, None, 0, 1]) == [2, 3, 0, 1]
     assert places([3, 1, 0]) == [2, 1, 0]

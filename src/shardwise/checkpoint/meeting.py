@@ -4,6 +4,7 @@
     R/closed                which of them belong to the round: all there are to be, or who was there in time
     R/beat/1 ...            a count of each member's that goes on until the round has held
     R/broken                why it has not: its members meet in the next
+    R/waiting               how many came that it has no need of
 
 Ranks that connect to each other tell where they are through the store. One that dies before it has told
 would leave the others waiting. So they wait in a store that looks whether the round's members live; and no
@@ -101,11 +102,15 @@ class Meeting:
         return sum(has for _, has in told.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
-        """Return once a round lacks ranks, or its members meet again."""
+        """Return once a round lacks ranks, its members meet again, or all ranks were started again."""
+        if len(_members(self._store, newest)) < self._ranks:
+            return
         begun = time.monotonic()
-        while len(_members(self._store, newest)) >= self._ranks:
+        waiting = self._store.add(f"{newest}/waiting", 1)
+        while waiting < self._ranks:
             if any(self._store.check([key]) for key in (f"{newest}/broken", f"{newest + 1}/came")):
                 return
+            waiting = self._store.add(f"{newest}/waiting", 0)
             if time.monotonic() - begun > patience_s:
                 raise CheckpointError(
                     f"rank {rank}: the run in this store has all its {self._ranks} ranks, and in"
