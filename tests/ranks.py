@@ -7,8 +7,8 @@
         assert total.item() == dist.get_world_size()
 
 Worker processes are forked once per session from a server that has imported torch, so a call
-costs milliseconds. Each call gets a fresh default group, seed 0, one thread and the warning filters
-of the calling test. What ranks print is printed by the test. After a failure
+costs milliseconds. Each call gets a fresh default group over a FileStore, seed 0, one thread and
+the warning filters of the calling test. What ranks print is printed by the test. After a failure
 (a rank raises, hangs or dies) the workers are killed and the next call starts new ones.
 """
 
@@ -55,7 +55,6 @@ WORKER_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes, which would import torch each
 }
-HERE = "127.0.0.1"
 GRACE_SECONDS = 3.0  # what the other ranks get to finish once one rank has failed
 STARTUP_SECONDS = 120.0
 COLLECTS_AT = 20_000, 10, 10  # objects: a tenth of what exporting or compiling a model takes was collections
@@ -108,14 +107,6 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-@functools.cache
-def _meeting_place() -> Any:
-    """The store that ranks meet in. It answers at once; a file would be looked at every 10 ms."""
-    from torch.distributed import TCPStore
-
-    return TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-
-
 @dataclass
 class _Worker:
     process: Any
@@ -147,8 +138,7 @@ class RankPool:
             "name": fn.__qualname__,
             "arguments": pickle.dumps((args, kwargs, list(warnings.filters))),
             "world_size": world_size,
-            "port": _meeting_place().port,
-            "store": f"{self.folder}/{next(self._serial)}",
+            "store": str(self.folder / f"store{next(self._serial)}"),
             "timeout": timeout,
         }
         self._start(world_size)
@@ -351,16 +341,13 @@ def _call(call: dict[str, Any]) -> Any:
     for part in call["name"].split("."):
         fn = getattr(fn, part)
     args, kwargs, filters = pickle.loads(call["arguments"])
-    timeout = timedelta(seconds=call["timeout"] + 60)  # the pool's comes first
-    store = dist.TCPStore(HERE, call["port"], is_master=False, wait_for_workers=False, timeout=timeout)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(call["store"], store),
+        store=dist.FileStore(call["store"], call["world_size"]),
         rank=call["rank"],
         world_size=call["world_size"],
-        timeout=timeout,
+        timeout=timedelta(seconds=call["timeout"] + 60),  # the pool's timeout comes first
     )
-    del store  # the group's own
     random.seed(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also asks every accelerator: 1 ms
     with warnings.catch_warnings():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -95,11 +95,13 @@ class _Watcher:
         return post_forward
 
     def pre_backward(self, original: Method) -> Method:
-        def pre_backward(state: FSDPState, grad: Any) -> Any:
+        def pre_backward(state: FSDPState, ending: Sequence[FSDPState], grad: Any) -> Any:
+            for one in ending:  # still in its own block
+                one.post_backward()
             recorder, layer = self.recorder, self.layer(state)
             if layer is not None or recorder.place.layer is not None:
                 recorder.go(layer=layer, after=False)
-            return original(state, grad)
+            return original(state, (), grad)
 
         return pre_backward
 
