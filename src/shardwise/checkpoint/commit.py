@@ -47,10 +47,18 @@ def rank_and_size() -> tuple[int, int]:
 
 def checkpoints(path: At) -> list[tuple[int, int, At]]:
     """(step, version, directory) of every complete checkpoint under `path`, oldest first."""
+    return _complete(_named(path))
+
+
+def _complete(named: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
+    return [each for each in named if (each[2] / MANIFEST).is_file()]
+
+
+def _named(path: At) -> list[tuple[int, int, At]]:
+    """What has a checkpoint's name under `path`, complete or not, oldest first."""
     found: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
-        match = _COMPLETE.fullmatch(folder.name)
-        if match and (folder / MANIFEST).is_file():
+        if match := _COMPLETE.fullmatch(folder.name):
             found.append((int(match[1]), int(match[2] or 0), cast(At, folder)))
     return sorted(found, key=lambda each: (*each[:2], each[2].name))
 
@@ -66,11 +74,12 @@ def find(path: Location, step: int | None) -> list[Location]:
 
     Warns of newer ones that lack their manifest: in a file system that is damage.
     """
-    found = checkpoints(path)
+    named = _named(path)
+    found = _complete(named)
     fitting = [folder for number, _, folder in found if step in (None, number)]
-    torn = [] if isinstance(path, StorePath) else _without_manifest(path)
+    torn = [] if isinstance(path, StorePath) else [each for each in named if each not in found]
     if fitting:
-        newer = [folder for folder in torn if step is None and folder.name > fitting[-1].name]
+        newer = [folder for *at, folder in torn if step is None and at > [*found[-1][:2]]]
         if newer:
             lost = ", ".join(folder.name for folder in newer)
             warnings.warn(f"{path}: {lost} without {MANIFEST}: damaged, an older one is taken", stacklevel=3)
@@ -79,20 +88,13 @@ def find(path: Location, step: int | None) -> list[Location]:
     wanted = "any checkpoint" if step is None else f"step {step}"
     hint = "Check the path and the step"
     if torn:
-        hint = (
-            f"{', '.join(folder.name for folder in torn)} without {MANIFEST}: damaged, or of another library"
-        )
+        lost = ", ".join(folder.name for *_, folder in torn)
+        hint = f"{lost} without {MANIFEST}: damaged, or of another library"
     elif (path / MANIFEST).is_file():
         hint = "This is a checkpoint itself: give the folder around it, and its step"
     elif (path / INDEX).is_file():
         hint = "This was saved by torch.distributed.checkpoint, which loads it"
     raise CheckpointError(f"{path}: expected {wanted}, found steps {steps}. {hint}")
-
-
-def _without_manifest(path: Path) -> list[Path]:
-    folders = path.iterdir() if path.is_dir() else ()
-    named = [folder for folder in folders if _COMPLETE.fullmatch(folder.name) and folder.is_dir()]
-    return sorted(folder for folder in named if not (folder / MANIFEST).is_file())
 
 
 def open_staging(path: Location, step: int) -> Location:

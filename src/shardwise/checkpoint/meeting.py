@@ -118,10 +118,10 @@ class Meeting:
                 )
             time.sleep(_LOOK_S)
 
-    def watched(self, name: str = "") -> Store:
-        """The store, which ends waiting where a member of the round dies before the round has held."""
+    def watched(self, name: str) -> Store:
+        """A part of the store, which ends waiting where a member of the round dies before the round has held."""
         self._stores.append(_Watched(self._store, self))
-        return PrefixStore(f"{self.round}/{name}", self._stores[-1]) if name else self._stores[-1]
+        return PrefixStore(f"{self.round}/{name}", self._stores[-1])
 
     def has_new(self) -> bool:
         """Has anyone come to the next round?"""

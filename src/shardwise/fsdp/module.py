@@ -202,9 +202,8 @@ def become_sharded(module: nn.Module) -> None:
     object.__setattr__(module, "__class__", cls)  # past nn.Module's own, which is slow
     module.__dict__["__call__"] = MethodType(_compiled_call(cast(Any, cls)), weakref.ref(module))
     if isinstance(module, nn.MultiheadAttention):
-        module.register_forward_pre_hook(
-            _look
-        )  # torch's encoder layers evaluate without calling one that has none
+        # torch's encoder layers evaluate with the weights of one that has no hook, without calling it.
+        module.register_forward_pre_hook(_look)
 
 
 def _look(module: nn.Module, args: Any) -> None:

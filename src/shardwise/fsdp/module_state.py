@@ -56,10 +56,9 @@ class ModuleState:
     __slots__ = (
         "__weakref__", "all_groups", "below", "device", "groups", "guards", "guards_lifted", "ignored",
         "in_reverse", "input_dtype", "inside", "is_list", "is_root", "larger_than_most", "lists", "modules",
-        "myself",
-        "name", "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers", "reshard_is_automatic",
-        "running", "runs_outside", "schedule", "schedule_settings", "shared_streams", "shown",
-        "stays_gathered", "still_to_run", "to_check", "training_state",
+        "myself", "name", "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers",
+        "reshard_is_automatic", "running", "runs_outside", "schedule", "schedule_settings", "shared_streams",
+        "shown", "stays_gathered", "still_to_run", "to_check", "training_state",
     )  # fmt: skip
 
     def __init__(
