@@ -119,7 +119,7 @@ class Meeting:
             time.sleep(_LOOK_S)
 
     def watched(self, name: str) -> Store:
-        """A part of the store, which ends waiting where a member of the round dies before the round has held."""
+        """A part of the store, which ends waiting where a member of the round dies before it has held."""
         self._stores.append(_Watched(self._store, self))
         return PrefixStore(f"{self.round}/{name}", self._stores[-1])
 
