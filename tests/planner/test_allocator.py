@@ -92,7 +92,7 @@ def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> Non
         mark = Mark()
         events = [Send(call, "", "all-gather"), Record(mark, "all-gather"), computes, Wait(mark, COMPUTATION)]
         segment = Segment(Place(0, 0, "forward", None), [*events, computes])
-        times = time_of(Recording(1, [segment], 0, 0, 0, 0), hardware, 1)
+        times = time_of(Recording(1, [segment], 0, 0, 0), hardware, 1)
         assert times.exposed == pytest.approx(max(0.0, 1 - longer) * sends, rel=1e-6)
         assert times.step == pytest.approx((max(1, longer) + longer) * sends, rel=1e-6)
 
@@ -104,6 +104,6 @@ def test_blocks_that_the_host_issues_more_slowly_than_the_device_computes_are_na
     hardware = replace(hardware_of("h100"), host_seconds=host_seconds)
     computes = Compute("add", 0, int(hardware.memory_bytes_per_s * 1e-3), "bfloat16", COMPUTATION)
     segments = [Segment(Place(0, 0, "forward", layer), [computes, computes]) for layer in range(3)]
-    found = list(host_bound(time_of(Recording(3, segments, 0, 0, 0, 0), hardware, 1)))
+    found = list(host_bound(time_of(Recording(3, segments, 0, 0, 0), hardware, 1)))
     assert len(found) == bound
     assert all("forward of 3 blocks: the host takes 20.00 ms" in words for words in found)

@@ -98,7 +98,6 @@ class Recording:
     parameters: int
     block_parameters: int
     gathered_parameters: int  # of a block, by a rank: its part of those that tensor parallelism cuts
-    embedding_parameters: int  # of tables that are looked up
     converted: tuple[str, ...] = ()  # dtypes that the model makes parameters in, and that are not stored
 
     @property

@@ -57,8 +57,6 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         module, converted = built(model, layers, setup.stored_dtype)
         parameters = sum(p.numel() for p in module.parameters())
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
-        looked_up = [one for one in module.modules() if isinstance(one, nn.Embedding)]
-        embedded = sum({id(p): p.numel() for one in looked_up for p in one.parameters()}.values())
         if tensor is not None:
             parallelize(module, model.name, tensor)
             loss = loss_parallel()
@@ -87,7 +85,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         segments = recorder.finish()
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, float8=setup.float8)
-        return Recording(layers, segments, parameters, in_block, gathered, embedded, converted)
+        return Recording(layers, segments, parameters, in_block, gathered, converted)
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:

@@ -154,6 +154,12 @@ def force_sum(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
+def buffers_of_the_group(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
+    by_block()(api, model, mesh)
+    for module in (*model.blocks, model):
+        module.set_allocate_memory_from_process_group_for_comm(True)
+
+
 def more_buffers(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
     by_block()(api, model, mesh)
     model.set_reduce_scatter_max_input_buffers(2)
@@ -186,6 +192,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     ),
     "summed by force": ((3,), Case(LANGUAGE, force_sum)),
     "replicas summed by force": ((4,), Case(RESIDUAL, force_sum, mesh=two_axes(2, 2))),
+    "buffers of the group's allocator": ((2,), Case(RESIDUAL, buffers_of_the_group)),
     "more buffers and a group for reductions": (
         (2,),
         Case(RESIDUAL, more_buffers, torchs=has("set_reduce_scatter_max_input_buffers")),
