@@ -159,6 +159,23 @@ def test_a_gradient_that_no_reduction_saw_is_an_error_in_the_next_step_or_forwar
 
 
 @on_ranks(2)
+def test_a_step_is_not_refused_for_the_gradients_of_a_model_that_its_optimizer_does_not_train() -> None:
+    older, x = fully_shard(Block("plain")), torch.ones(4, 8)
+    older(x)
+    if dist.get_rank() == 0:  # the other rank may have freed the model by now
+        older.penalty.backward()
+    block = fully_shard(Block("plain"))
+    optimizer = torch.optim.SGD(block.parameters())
+    for _ in range(2):
+        block(x).hidden.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            block(x)  # after it a step looks for gradients that no reduction saw
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_a_backward_that_enters_past_the_outputs_still_ends() -> None:
     net, reference = sharded("plain", "contiguous"), Net("plain")
     for model in (net, reference):

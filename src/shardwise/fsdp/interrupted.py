@@ -24,6 +24,7 @@ from shardwise.fsdp import read_guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState
+from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.schedule import Schedule
 
 
@@ -51,10 +52,10 @@ def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
         _check_all_is_reduced(root)
 
 
-def _check_all_is_reduced(root: ModuleState) -> None:
+def _check_all_is_reduced(root: ModuleState, holds: Callable[[ShardedParam], bool] | None = None) -> None:
     for group, reducer in root.all_groups:
         for param in () if reducer.unsynced else group.params:
-            if param.has_unreduced:
+            if param.has_unreduced and (holds is None or holds(param)):
                 raise LifecycleError(
                     f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
                     f" another way than through what the forward of {group.title} returned. Return every"
@@ -117,9 +118,13 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         return better
 
     def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Other models may be about to be freed, on some ranks sooner than on others.
+        def holds(param: ShardedParam) -> bool:
+            return any(p is param.sharded for options in optimizer.param_groups for p in options["params"])
+
         for state in states():
             if state.is_root and state.schedule is not None and not state.schedule.had_backward:
-                _check_all_is_reduced(state)
+                _check_all_is_reduced(state, holds)
 
     _compat.explain_backward_errors(hear)
     _watching.append(register_optimizer_step_pre_hook(_compat.runs_eagerly(check_before_step)))
