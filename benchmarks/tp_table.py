@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("tensor_parallel", "")]
 
 import zoo  # noqa: E402
-import zoo_own  # noqa: E402 - these register models
+import zoo_blocks  # noqa: E402 - these register models
 import zoo_transformers  # noqa: E402
 
 SECTION = "tensor_parallel"
@@ -56,7 +56,7 @@ MODELS = [
 FORMS = {"as exported": (False, False), "decomposed": (False, True)}
 SECONDS = 90.0
 README = Path(__file__).parents[1] / "README.md"
-assert zoo_own.Block
+assert zoo_blocks.Block
 assert zoo_transformers.VOCABULARY
 
 

@@ -16,7 +16,7 @@ import pytest
 from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, start_server
 
 REFUSED = "needs torch 2.12 or later, and this is torch"  # how `fully_shard`, and whoever makes rows, says so
-OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat.py", "tests/sharded_tensor/rows/")
+OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat", "tests/sharded_tensor/rows/")
 
 
 keep_what_pytest_rewrites()

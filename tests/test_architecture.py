@@ -451,6 +451,13 @@ def test_a_file_within_the_rules_passes_them_all(module: str, text: str) -> None
     assert [violation for rule in RULES for violation in rule(file)] == []
 
 
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "docs"])
+def test_no_file_beside_the_package_is_long_either(folder: str) -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT.parents[1] / folder).rglob("*.py")}
+    assert lines
+    assert {str(path): count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
+
+
 def walks() -> list[tuple[str, list[str]]]:
     """The numbered lists of ARCHITECTURE.md, each with the line above it."""
     found: list[tuple[str, list[str]]] = []

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
+from torch.fx import Graph, GraphModule
 
+from graph.drawings import (
+    ATEN,
+    C10D,
+    RANKS,
+    SIZE,
+    Drawing,
+    assert_same,
+    backward,
+    computed,
+    deep_backward,
+    forward,
+    most_unsharded,
+    names,
+)
 from graph.held import held_bytes
 from ranks import on_ranks
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import RankMismatchError, ShardingError
-from shardwise.fsdp.traced import Cut
 from shardwise.graph.collectives import collectives
-from shardwise.graph.measure import graph_report
 from shardwise.graph.passes import (
     Passes,
     bound_unsharded,
@@ -30,127 +36,9 @@ from shardwise.graph.passes import (
     merge_small,
     order_text,
     prefetch,
-    prefetch_in_turn,
     sink_waits,
 )
-from shardwise.graph.passes.bound_unsharded import last_use
 from shardwise.graph.passes.check_order import graphs_in
-from shardwise.graph.passes.moves import tail, uses
-
-RANKS, SIZE = 4, 3
-C10D: Any = torch.ops._c10d_functional
-ATEN: Any = torch.ops.aten
-
-
-def most_unsharded(graph: Graph) -> int:
-    """How many gathers are held at a time, at most."""
-    return graph_report(graph, kind="forward").peak_groups
-
-
-class Drawing:
-    """A graph, drawn node by node."""
-
-    def __init__(self) -> None:
-        self.graph = Graph()
-        self.mode = FakeTensorMode()
-
-    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
-        node = self.graph.create_node("placeholder", name, name=name)
-        with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
-        return node
-
-    def call(self, name: str, target: Any, *args: Any, **kwargs: Any) -> Node:
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        given, named = map_arg((args, kwargs), lambda one: one.meta["val"])
-        node.meta["val"] = target(*given, **named)
-        return node
-
-    def gather(self, name: str, shard: Node, *, group: str = "0") -> Node:
-        issue = self.call(f"gather_{name}", C10D.all_gather_into_tensor.default, shard, RANKS, group)
-        return self.call(f"full_{name}", C10D.wait_tensor.default, issue)
-
-    def scatter(self, name: str, grad: Node, *, op: str = "sum", group: str = "0") -> Node:
-        issue = self.call(f"scatter_{name}", C10D.reduce_scatter_tensor.default, grad, op, RANKS, group)
-        return self.call(f"reduced_{name}", C10D.wait_tensor.default, issue)
-
-    def stage(self, name: str, *grads: Node) -> Node:
-        shapes = [[grad.meta["val"].numel()] for grad in grads]
-        sizes, places = [size for (size,) in shapes], range(len(grads))
-        laid: Any = {"parts": places, "pieces": shapes, "shapes": shapes, "dims": [0] * len(grads)}
-        cut = Cut.of(1, sizes, **laid, trains=(True,) * len(grads), reduced=places)
-        staged: Any = torch.ops.shardwise.staged
-        return self.call(f"staged_{name}", staged.default, list(grads), cut.numbers, torch.float32)
-
-    def reduce(self, name: str, x: Node) -> Node:
-        issue = self.call(f"reduce_{name}", C10D.all_reduce.default, x, "sum", "1")
-        return self.call(f"summed_{name}", C10D.wait_tensor.default, issue)
-
-    def mul(self, name: str, a: Node, b: Node) -> Node:
-        return self.call(name, ATEN.mul.Tensor, a, b)
-
-    def returns(self, *nodes: Node) -> Graph:
-        self.graph.output(nodes)
-        self.graph.lint()
-        return self.graph
-
-
-def names(graph: Graph) -> list[str]:
-    return [node.name for node in graph.nodes if node.op == "call_function"]
-
-
-def forward(*, blocks: int = 3, cast: bool = False) -> Graph:
-    """x times the parameter of each block, gathered where it is needed."""
-    drawing = Drawing()
-    shards = [drawing.input(f"shard_{i}", SIZE) for i in range(blocks)]
-    x = drawing.input("x", RANKS * SIZE, dtype=torch.bfloat16 if cast else torch.float32)
-    for i, shard in enumerate(shards):
-        if cast:
-            shard = drawing.call(f"cast_{i}", ATEN._to_copy.default, shard, dtype=torch.bfloat16)
-        full = drawing.gather(str(i), shard)
-        weight = drawing.call(f"weight_{i}", ATEN.view.default, full, [RANKS * SIZE])
-        x = drawing.mul(f"mul_{i}", x, weight)
-    return drawing.returns(x)
-
-
-def backward(*, blocks: int = 3, replicated: bool = False) -> Graph:
-    """Gradients of `forward`, each reduced where it stands."""
-    drawing = Drawing()
-    shards = [drawing.input(f"shard_{i}", SIZE) for i in range(blocks)]
-    xs = [drawing.input(f"x_{i}", RANKS * SIZE) for i in range(blocks)]
-    grad = drawing.input("grad", RANKS * SIZE)
-    found = []
-    for i in reversed(range(blocks)):
-        full = drawing.gather(str(i), shards[i])
-        weight_grad = drawing.mul(f"weight_grad_{i}", grad, xs[i])
-        grad = drawing.mul(f"grad_{i}", grad, full)
-        flat = drawing.call(f"flat_{i}", ATEN.view.default, weight_grad, [-1])
-        reduced = drawing.scatter(str(i), flat)
-        if replicated:
-            reduced = drawing.reduce(str(i), reduced)
-        found.append(drawing.call(f"mean_{i}", ATEN.div.Tensor, reduced, 4))
-    return drawing.returns(grad, *found)
-
-
-def deep_backward(*, blocks: int = 3) -> Graph:
-    """Gradients of blocks that multiply by two parameters each, staged and reduced together."""
-    drawing = Drawing()
-    width = RANKS * SIZE
-    shards = [drawing.input(f"shard_{i}", 2 * SIZE) for i in range(blocks)]
-    x, grad = drawing.input("x", width), drawing.input("grad", width)
-    found = []
-    for i in reversed(range(blocks)):
-        full = drawing.gather(str(i), shards[i])
-        grads = []
-        for part in (1, 0):
-            name = f"{'ab'[part]}_{i}"
-            weight = drawing.call(
-                f"weight_{name}", ATEN.slice.Tensor, full, 0, part * width, (part + 1) * width
-            )
-            before, grad = grad, drawing.mul(f"grad_{name}", grad, weight)
-            grads.append(drawing.mul(f"weight_grad_{name}", before, x))
-        found.append(drawing.scatter(str(i), drawing.stage(str(i), *reversed(grads))))
-    return drawing.returns(grad, *found)
 
 
 def test_collectives_are_found_with_their_waits_and_sizes() -> None:
@@ -445,133 +333,3 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, int], message: s
 def test_caches_tell_settings_apart() -> None:
     assert Passes().uuid == Passes(prefetch=None).uuid
     assert len({Passes(prefetch=n).uuid for n in (None, 0, 1, 2)} | {Passes(merge_bytes=1).uuid}) == 5
-
-
-# ---------------------------------------------------------------- any graph
-
-
-@st.composite
-def drawings(draw: st.DrawFn) -> Graph:
-    """Gathers, reductions and compute in any order, with several uses of everything."""
-    drawing = Drawing()
-    shards = [drawing.input(f"shard_{i}", draw(st.sampled_from([SIZE, 2 * SIZE]))) for i in range(6)]
-    wide = [drawing.input("x", RANKS * SIZE)]
-    gathered, reduced = [], []
-    for i in range(draw(st.integers(1, 14))):
-        kind = draw(st.sampled_from("ggsmmmr"))
-        a, b = (draw(st.sampled_from([*wide, *gathered][-5:])) for _ in range(2))
-        if kind == "g":
-            full = drawing.gather(str(i), draw(st.sampled_from(shards)))
-            gathered.append(drawing.call(f"view_{i}", ATEN.view.default, full, [-1]))
-        elif kind == "m":
-            wide.append(drawing.mul(f"mul_{i}", a, drawing.call(f"sum_{i}", ATEN.sum.default, b)))
-        elif kind == "s":
-            reduced.append(drawing.scatter(str(i), drawing.stage(str(i), a)))
-            if draw(st.booleans()):
-                reduced[-1] = drawing.reduce(str(i), reduced[-1])
-        elif reduced:
-            total = drawing.call(f"total_{i}", ATEN.sum.default, draw(st.sampled_from(reduced)))
-            wide.append(drawing.mul(f"scaled_{i}", a, total))
-    return drawing.returns(wide[-1], *reduced)
-
-
-@settings(max_examples=80, deadline=None)
-@given(graph=drawings())
-def test_gathering_in_turn_holds_no_more_than_other_settings(
-    graph: Graph,
-) -> None:
-    values = computed(graph)
-    early = copy.deepcopy(graph)
-    Passes(prefetch=1)(early)
-    sink_waits(graph)
-    order, late = issues(graph), max(held_bytes(graph))
-    prefetch_in_turn(graph)
-    check(graph, values)
-    assert issues(graph) == order
-    assert max(held_bytes(graph)) <= max(late, max(held_bytes(early)))
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    graph=drawings(), ahead=st.integers(0, 3), limit=st.integers(1, 4), nbytes=st.sampled_from([0, 150, 9999])
-)
-def test_passes_keep_values_and_orders_and_hold_their_bound(
-    graph: Graph, ahead: int, limit: int, nbytes: int
-) -> None:
-    values = computed(graph)
-    merge_small(graph, nbytes=nbytes)
-    check(graph, values)
-    steps: list[Callable[[], Any]] = [
-        lambda: prefetch(graph, ahead=ahead),
-        lambda: sink_waits(graph),
-    ]
-    for step in steps:
-        kinds = issues(graph)
-        step()
-        check(graph, values)
-        assert issues(graph) == kinds
-    kinds = issues(graph)
-    if limit < needed(graph):
-        with pytest.raises(ShardingError, match="no more than"):
-            bound_unsharded(graph, limit=limit)
-    else:
-        bound_unsharded(graph, limit=limit)
-        assert most_unsharded(graph) <= limit
-    check(graph, values)
-    assert issues(graph) == kinds
-
-
-def needed(graph: Graph) -> int:
-    """How many groups are held at a time if each is gathered as late as the order of gathers allows."""
-    gathers = [one for one in collectives(graph) if one.kind == GATHER]
-    first = [uses(tail(one))[:1] for one in gathers]
-    most = 0
-    for i in range(len(gathers)):
-        later = [node for nodes in first[i:] for node in nodes]
-        if later:
-            held = [one for one, nodes in zip(gathers, first[: i + 1], strict=False) if nodes]
-            most = max(most, sum(last_use(one) >= min(later) for one in held))
-    return most
-
-
-def check(graph: Graph, values: list[Tensor]) -> None:
-    graph.lint()
-    assert_same(computed(graph), values)
-
-
-def issues(graph: Graph) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for one in collectives(graph):
-        found.setdefault(one.kind, []).append(one.issue.name)
-    return found
-
-
-class Alone(Interpreter):
-    """Runs a graph as if all ranks had its tensors, each a little other."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        name = str(target)
-        if "c10d" not in name:
-            return super().call_function(target, args, kwargs)
-        if "wait" in name:
-            return args[0].clone()
-        if "all_gather" in name:
-            return torch.cat([args[0] + rank for rank in range(RANKS)])
-        if "reduce_scatter" in name:
-            return args[0].view(RANKS, -1)[1] * 3
-        return args[0] * 5
-
-
-def computed(graph: Graph) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    inputs = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            inputs.append(torch.rand(value.shape, generator=generator, dtype=value.dtype))
-    return list(Alone(GraphModule(torch.nn.Module(), graph)).run(*inputs))
-
-
-def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
-    assert len(a) == len(b)
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import zoo
-import zoo_own
+import zoo_blocks
 import zoo_transformers
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ranks import on_ranks
 from shardwise.tensor_parallel import Prices, choose
 
-assert zoo_own.Block
+assert zoo_blocks.Block
 assert zoo_transformers.VOCABULARY
 
 Point = tuple[int, bool]  # ranks, training

@@ -323,10 +323,10 @@ def problems(case: Case, result: Result, ranks: int) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Measure cases, print what is wrong in each form, and how many points of the matrix are right."""
-    import zoo_own
+    import zoo_blocks
     import zoo_transformers
 
-    assert zoo_own.Block
+    assert zoo_blocks.Block
     assert zoo_transformers.VOCABULARY
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("words", nargs="*", help="of names of models")
