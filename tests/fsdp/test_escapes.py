@@ -15,6 +15,7 @@ from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.errors import LifecycleError
 from shardwise.fsdp.module_state import state_of
+from shardwise.optim import flat
 
 LAYOUTS = ("interleaved", "contiguous")
 
@@ -137,11 +138,15 @@ def test_what_a_gather_in_flight_writes_to_cannot_be_read_by_backward(layout: st
     net.reset_iter_state()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "is_flat"), [("interleaved", False), ("contiguous", False), ("contiguous", True)]
+)
 @on_ranks(2)
-def test_a_gradient_that_no_reduction_saw_is_an_error_in_the_next_step_or_forward(layout: str) -> None:
+def test_a_gradient_that_no_reduction_saw_is_an_error_in_the_next_step_or_forward(
+    layout: str, is_flat: bool
+) -> None:
     block = fully_shard(Block("plain"), layout=layout)
-    optimizer = torch.optim.SGD(block.parameters())
+    optimizer = flat(torch.optim.SGD, block) if is_flat else torch.optim.SGD(block.parameters())
     x = torch.ones(4, 8)
     block(x)
     block.penalty.backward()  # the root's parameters are still there

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -120,7 +122,8 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
     def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Other models may be about to be freed, on some ranks sooner than on others.
         def holds(param: ShardedParam) -> bool:
-            return any(p is param.sharded for options in optimizer.param_groups for p in options["params"])
+            memory = _memory(param.sharded)  # a flat optimizer has other tensors over it
+            return any(_memory(p) == memory for options in optimizer.param_groups for p in options["params"])
 
         for state in states():
             if state.is_root and state.schedule is not None and not state.schedule.had_backward:
@@ -128,6 +131,11 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
     _compat.explain_backward_errors(hear)
     _watching.append(register_optimizer_step_pre_hook(_compat.runs_eagerly(check_before_step)))
+
+
+def _memory(tensor: Tensor) -> int:
+    local = _compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 _watching: list[RemovableHandle] = []
