@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import threading
 from typing import Any
 
@@ -23,11 +24,15 @@ def test_the_calls_of_a_thread_are_told_innermost_first() -> None:
     thread = threading.Thread(target=wait_inside, args=(3,))
     thread.start()
     there.wait()
-    calls = [call.function for call in calls_of(thread.ident or 0) or []]
+    calls = calls_of(thread.ident or 0) or []
     leave.set()
     thread.join()
-    assert calls.count("wait_inside") == 4
-    assert calls.index("wait") < calls.index("wait_inside") < calls.index("run")
+    functions = [call.function for call in calls]
+    assert functions.count("wait_inside") == 4
+    assert functions.index("wait") < functions.index("wait_inside") < functions.index("run")
+    inside = next(call for call in calls if call.function == "wait_inside")
+    assert inside.file == __file__
+    assert linecache.getline(__file__, inside.line).strip() == "leave.wait()"
 
 
 def test_a_thread_that_has_ended_is_in_nothing() -> None:

@@ -1,18 +1,21 @@
 """Where another thread stands.
 
-Its frames may be walked only while it stands still: one that ends meanwhile can take the process with it, and
-while torch compiles, frames end without their objects. So nothing is told of a thread during a compilation,
-and this one keeps the interpreter to itself while it walks.
+Its frames may be read only while it stands still: one that ends meanwhile can take the process with it. Python
+code cannot see to that, as any of its steps may let the other thread go on; `faulthandler`, which reads all in one
+call of C, can. While torch compiles, frames end without their objects, so nothing is told of that time.
 """
 
 from __future__ import annotations
 
-import sys
+import faulthandler
+import re
+import tempfile
 from typing import NamedTuple
 
 from shardwise import _compat
 
-_LONG = 1.0  # seconds; a walk takes some microseconds
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class Call(NamedTuple):
@@ -24,20 +27,17 @@ class Call(NamedTuple):
 
 
 def calls_of(thread: int) -> list[Call] | None:
-    """What a thread is in, innermost first; None while torch compiles."""
-    with _compat.no_compilation() as quiet:
-        return _walked(thread) if quiet else None
-
-
-def _walked(thread: int) -> list[Call]:
-    calls = []
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_LONG)
-    try:
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            calls.append(Call(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            frame = frame.f_back
-    finally:
-        sys.setswitchinterval(interval)
+    """What a thread is in, innermost first, up to 100 calls; None while torch compiles."""
+    with _compat.no_compilation() as quiet, tempfile.TemporaryFile() as file:
+        if not quiet:
+            return None
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        told = file.read().decode()
+    calls, is_asked = [], False
+    for line in told.splitlines():
+        if header := _THREAD.match(line):
+            is_asked = int(header[1], 16) == thread
+        elif is_asked and (call := _CALL.match(line)):
+            calls.append(Call(call[1], int(call[2]), call[3]))
     return calls
