@@ -10,7 +10,7 @@ import ast
 import graphlib
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,15 +92,21 @@ def every_source() -> list[Source]:
 # ---------------------------------------------------------------- what a file names
 
 
-def imports(file: Source) -> Iterator[tuple[int, str]]:
+@cache
+def nodes(file: Source) -> list[ast.AST]:
+    return list(ast.walk(file.tree))
+
+
+@cache
+def imports(file: Source) -> list[tuple[int, str]]:
     """(line, dotted name) of everything imported, wherever the import stands."""
-    for node in ast.walk(file.tree):
+    found = []
+    for node in nodes(file):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield node.lineno, f"{origin(file, node)}.{alias.name}"
+            found += [(node.lineno, f"{origin(file, node)}.{alias.name}") for alias in node.names]
+    return found
 
 
 def origin(file: Source, node: ast.ImportFrom) -> str:
@@ -112,10 +118,11 @@ def origin(file: Source, node: ast.ImportFrom) -> str:
     return ".".join([*above, node.module] if node.module else above)
 
 
-def torch_names(file: Source) -> Iterator[tuple[int, str]]:
+@cache
+def torch_names(file: Source) -> list[tuple[int, str]]:
     """(line, dotted name) of every torch name imported, reached by attribute or by getattr("...")."""
     aliases = {}
-    for node in ast.walk(file.tree):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.split(".")[0]
@@ -124,12 +131,19 @@ def torch_names(file: Source) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 aliases[alias.asname or alias.name] = f"{origin(file, node)}.{alias.name}"
     names = [*imports(file)]
-    for node in ast.walk(file.tree):
+    for node in nodes(file):
         if isinstance(node, (ast.Attribute, ast.Call)) and (name := dotted(node, aliases)):
             names.append((node.lineno, name))
     found = {(line, name) for line, name in names if is_within(name, "torch")}
     parts = {(line, name.rpartition(".")[0]) for line, name in found}  # `a.b` within `a.b.c`
-    yield from sorted(found - parts)
+    return sorted(found - parts)
+
+
+def spelled(node: ast.AST) -> str:
+    """`dist.all_reduce` as it stands there, and "?" for what is no name, faster than `ast.unparse`."""
+    if isinstance(node, ast.Attribute):
+        return f"{spelled(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
 
 
 def dotted(node: ast.AST, aliases: dict[str, str]) -> str | None:
@@ -228,10 +242,10 @@ def ranks_and_files_say_text_and_numbers_only(file: Source) -> list[str]:
             bad[line] = f"{name} unpickles what ranks send"
         elif name in UNPICKLING:
             bad[line] = f"{name} unpickles"
-    for node in ast.walk(file.tree):
+    for node in nodes(file):
         if not isinstance(node, ast.Call):
             continue
-        called = ast.unparse(node.func)
+        called = spelled(node.func)
         safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
         if called in UNPICKLING or (called == "torch.load" and not safe):
             bad[node.lineno] = f"{called} unpickles"
@@ -243,11 +257,11 @@ def ranks_compare_in_one_place(file: Source) -> list[str]:
     if file.module in ("shardwise.comm.agree", "shardwise.comm.order", "shardwise.comm.watch"):
         return []
     bad = [(line, f"imports {name}") for line, name in imports(file) if name.endswith(".gather_text")]
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "RankMismatchError":
+    for node in nodes(file):
+        if isinstance(node, ast.Call) and spelled(node.func) == "RankMismatchError":
             bad.append((node.lineno, "raises RankMismatchError by itself"))
-        elif isinstance(node, (ast.Attribute, ast.Name)) and GATHERS_OBJECTS.search(ast.unparse(node)):
-            bad.append((node.lineno, f"uses {ast.unparse(node)}"))
+        elif isinstance(node, (ast.Attribute, ast.Name)) and GATHERS_OBJECTS.search(spelled(node)):
+            bad.append((node.lineno, f"uses {spelled(node)}"))
     return [f"{file.module}:{line}: {why}" for line, why in sorted(bad)]
 
 
@@ -256,7 +270,7 @@ def files_and_functions_are_short(file: Source) -> list[str]:
     lines = len(file.text.splitlines())
     if lines > MAX_FILE_LINES:
         bad.append(f"{file.module}:{lines}: over {MAX_FILE_LINES} lines")
-    for node in ast.walk(file.tree):
+    for node in nodes(file):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:

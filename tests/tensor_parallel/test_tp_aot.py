@@ -21,8 +21,12 @@ from shardwise.tensor_parallel import compile_package, load_compiled, save, tens
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-# Two small files do not repay the compilation of headers for them.
-CHEAPLY = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+# Two small files do not repay the compilation of headers for them, nor of a program for each vector unit.
+CHEAPLY = {
+    "aot_inductor.precompile_headers": False,
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "cpp.vec_isa_ok": False,
+}
 
 
 def model_and_input() -> tuple[nn.Module, Tensor]:
