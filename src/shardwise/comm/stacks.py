@@ -1,8 +1,9 @@
 """Where another thread stands.
 
-Its frames may be read only while it stands still: one that ends meanwhile can take the process with it. Python
-code cannot see to that, as any of its steps may let the other thread go on; `faulthandler`, which reads all in one
-call of C, can. While torch compiles, frames end without their objects, so nothing is told of that time.
+Its frames may be read only while it stands still: one that ends meanwhile can take the process with it.
+Python code cannot see to that, as any of its steps may let the other thread go on; `faulthandler`, which
+reads all in one call of C, can. While torch compiles, frames end without their objects, so nothing is told
+of that time.
 """
 
 from __future__ import annotations
