@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ranks import on_ranks
@@ -36,6 +37,19 @@ def test_what_is_like_a_profile_has_its_peaks_and_the_links_that_no_rank_can_mea
     assert measured.host_link_bytes_per_s == h100.host_link_bytes_per_s
     assert measured.matmul_efficiency < 0.1
     assert f"not measured: host link and network, taken to be of {h100.name}" in measured.source
+
+
+def test_a_build_for_an_accelerator_measures_the_cpu_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    measured = planner.calibrate(sizes=TINY)
+    assert measured.host_link_bytes_per_s > 0
+    assert "cuda" not in measured.source
 
 
 def test_a_line_through_measurements_has_no_negative_latency() -> None:

@@ -103,7 +103,7 @@ def to_toml(hardware: Hardware) -> str:
 @contextmanager
 def _group() -> Iterator[torch.device]:
     """The ranks that a launcher started, or this process alone; yields the rank's device."""
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     device = (
         torch.device("cpu") if kind is None else torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
     )
