@@ -56,13 +56,16 @@ def test_slots_fill_each_shard_buffer_up_to_its_padding(specs: list[ParamSpec], 
 
 @given(groups(), ranks_and_align)
 @relaxed
-def test_unsharded_parameters_fill_the_unsharded_buffer(specs: list[ParamSpec], how: tuple[int, int]) -> None:
+def test_unsharded_parameters_follow_each_other_at_multiples_of_16_bytes(
+    specs: list[ParamSpec], how: tuple[int, int]
+) -> None:
     for layout in layouts(specs, *how):
         for segment in layout.segments:
-            end = 0
+            end, size = 0, segment.gather_dtype.itemsize
             for slot in segment.slots:
-                assert slot.unsharded_offset == end
-                end += layout.ranks * slot.padded_shard_numel
+                assert slot.unsharded_offset * size % 16 == 0
+                assert 0 <= (slot.unsharded_offset - end) * size < 16
+                end = slot.unsharded_offset + layout.ranks * slot.padded_shard_numel
                 assert layout.ranks * slot.padded_shard_numel >= math.prod(specs[slot.index].shape)
             assert end == segment.unsharded_numel
 

@@ -7,7 +7,7 @@ and the *unsharded buffer* holds the whole parameters. Two parameters A and B ov
     shard buffer, rank 0      A0 B0
     shard buffer, rank 1      A1 B1
     gathered                  A0 B0 | A1 B1           one all-gather
-    unsharded                 A0 A1 | B0 B1           one copy-out per parameter
+    unsharded                 A0 A1 | B0 B1           one copy-out per parameter, to a multiple of 16 bytes
 
 That is the interleaved layout: every parameter is an even chunk of dim 0 (or another dim) and can
 be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out.
@@ -29,6 +29,8 @@ import torch
 from shardwise._compat import contiguous_stride
 from shardwise.errors import ShardingError
 from shardwise.layout.placement import EvenShard, Placement
+
+_WHOLE_ALIGN_BYTES = 16  # matmuls of one row round otherwise where a weight lies otherwise
 
 
 class ParamSpec(NamedTuple):
@@ -68,7 +70,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters of one stored and one gathered dtype, end to end."""
+    """The parameters of one stored and one gathered dtype, end to end in shards."""
 
     dtype: torch.dtype
     gather_dtype: torch.dtype
@@ -82,7 +84,8 @@ class Segment:
 
     @property
     def unsharded_numel(self) -> int:
-        return self.ranks * (self.shard_numel - self.padding)
+        last = self.slots[-1]
+        return last.unsharded_offset + self.ranks * last.padded_shard_numel
 
 
 class InterleavedLayout:
@@ -121,7 +124,8 @@ def _segments(shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: i
     found = []
     for dtype, gather_dtype in dict.fromkeys((stored, gathered) for _, _, stored, gathered in shaped):
         slots: list[Slot] = []
-        shard_numel = 0
+        shard_numel = unsharded_numel = 0
+        whole_align = max(1, _WHOLE_ALIGN_BYTES // gather_dtype.itemsize)
         for index, (placement, shape, *dtypes) in enumerate(shaped):
             if dtypes != [dtype, gather_dtype]:
                 continue
@@ -132,10 +136,11 @@ def _segments(shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: i
                 padded_shard_shape=placement.padded_shape(shape, ranks=ranks),
                 begin=box.offsets[placement.dim],
                 shard_offset=shard_numel,
-                unsharded_offset=ranks * shard_numel,
+                unsharded_offset=unsharded_numel + -unsharded_numel % whole_align,
             )
             slots.append(slot)
             shard_numel += slot.padded_shard_numel
+            unsharded_numel = slot.unsharded_offset + ranks * slot.padded_shard_numel
         align = max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize))
         found.append(Segment(dtype, gather_dtype, tuple(slots), -shard_numel % align, ranks))
     return tuple(found)
