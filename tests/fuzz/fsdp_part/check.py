@@ -128,7 +128,7 @@ def no_torch(case: Spec) -> str | None:
     if may_refuse(case):
         return "output that escapes hooks"
     steps = case.get("steps", [])
-    if any(step.get("raises", {}).get("where") == "backward" for step in steps):
+    if any(step.get("raises", {}).get("where", "forward") != "forward" for step in steps):
         return "keeps gradients of a backward that raised"
     if case.get("together") and any(block.get("around") == "reentrant" for block in blocks_of(case)):
         return "dies of a list with a reentrant checkpoint"

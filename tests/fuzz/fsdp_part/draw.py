@@ -27,6 +27,18 @@ ACTIONS = [
     "reshard_after_forward:1",
     "clear",
 ]
+BETWEEN = [  # forward and backward
+    "eval",
+    "no_grad",
+    "forward",
+    "unshard:0",
+    "unshard:1",
+    "unshard_async:1",
+    "reshard:0",
+    "reshard:1",
+    "reshard_after_backward:0",
+    "reshard_after_backward:1",
+]
 
 
 def draw(rng: random.Random) -> Spec:
@@ -43,6 +55,8 @@ def draw(rng: random.Random) -> Spec:
             block.setdefault("shard", draw_options(rng))
     draw_settings(rng, case)
     case["steps"] = [draw_step(rng, case) for _ in range(rng.randint(1, 4))]
+    for step in case["steps"]:  # last: the rest of each case is what it was before these were thought of
+        draw_interruptions(rng, step)
     return mended(case)
 
 
@@ -186,6 +200,17 @@ def draw_step(rng: random.Random, case: Spec) -> Spec:
     return step
 
 
+def draw_interruptions(rng: random.Random, step: Spec) -> None:
+    if rng.random() < 0.15:
+        step["between"] = rng.choice(BETWEEN)
+    if rng.random() < 0.15:
+        what = rng.choice(["freeze", "freeze", "train", "reshard_after_backward"])
+        which = rng.randrange(2 if what == "reshard_after_backward" else 8)
+        step["before"] = [*step.get("before", []), f"{what}:{which}"]
+    if "raises" in step and rng.random() < 0.5:
+        step["raises"]["where"] = rng.choice(["autograd", "hook"])
+
+
 def mended(case: Spec) -> Spec:
     """Without what the libraries forbid: the remaining case is one that users may write."""
     blocks = case["blocks"]
@@ -250,6 +275,8 @@ def features(case: Spec) -> list[str]:
     found += [f"hook {hook['what']}" for hook in case.get("hooks", [])]
     for step in case.get("steps", []):
         found += [f"before {action.partition(':')[0]}" for action in step.get("before", [])]
-        found += [name for name in ("micro", "raises", "delay", "zeros", "hold", "is_last") if name in step]
+        found += [f"between {step['between'].partition(':')[0]}"] if "between" in step else []
+        found += [f"raises in {step['raises']['where']}"] if "raises" in step else []
+        found += [name for name in ("micro", "delay", "zeros", "hold", "is_last") if name in step]
         found += [f"backward {step['backward']}"] if "backward" in step else []
     return found

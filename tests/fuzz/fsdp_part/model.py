@@ -29,7 +29,8 @@ class Control:
     """What a training step asks of blocks, shared by all blocks of a model."""
 
     rank: int = 0
-    raises: Spec = field(default_factory=dict)  # {"block": index, "where": "forward" or "backward"}
+    # {"block": index, "where": "forward", "backward" (of its output), "autograd" (of its input) or "hook"}
+    raises: Spec = field(default_factory=dict)
     delay: Spec = field(default_factory=dict)  # {"block": index, "rank": rank, "ms": how long}
 
     def at(self, index: int | None) -> None:
@@ -44,11 +45,27 @@ class Control:
     def marks(self, index: int | None, output: Tensor) -> None:
         here = index is not None and self.raises.get("block") == index
         if here and self.raises.get("where") == "backward" and output.requires_grad:
-            output.register_hook(_raise)
+            output.register_hook(planned)
+
+    def through(self, index: int | None, x: Tensor) -> Tensor:
+        here = index is not None and self.raises.get("block") == index
+        return Raising.apply(x) if here and self.raises.get("where") == "autograd" else x
 
 
-def _raise(grad: Tensor) -> Tensor:
+def planned(_: Tensor) -> Tensor:
     raise Planned("in backward")
+
+
+class Raising(torch.autograd.Function):
+    """A user's own, with a mistake in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return planned(grads[0])
 
 
 @dataclass
@@ -182,6 +199,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
         self.control.at(self.index)
+        x = self.control.through(self.index, x)
         if self.spec.get("break"):
             torch._dynamo.graph_break()
         own = next(self.parameters(recurse=self.kind not in ("again", "nest")), None)

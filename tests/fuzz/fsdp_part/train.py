@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
-from fuzz.fsdp_part.model import Control, Planned, Spec, batch, build, loss_of
+from fuzz.fsdp_part.model import Control, Planned, Spec, batch, build, loss_of, planned
 from fuzz.fsdp_part.shard import full, piece, set_once, shard, sharded
 
 Tensors = dict[str, Tensor | None]
@@ -109,7 +110,7 @@ class Run:
         steps = self.case.get("steps", [{}])
         for number, step in enumerate(steps):
             for action in step.get("before", []):
-                self.act(action)
+                self.act(action, self.ranks())
             if step.get("raises"):
                 self.failing(step)
             self.control.delay = {} if self.alone else step.get("delay", {})
@@ -147,6 +148,7 @@ class Run:
     def failing(self, step: Spec) -> None:
         """An iteration that raises, and what a user does then."""
         self.control.raises = step["raises"]
+        hook = self.raising_hook(step["raises"])
         try:
             if not self.alone:
                 self.backward(step | {"micro": 1}, record=False)
@@ -157,9 +159,18 @@ class Run:
                 raise
         finally:
             self.control.raises = {}
+            if hook is not None:
+                hook.remove()
         for root in self.roots:
             root.reset_iter_state()
         self.optimizer.zero_grad()
+
+    def raising_hook(self, raises: Spec) -> RemovableHandle | None:
+        """Raises when the gradient of a parameter is there."""
+        trained = [param for param in self.params.values() if param.requires_grad]
+        if raises["where"] != "hook" or not trained:
+            return None
+        return trained[raises["block"] % len(trained)].register_post_accumulate_grad_hook(planned)
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         x, tokens, targets = batch(self.case, rank, self.count)
@@ -195,6 +206,8 @@ class Run:
             self.control.rank = rank
         x, tokens, targets = self.inputs(rank)
         losses = loss_of(self.case, step, self.model(x, tokens), targets)
+        if record and "between" in step:
+            self.act(step["between"], [rank])
         divisor = (self.case.get("factor") or self.world) if self.alone else 1
         for i, loss in enumerate(losses):
             if not loss.requires_grad:
@@ -207,10 +220,12 @@ class Run:
 
     # ---------------------------------------------------------------- between steps
 
-    def act(self, action: str) -> None:
+    def act(self, action: str, ranks: list[int]) -> None:
         what, _, which = action.partition(":")
         if what in ("eval", "no_grad", "forward"):
-            self.look(what)
+            self.look(what, ranks)
+        elif what in ("freeze", "train"):
+            list(self.params.values())[int(which) % len(self.params)].requires_grad_(what == "train")
         elif self.alone:
             return
         elif what == "unshard":
@@ -231,8 +246,6 @@ class Run:
             self.optimizer.zero_grad(set_to_none=False)
         elif what == "sleep":
             time.sleep(float(which) / 1000)
-        elif what == "freeze":
-            list(self.params.values())[int(which) % len(self.params)].requires_grad_(False)
         else:
             self.set(what, which)
 
@@ -254,11 +267,11 @@ class Run:
             else:
                 raise AssertionError(what)
 
-    def look(self, what: str) -> None:
+    def look(self, what: str, ranks: list[int]) -> None:
         """A forward without a backward."""
         if what == "eval":
             self.model.eval()
-        for rank in self.ranks():
+        for rank in ranks:
             if self.alone:
                 self.control.rank = rank
             x, tokens, _ = self.inputs(rank)
