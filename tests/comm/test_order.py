@@ -88,7 +88,7 @@ def test_at_the_timeout_the_error_says_where_ranks_are() -> None:
     with pytest.raises(RankMismatchError) as error:
         of.advance(GATHER)
     message = str(error.value)
-    assert "waited 1 s, its timeout; it was about to gather 'a'" in message
+    assert "rank 0 waited 1 s, its timeout; it was about to gather 'a'" in message
     assert "rank 1 has not come" in message
     assert "test_order.py" in message
     dist.distributed_c10d._get_default_store().set("found", "")

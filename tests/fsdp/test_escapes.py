@@ -127,6 +127,18 @@ def test_backward_that_no_hook_announces_is_an_error_that_names_the_module(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
+def test_a_backward_through_a_backward_is_refused_by_its_name(layout: str) -> None:
+    net = sharded("view", layout, reshard_after_forward=False)
+    x = torch.ones(4, 8, requires_grad=True)
+    loss = net(x).square().mean()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    message = raises_on_every_rank(LifecycleError, (loss + slope.square().mean()).backward)
+    assert "(create_graph=True): sharded modules have first derivatives only" in message
+    net.reset_iter_state()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
 def test_what_a_gather_in_flight_writes_to_cannot_be_read_by_backward(layout: str) -> None:
     net = sharded("plain", layout)
     net(torch.ones(4, 8))

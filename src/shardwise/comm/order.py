@@ -271,7 +271,8 @@ class Order:
 
     def account(self, what: str) -> str:
         """Where every rank stands, after something that nothing explains."""
-        lines = [f"this rank {what}; it was about to {self.doing()}. The others, when last heard of:"]
+        me = f"rank {self.ranks[self.rank]}"  # others hear of it too
+        lines = [f"{me} {what}; it was about to {self.doing()}. The others, when last heard of:"]
         with suppress(RuntimeError):
             records = self.read()
             for rank in range(self.size):

@@ -67,5 +67,6 @@ def explain(error: Exception) -> Exception | None:
         f"{here()}: backward reached the inside of {group.title} by another way than through what its forward"
         " returned, when its parameters were not gathered. Some tensor left that forward otherwise: as an"
         " attribute of a module, say, or in an object that has no attributes to look at. Return it from"
-        " forward as well, and let the loss use what was returned"
+        " forward as well, and let the loss use what was returned. Or it is a backward through a backward"
+        " (create_graph=True): sharded modules have first derivatives only"
     )
