@@ -196,12 +196,11 @@ def test_a_script_that_is_not_there_is_said_before_ranks_are_started(monkeypatch
     started = mock.Mock(return_value=7)
     monkeypatch.setattr(launch, "launch", started)
     monkeypatch.delenv("RANK", raising=False)
-    for arguments in (["nothing.py"], ["-m", "nothing.at.all"]):
+    for arguments in (["nothing.py"], [str(CASES)], ["-m", "nothing.at.all"]):
         ended = run("run", "--ranks", "3", *arguments)
         assert ended.exit_code == 2
-        assert ended.stderr.startswith(
-            f"Error: No such {'module' if '-m' in arguments else 'script'}: nothing"
-        )
+        kind = "module" if "-m" in arguments else "script"
+        assert ended.stderr.startswith(f"Error: No such {kind}: {arguments[-1]}")
         assert ended.stderr.count("\n") == 1
     started.assert_not_called()
     case = str(CASES / "no_case.py")

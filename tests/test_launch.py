@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,21 @@ def test_other_errors_keep_their_traceback_once_and_what_follows_from_them_is_sh
         "RuntimeError: Connection closed by peer\n"
     )
     assert show(1, KeyboardInterrupt()) == ""
+
+
+def test_a_script_that_python_cannot_read_is_shown_without_the_frames_that_read_it(
+    tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(launch.TRACEBACK, raising=False)
+    script = tmp_path / "train.py"
+    script.write_text("def x(:\n")
+    with pytest.raises(SyntaxError) as caught:
+        runpy.run_path(str(script))
+    assert caught.tb.tb_next is not None
+    launch._show(SyntaxError, caught.value, caught.tb.tb_next)
+    told = capfd.readouterr().err.splitlines()
+    assert told[0] == f'File "{script}", line 1'
+    assert [line.strip() for line in told[1:]] == ["def x(:", "^", "SyntaxError: invalid syntax"]
 
 
 def test_every_traceback_is_shown_where_that_is_asked_for(show: Any, monkeypatch: Any) -> None:

@@ -35,7 +35,7 @@ from shardwise.verify.compare import (
     scale_of,
 )
 from shardwise.verify.processes import RankError, run_ranks
-from shardwise.verify.reference import named, take_batch
+from shardwise.verify.reference import named, take_batch, take_loss
 from shardwise.verify.sharded import EMPTY, PRESENT, _name_problems, _presence_problem
 
 CASES = Path(__file__).parent / "cases"
@@ -284,7 +284,7 @@ def test_a_layout_is_refused_where_the_case_takes_none():
     ("batch", "message"),
     [
         ((torch.zeros(4), "text"), "expected a tensor whose dim 0 is the batch"),
-        ((torch.tensor(1.0),), "expected a tensor whose dim 0 is the batch"),
+        ((torch.tensor(1.0),), r"is a tensor of shape \(\); expected a tensor whose dim 0 is the batch"),
         ((torch.zeros(4), torch.zeros(3)), r"lengths \[4, 3\]"),
         ((), r"lengths \[\]"),
     ],
@@ -292,6 +292,11 @@ def test_a_layout_is_refused_where_the_case_takes_none():
 def test_a_batch_that_cannot_be_cut_is_refused(batch, message):
     with pytest.raises(CaseError, match=message):
         take_batch(plain_case(batch=lambda step: batch), 0)
+
+
+def test_a_loss_of_many_elements_is_refused_by_its_shape():
+    with pytest.raises(CaseError, match=r"^loss\(\) returned a tensor of shape \(12,\); expected a tensor"):
+        take_loss(plain_case(loss=lambda module, batch: torch.rand(12)), nn.Linear(1, 1), ())
 
 
 @pytest.mark.parametrize(

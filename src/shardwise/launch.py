@@ -122,7 +122,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         at: TracebackType | None = trace  # from where the user's own code begins
         while at is not None and not _is_users(Path(at.tb_frame.f_code.co_filename)):
             at = at.tb_next
-        whole = "".join(traceback.format_exception(kind, error, at or trace)).rstrip()
+        if at is None and not issubclass(kind, SyntaxError):  # which says where it is itself
+            at = trace
+        whole = "".join(traceback.format_exception(kind, error, at)).strip()
         said = one_line(error)
         with contextlib.redirect_stderr(sys.__stderr__):  # torch's own hook would add to it
             say(said, whole="" if is_mistake(error) else whole)

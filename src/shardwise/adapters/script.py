@@ -25,7 +25,9 @@ def check_script(target: str, *, is_module: bool = False) -> None:
             del sys.path[0]
         if not found:
             raise ShardwiseError(f"No such module: {target}")
-    elif not Path(target).exists():
+    elif not (found_at := Path(target)).exists() or (
+        found_at.is_dir() and not (found_at / "__main__.py").is_file()
+    ):
         raise ShardwiseError(f"No such script: {target} (in {Path.cwd()})")
 
 

@@ -207,14 +207,16 @@ def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
         f"{name}: expected shape {tuple(expected)}, found {tuple(shape)}"
         for name, shape, expected in sorted(info["mismatched_keys"])
     ]
+    advice = "Use the folder's own config and class"
     if strict:
+        if not wrong:  # of shapes; what has another one is not initialised
+            advice += ", or strict=False, which initialises what is missing"
         wrong += [f"missing: {name}" for name in sorted(info["missing_keys"])]
         wrong += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
     if wrong:
         more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
         raise CheckpointError(
-            "\n".join([f"{folder}: the weights do not fit the model", *wrong[:20], *more])
-            + "\nUse the folder's own config and class, or strict=False, which initialises what is missing"
+            "\n".join([f"{folder}: the weights do not fit the model", *wrong[:20], *more, advice])
         )
 
 

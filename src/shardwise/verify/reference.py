@@ -83,7 +83,7 @@ def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
     for index, entry in enumerate(batch):
         if not isinstance(entry, torch.Tensor) or entry.dim() == 0:
             raise CaseError(
-                f"batch({step})[{index}] is {entry!r:.60}; expected a tensor whose dim 0 is the batch."
+                f"batch({step})[{index}] is {_kind(entry)}; expected a tensor whose dim 0 is the batch."
             )
     if len({entry.shape[0] for entry in batch}) != 1:
         raise CaseError(
@@ -92,11 +92,18 @@ def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
     return batch
 
 
+def _kind(found: object) -> str:
+    """Of a tensor its shape, of anything else its type: values may be many."""
+    if isinstance(found, torch.Tensor):
+        return f"a tensor of shape {tuple(found.shape)}"
+    return repr(found) if isinstance(found, (int, float)) else f"of type {type(found).__name__}"
+
+
 def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The scalar loss. Raises `CaseError` for anything else."""
     loss = case.loss(module, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise CaseError(f"loss() returned {loss!r:.60}; expected a tensor with one element.")
+        raise CaseError(f"loss() returned {_kind(loss)}; expected a tensor with one element.")
     return loss
 
 
