@@ -137,7 +137,8 @@ def test_weights_that_do_not_fit_are_named_on_every_rank(wrong_folders: Path) ->
     with pytest.raises(CheckpointError, match="strict=False, which initialises what is missing"):
         hf.load(folder / "less")
     with pytest.raises(
-        CheckpointError, match=r"model\.norm\.weight: expected shape \(16,\), found \(3,\)\n.*config and class$"
+        CheckpointError,
+        match=r"model\.norm\.weight: expected shape \(16,\), found \(3,\)\n.*config and class$",
     ):
         hf.load(folder / "wrong", strict=False)  # as transformers does
     with pytest.raises(CheckpointError, match="outside the folder"):

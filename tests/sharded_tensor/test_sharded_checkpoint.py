@@ -12,6 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardwise.checkpoint
 import shardwise.sharded_tensor.dcp
 from ranks import RankPool, on_ranks
+from shardwise.errors import ShardingError
 from shardwise.files.manifest import digest
 from shardwise.layout import Box
 from shardwise.sharded_tensor import (
@@ -305,3 +307,10 @@ def test_an_index_that_is_code_is_refused_and_does_not_run(ranks: RankPool, tmp_
     assert not trace.exists()
     pickle.loads((folder / ".metadata").read_bytes())
     assert trace.exists()
+
+
+@on_ranks(2)
+def test_torchs_save_in_the_background_is_refused_and_ours_named(tmp_path: Path) -> None:
+    state = {"weight": sharded(WHOLE["weight"], 1)}
+    with pytest.raises(ShardingError, match=r"use shardwise\.checkpoint\.save_async"):
+        dcp.async_save(state, checkpoint_id=tmp_path)

@@ -24,7 +24,10 @@ _ELEMENTS = (
     "For rows of a table use torch.nn.functional.embedding, for ranges an index of ints and slices; otherwise"
     " full_tensor()"
 )
-_MEMORY = "It has no memory of its own; ask the tensors of local_shards()"
+_MEMORY = (
+    "It has no memory of its own; ask the tensors of local_shards(). To save it in the background, use"
+    " shardwise.checkpoint.save_async"  # torch's async_save asks for data_ptr
+)
 _VALUES = "Values are spread over the ranks; use full_tensor(), or gather() for one rank"
 _RESIZE = "Its size and cut are fixed; make a new tensor with shardwise.sharded_tensor.empty() and copy_()"
 
