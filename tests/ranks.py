@@ -54,9 +54,7 @@ WORKER_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes, which would import torch each
-    # A few small kernels do not repay the compilation of headers, nor of a program for each vector unit.
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",  # a few small kernels do not repay a program for each vector unit to try
 }
 GRACE_SECONDS = 3.0  # what the other ranks get to finish once one rank has failed
 STARTUP_SECONDS = 120.0
