@@ -107,9 +107,44 @@ def wider_late() -> nn.Module:
     return model
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + gradient.new_ones(2, *gradient.shape).mean(0)
+
+
+class Tripled(Doubled):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + gradient.new_ones(3, *gradient.shape).mean(0)
+
+
+class ByHand(Model):
+    """Its backward is written by hand, and of one block it is another one."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = (Tripled if i == self.wider else Doubled).apply(block(x))
+        return self.head(x)
+
+
 @pytest.mark.parametrize(
     ("factory", "verb"),
-    [(frozen_late, "has"), (wider_late, "has"), (lambda: Late(12), "does")],
+    [
+        (frozen_late, "has"),
+        (wider_late, "has"),
+        (lambda: Late(12), "does"),
+        (lambda: ByHand(12, wider=9), "does in backward"),
+    ],
 )
 def test_blocks_that_differ_beyond_those_that_few_stand_for_are_all_run(factory: Any, verb: str) -> None:
     made = plan(factory, ranks=2, sequence=16)
@@ -118,7 +153,12 @@ def test_blocks_that_differ_beyond_those_that_few_stand_for_are_all_run(factory:
     optimizer = made.moments[-1].alive["optimizer"] * 2
     assert made.parameters == sum(p.numel() for p in module.parameters())
     assert optimizer == pytest.approx(8 * trained, rel=0.02)
-    assert made.whole == f"block 10 {verb} something else than block 0"
+    first = 1 if "backward" in verb else 0
+    assert made.whole == f"block 10 {verb} something else than block {first}"
+
+
+def test_a_backward_by_hand_that_is_the_same_in_all_blocks_is_run_of_a_few() -> None:
+    assert not plan(lambda: ByHand(12), ranks=2, sequence=16).whole
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])

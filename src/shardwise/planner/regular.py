@@ -1,7 +1,6 @@
 """Whether a model's blocks all do the same, so that a few stand for all: the whole model is looked at.
 
-What blocks have is compared, and what they do in one forward on fake tensors. What forward does not show is
-assumed to be the same: backwards that are written by hand and depend on the block.
+What blocks have is compared, and what they do in one forward and backward on fake tensors.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._compat import FakeTensorMode, TorchDispatchMode
+from shardwise._compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 from shardwise.errors import ShardwiseError
+from shardwise.planner.cost import tensors_of
 from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
 from shardwise.planner.unroll import NotRegular
+
+DEVICE = torch.ops.prim.device.default
 
 
 def check(model: Model, setup: Setup) -> None:
@@ -38,26 +40,31 @@ def check(model: Model, setup: Setup) -> None:
         watch = _Watch(blocks)
         try:
             with watch:
-                model.loss(module, tokens, tokens)
+                loss = model.loss(module, tokens, tokens)
+                watch.in_backward = True
+                loss.backward()
         except Exception as error:  # of the user's model
-            raise NotRegular(f"one forward of the model cannot be looked at: {error}") from error
+            phase = "backward" if watch.in_backward else "forward"
+            raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
     _compare("does", watch.inside)
     _compare("is followed by", watch.after[:-1])
+    _compare("does in backward", watch.backward, first=1)  # what is before the blocks comes after block 0
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
         raise NotRegular(f"blocks run in the order {firsts}")
 
 
-def _compare(verb: str, of: list[list[Any]]) -> None:
-    for number, one in enumerate(of):
-        if one != of[0]:
-            raise NotRegular(f"block {number} {verb} something else than block 0")
+def _compare(verb: str, of: list[list[Any]], first: int = 0) -> None:
+    for number, one in enumerate(of[first:], first):
+        if one != of[first]:
+            raise NotRegular(f"block {number} {verb} something else than block {first}")
 
 
 def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
     for name, module in block.named_modules():
         flags = sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool))
-        yield name, type(module), flags
+        hooks = sorted((key, len(value)) for key, value in vars(module).items() if key.endswith("_hooks"))
+        yield name, type(module), flags, hooks
     for name, p in block.named_parameters():
         yield name, p.shape, p.dtype, p.requires_grad, holders[id(p)]
     for name, buffer in block.named_buffers():
@@ -65,27 +72,44 @@ def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
 
 
 class _Watch(TorchDispatchMode):
-    """Operators with their shapes, by the block that they are in, or that they come after."""
+    """Operators with their shapes, by the block that they are in, or that they come after.
+
+    In backward, a block begins with the gradient of what it returned, and ends where the next one begins.
+    """
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.order: list[int] = []
         self.inside: list[list[Any]] = [[] for _ in blocks]
         self.after: list[list[Any]] = [[] for _ in blocks]
+        self.backward: list[list[Any]] = [[] for _ in blocks]
+        self.in_backward = False
         self._now: list[Any] | None = None
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, number=number: self._enter(number), prepend=True)
-            block.register_forward_hook(lambda *_, number=number: self._leave(number))
+            block.register_forward_hook(lambda *call, number=number: self._leave(number, call[-1]))
 
     def _enter(self, number: int) -> None:
+        if self.in_backward:  # which computes it again
+            return
         self.order.append(number)
         self._now = self.inside[number]
         self._now.append("call")
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, number: int, output: Any) -> None:
+        if self.in_backward:
+            return
         self._now = self.after[number]
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._enter_backward(number))
+
+    def _enter_backward(self, number: int) -> None:
+        self._now = self.backward[number]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # asked for in most calls: without another dispatch
         result = func(*args, **(kwargs or {}))
         if self._now is not None:
             tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
