@@ -161,6 +161,27 @@ def test_a_backward_by_hand_that_is_the_same_in_all_blocks_is_run_of_a_few() -> 
     assert not plan(lambda: ByHand(12), ranks=2, sequence=16).whole
 
 
+class Joined(Model):
+    """Its head is over what all blocks return: with fewer it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        self.join = nn.Linear(12 * 24, 24)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        kept = [self.embedding(tokens)]
+        for block in self.blocks:
+            kept.append(block(kept[-1]))
+        return self.head(self.join(torch.cat(kept[1:], -1)))
+
+
+def test_of_a_model_that_does_not_run_with_few_blocks_all_are_run(capfd: pytest.CaptureFixture[str]) -> None:
+    made = plan(Joined, ranks=2, sequence=16)
+    assert made.parameters == sum(p.numel() for p in Joined().parameters())
+    assert "Joined cannot be run on fake tensors with 4 blocks, in 'join' (Linear)" in made.whole
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_two_sizes_of_micro_batches_tell_exactly_what_larger_ones_do(layout: Any) -> None:
     model = model_of(tiny, sequence=16)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.nn import linear_cross_entropy
 from shardwise.planner.decoder import PUBLISHED, Decoder
@@ -140,6 +142,17 @@ def no_packed_sequences() -> Iterator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = kept
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """What an operator raises on fake tensors is not logged besides."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:

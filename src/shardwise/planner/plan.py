@@ -14,16 +14,25 @@ from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
 from shardwise.planner.events import CATEGORIES, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
-from shardwise.planner.models import Factory, Model, model_of
+from shardwise.planner.models import Factory, Model, model_of, quiet_fakes
 from shardwise.planner.record import record
-from shardwise.planner.setup import Setup, changed
+from shardwise.planner.setup import MOST_RANKS, Setup, changed
 from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
 GIB = 2**30
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
+_NEEDS = "A plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
 _CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
+
+
+class NotRun(ShardingError):  # noqa: N818
+    """The model raised something with so many blocks."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. {_NEEDS}")
+        self.why = why
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,8 @@ def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
             return unroll(few, more, model.layers), ""
         except NotRegular as error:
             why = str(error)
+        except NotRun as error:
+            return recorded(model, setup, model.layers), error.why
     return recorded(model, setup, model.layers), why
 
 
@@ -194,14 +205,14 @@ def recorded(model: Model, setup: Setup, layers: int) -> Recording:
     """A few micro-batches of it stand for all of a step."""
     short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     try:
-        return record(model, short, layers=layers)
+        with quiet_fakes():
+            return record(model, short, layers=layers)
     except ShardwiseError:
         raise
     except Exception as error:  # of the user's model, on fake tensors
-        raise ShardingError(
+        raise NotRun(
             f"{model.name} cannot be run on fake tensors with {layers} blocks{_where(error)}:"
-            f" {type(error).__name__}: {error}. A plan needs shapes that follow from shapes, and a"
-            " registered fake kernel for each operator"
+            f" {type(error).__name__}: {str(error).rstrip('.')}"
         ) from error
 
 
@@ -243,8 +254,9 @@ def _changes(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "smaller micro-batches, more of them", {"micro_batch": 1, "accumulation": steps}
     if setup.replicas > 1:
         yield "cut over all ranks (replicas=1)", {"replicas": 1}
-    yield "twice as many ranks", {"ranks": 2 * setup.ranks}
-    yield "four times as many ranks", {"ranks": 4 * setup.ranks}
+    for words, times in (("twice", 2), ("four times", 4)):
+        if times * setup.ranks <= MOST_RANKS:
+            yield f"{words} as many ranks", {"ranks": times * setup.ranks}
 
 
 def _origin(hardware: Hardware | None) -> str:

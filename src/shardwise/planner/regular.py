@@ -15,7 +15,7 @@ from torch import nn
 from shardwise._compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 from shardwise.errors import ShardwiseError
 from shardwise.planner.cost import tensors_of
-from shardwise.planner.models import Model, chunked, no_packed_sequences
+from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
 from shardwise.planner.unroll import NotRegular
@@ -26,7 +26,7 @@ DEVICE = torch.ops.prim.device.default
 def check(model: Model, setup: Setup) -> None:
     """Raises NotRegular, with the first block that differs, where blocks do not all do the same."""
     model = chunked(model) if setup.loss == "chunked" else model
-    with FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
+    with quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
         try:
             module, _ = built(model, model.layers, setup.param_dtype)
         except ShardwiseError:

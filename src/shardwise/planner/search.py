@@ -29,7 +29,7 @@ from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.events import TENSOR_PARALLEL, Recording
 from shardwise.planner.models import Factory, Model, model_of
-from shardwise.planner.plan import GIB, Plan, numbers_of_blocks, plan_of, recorded
+from shardwise.planner.plan import GIB, NotRun, Plan, numbers_of_blocks, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, hardware_of, send_seconds
 from shardwise.planner.unroll import FEW, NotRegular, grown, unroll
@@ -381,6 +381,9 @@ class _Known:
                 made = [unroll(small, more, layers)]
             except NotRegular:
                 continue
+            except NotRun as error:
+                self.whole = error.why
+                break
             self.regular = True
             try:
                 if len(setups) > 1:
