@@ -213,8 +213,11 @@ def plan(
     choices |= {"compile": compiled, "float8": float8}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
+        for written in (json_path, html_path, trace_path, png_path):  # not only after a search
+            if written is not None:
+                _check_writable(written)
         if png_path is not None:
-            figure_class()  # not only after a search
+            figure_class()
         found = planner.search(model, setup, hardware=hardware) if search else None
         made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
         console = Console()
@@ -442,6 +445,11 @@ def tp_generate(
         _print_failure(error, error.traceback if isinstance(error, RankError) else "")
         raise typer.Exit(NOT_RUN) from None
     Console().print(printed, end="", markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ShardwiseError(f"{path} cannot be written: give a file in a folder that you may write to")
 
 
 def _print_failure(error: Exception, trace: str) -> None:

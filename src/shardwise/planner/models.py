@@ -93,8 +93,17 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
 def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in float32 of a module of tokens to logits, or to something that has `logits`."""
     output = module(tokens)
-    logits = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return F.cross_entropy(_logits(output).flatten(0, 1).float(), targets.flatten())
+
+
+def _logits(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise ShardingError(
+            "the module must return its logits, a tensor (batch, length, vocabulary), or an object with the"
+            f" attribute `logits`; it returned a {type(output).__name__}"
+        )
+    return found
 
 
 def chunked(model: Model) -> Model:
@@ -120,9 +129,7 @@ def chunked(model: Model) -> Model:
 
     def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         cast(Any, module).targets = targets
-        output = module(tokens)
-        found: Tensor = output if isinstance(output, Tensor) else output.logits
-        return found
+        return _logits(module(tokens))
 
     return replace(model, build=build, loss=loss)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise._compat import FakeTensorMode
+from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
@@ -55,6 +56,8 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
         module, converted = built(model, layers, setup.stored_dtype)
+        if not any(p.requires_grad for p in module.parameters()):
+            raise ShardingError(f"{model.name} has no parameter that requires a gradient: nothing is trained")
         parameters = sum(p.numel() for p in module.parameters())
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
         if tensor is not None:

@@ -1,0 +1,83 @@
+"""What a plan is written as: a page, a trace, a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import shardwise
+from shardwise import planner
+from shardwise.cli import app
+from shardwise.errors import ShardingError, ShardwiseError
+from shardwise.planner import drawing
+
+
+@cache
+def plan_of_gpt2() -> planner.Plan:
+    return shardwise.plan("gpt2", ranks=8, sequence=128, hardware="a100-40gb")
+
+
+def test_a_plan_is_a_page_that_loads_nothing_and_a_trace_of_its_streams(tmp_path: Path) -> None:
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    command = ["plan", "gpt2", "--ranks", "8", "--sequence", "128", "--hardware", "a100-40gb"]
+    result = CliRunner().invoke(app, [*command, "--html", str(page), "--trace", str(trace)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "src=" not in text
+    assert "href=" not in text
+    assert "backward of block 3: gathered" in text
+    assert "all-gather: forward of block 2" in text
+    spans = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+    made = plan_of_gpt2()
+    assert made.times is not None
+    assert max(one["ts"] + one["dur"] for one in spans) == pytest.approx(1e6 * made.times.step)
+    busy = sum(span.busy for span in made.times.spans)
+    assert busy >= made.times.computation + made.times.communication - 1e-9
+    with pytest.raises(ShardingError, match="needs hardware"):
+        planner.trace(replace(made, hardware=None, times=None))
+
+
+def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan_of_gpt2()
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert planner.picture(made).startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ShardwiseError, match=r"shardwise\[plot\]"):
+        planner.picture(made)
+    result = CliRunner().invoke(app, ["plan", "no such model", "--png", "plan.png"])
+    assert (result.exit_code, "shardwise[plot]" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--trace", "--png"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_planned(
+    tmp_path: Path, option: str
+) -> None:
+    for path in (tmp_path, tmp_path / "none" / "plan"):
+        result = CliRunner().invoke(app, ["plan", "no such model", option, str(path)])
+        assert (result.exit_code, f"{path} cannot be written" in result.stderr) == (2, True)
+
+
+def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
+    made = plan_of_gpt2()
+    found = drawing.windows(made)
+    assert found[0].begin == 0
+    assert found[-1].end == made.step_times.step
+    assert all(one.end == other.begin for one, other in pairwise(found))
+    assert max(one.moment.alive_bytes for one in found) == made.peak_bytes
+    phases = [phase for phase, _ in itertools.groupby(one.moment.phase for one in found)]
+    assert phases[:2] == ["forward", "backward"]
+    backward = sum(one.end - one.begin for one in found if one.moment.phase == "backward")
+    assert 0.4 < backward / made.step_times.step < 0.8
+    (blocks,) = [one for one in made.groups if one.groups > 1]
+    assert (blocks.name, blocks.gathers, blocks.reductions) == ("blocks 0 to 10", 2, 1)  # the last one stays
+    assert sum(one.groups * one.wire_bytes for one in made.groups) == made.wire_bytes
+    assert blocks.padding == pytest.approx(0, abs=1e-3)
