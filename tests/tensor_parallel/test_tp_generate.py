@@ -193,6 +193,18 @@ def test_a_word_or_a_model_without_a_meaning_here_is_named() -> None:
         strategies_of(nn.Linear(2, 2))
 
 
+def test_a_model_that_cannot_be_exported_with_a_cache_is_named() -> None:
+    """Falcon's config tells six key heads, where its attention has one."""
+    config = transformers.FalconConfig(
+        vocab_size=50, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, multi_query=True
+    )
+    model = transformers.FalconForCausalLM(config).eval()
+    with pytest.raises(
+        ShardingError, match="FalconForCausalLM cannot be exported with a cache of fixed size"
+    ):
+        export_steps(model, torch.ones(1, 3, dtype=torch.long), TOKENS)
+
+
 def test_every_word_of_transformers_is_known_or_refused() -> None:
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 

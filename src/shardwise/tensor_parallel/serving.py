@@ -65,12 +65,23 @@ def generate(
 
 
 def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
-    """The whole model's prefill of prompts of `prompt`'s size, and its decode of up to `tokens`. Local."""
+    """The whole model's prefill of prompts of `prompt`'s size, and its decode of up to `tokens`. Local.
+
+    Raises:
+        ShardingError: torch.export, or the model with a cache of fixed size, cannot do it.
+    """
     step = _Step(model, prompt, tokens)
-    with torch.no_grad():
-        prefill = torch.export.export(step, (prompt,), strict=False)
-        step.prefill = False
-        return prefill, torch.export.export(step, (prompt[:, :1],), strict=False)
+    try:
+        with torch.no_grad():
+            prefill = torch.export.export(step, (prompt,), strict=False)
+            step.prefill = False
+            return prefill, torch.export.export(step, (prompt[:, :1],), strict=False)
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0]
+        raise ShardingError(
+            f"{type(model).__name__} cannot be exported with a cache of fixed size"
+            f" ({type(error).__name__}: {told}); generate with the whole model, or another model"
+        ) from error
 
 
 def cut_steps(
