@@ -25,7 +25,7 @@ class Allocated(Storages):
             super()._see(storage)
             return
         begin = storage.data_ptr()
-        others = [found for ref, _ in self._alive.values() if (found := ref()) is not None]
+        others = self._living()
         within = any(one.data_ptr() < begin < one.data_ptr() + one.nbytes() for one in others)
         same = any(one.data_ptr() == begin and one is not storage and one.nbytes() for one in others)
         if storage.device.type != "meta" and not within and not same and not _is_mapped(begin):

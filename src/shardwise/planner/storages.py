@@ -116,6 +116,10 @@ class Storages(TorchDispatchMode):
         _, life = self._alive.pop(key)
         self._resized(life, 0)
 
+    def _living(self) -> list[torch.UntypedStorage]:
+        """Those not freed yet; one that a collection of garbage frees meanwhile leaves the table."""
+        return [storage for ref, _ in list(self._alive.values()) if (storage := ref()) is not None]
+
     def _resized(self, life: Life, size: int) -> None:
         before = life.sizes[-1] if life.sizes else 0
         if size == before and life.sizes:
@@ -136,5 +140,5 @@ class Storages(TorchDispatchMode):
         self.peaks[name] = self._highest
 
     def _check(self) -> None:
-        found = sum(storage.nbytes() for ref, _ in self._alive.values() if (storage := ref()) is not None)
+        found = sum(storage.nbytes() for storage in self._living())
         assert found == self.live, f"{found} bytes alive, {self.live} counted: memory changed unseen"
