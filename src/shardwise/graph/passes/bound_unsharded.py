@@ -45,7 +45,8 @@ def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] = NONE
     gathers = [one for one in collectives(graph) if one.kind == GATHER]
     moved: list[Node] = []
     for index, (gather, anchor) in enumerate(zip(gathers, _plan(graph, gathers, limit, saved), strict=True)):
-        if gather.issue <= anchor:
+        overtakes = index > 0 and gather.issue < gathers[index - 1].issue  # which has just been delayed
+        if gather.issue <= anchor or overtakes:
             if index:
                 before = gathers[index - 1]
                 anchor = max(anchor, before.issue if uses(tail(before)) else last_use(before))
