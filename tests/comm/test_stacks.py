@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import linecache
 import threading
+import time
 from typing import Any
 
 import torch
@@ -37,6 +39,30 @@ def test_the_calls_of_a_thread_are_told_innermost_first() -> None:
 
 def test_a_thread_that_has_ended_is_in_nothing() -> None:
     assert calls_of(1) == []
+
+
+def test_threads_of_c_code_may_begin_and_end_meanwhile() -> None:
+    """They enter Python's list of threads without the lock of its code, so a reader must take the list's."""
+    pthreads = ctypes.CDLL(None)
+    begin = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+    end = time.monotonic() + 1.5
+
+    def come_and_go() -> None:
+        while time.monotonic() < end:
+            threads = [ctypes.c_ulong() for _ in range(20)]
+            for thread in threads:
+                pthreads.pthread_create(ctypes.byref(thread), None, begin, None)
+            for thread in threads:
+                pthreads.pthread_join(thread, None)
+
+    told: set[str] = set()
+    others = threading.Thread(target=come_and_go)
+    others.start()
+    while others.is_alive():
+        calls = calls_of(others.ident or 0)
+        assert calls is not None
+        told |= {call.function for call in calls}
+    assert "come_and_go" in told
 
 
 def test_nothing_is_told_while_a_thread_compiles() -> None:

@@ -249,10 +249,6 @@ def device_type_of(group: dist.ProcessGroup) -> str:
     return group._device_types[0].type
 
 
-# comm.order: by these functions on its stack a thread is inside a backward pass.
-BACKWARD_FRAMES = frozenset({"_engine_run_backward"})
-
-
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     """Pad, chunk and concatenate in one kernel on accelerators; there is no public name for it."""
     torch._chunk_cat(list(tensors), dim, num_chunks, out=out)

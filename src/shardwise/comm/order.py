@@ -21,10 +21,11 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,13 @@ class Node:
         return node
 
 
+class Backward(NamedTuple):
+    """A backward pass: the thread that began it, and what autograd calls at its end or drops before it."""
+
+    thread: int
+    end: ref[Callable[[], None]]
+
+
 class Order:
     """The sequence of events of one process group, on this rank. `watch.order_of` makes it.
 
@@ -104,7 +112,7 @@ class Order:
         ended: with what earlier passes ended, by number.
         left: why this rank will not go on with its pass, once it has left it.
         abandoned: earlier passes that it has left, the latest of them, before it began another.
-        backward_thread: where a backward runs.
+        backward: the one that runs.
         asking: whether it waits for the others' words, over no connection that could break.
         verdict: what was found wrong; every later announcement raises it.
         raised: whether one has.
@@ -128,7 +136,7 @@ class Order:
         self.ended: OrderedDict[int, Node] = OrderedDict()
         self.left: str | None = None
         self.abandoned: deque[int] = deque(maxlen=_PASSES_KEPT)
-        self.backward_thread: int | None = None
+        self.backward: Backward | None = None
         self.asking = False
         self.verdict: str | None = None
         self.raised = False
@@ -152,10 +160,16 @@ class Order:
 
     def begin_pass(self, event: Event) -> None:
         """Announce that a root module's forward begins."""
-        if self.left is not None or self.backward_thread is not None:
+        if self.left is not None or self.backward is not None:
             self._abandon_pass()
         self.advance(event)
         self._end_pass()
+
+    def begin_backward(self, end: Callable[[], None]) -> None:
+        """A backward runs in this thread, and calls `end` when it has finished; only autograd holds `end`."""
+        self.backward = Backward(threading.get_ident(), ref(end))
+        if self.left is not None:
+            self.stay()
 
     def stay(self) -> None:
         """This rank goes on with its pass after all: what raised was caught."""
@@ -164,7 +178,7 @@ class Order:
 
     def _abandon_pass(self) -> None:
         left = self.left or self._left_backward()
-        self.left = self.backward_thread = None
+        self.left = self.backward = None
         if left is not None:
             self.abandoned.append(self.passes)
             self.post()
@@ -289,20 +303,15 @@ class Order:
         return "\n".join(lines)
 
     def _left_backward(self) -> str | None:
-        """Has backward been left before its end? Nothing is called then, so the thread's stack must tell."""
-        thread = self.backward_thread
-        if thread is None or _may_be_inside(thread, _compat.BACKWARD_FRAMES) or self.backward_thread is None:
+        """Has backward been left before its end? Autograd calls nothing then, but drops `end`."""
+        backward = self.backward
+        if backward is None or backward.end() is not None or self.backward is not backward:
             return None
         return f"left its backward before the end, after it had begun to {self.doing()}"
 
 
 def first_line(text: str) -> str:
     return text.partition("\n")[0]
-
-
-def _may_be_inside(thread: int, functions: frozenset[str]) -> bool:
-    calls = calls_of(thread)
-    return calls is None or any(call.function in functions for call in calls)
 
 
 def _frame() -> str:

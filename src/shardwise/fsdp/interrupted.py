@@ -113,9 +113,9 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         schedules = {id(found): found for state in states() if (found := state.schedule) is not None}
         for schedule in schedules.values():
             for order in schedule.orders:
-                if order.backward_thread == threading.get_ident():
+                if order.backward is not None and order.backward.thread == threading.get_ident():
                     leave([order], f"{why}, after it had begun to {order.doing()}: {better or error}")
-                elif order.backward_thread is None and schedule.order:  # it had not reached a sharded module
+                elif order.backward is None and schedule.order:  # it had not reached a sharded module
                     leave([order], f"{why}: {better or error}")
         return better
 

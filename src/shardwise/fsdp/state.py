@@ -6,7 +6,6 @@ business, how gradients are reduced the reducer's.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -265,11 +264,10 @@ class FSDPState(ModuleState):
                 " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
             )
         schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
+        end = root.end_of_backward
         for order in schedule.orders:
-            order.backward_thread = threading.get_ident()
-            if order.left is not None:
-                order.stay()
-        _compat.queue_backward_callback(root.end_of_backward)
+            order.begin_backward(end)
+        _compat.queue_backward_callback(end)
 
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
         """The state whose forward ended before this one's latest: the one backward reaches next."""
@@ -354,7 +352,7 @@ class FSDPState(ModuleState):
         schedule.free_gathered()
         self.install_guards()
         for order in schedule.orders:
-            order.backward_thread = None
+            order.backward = None
             order.advance(_END_OF_PASS)
 
     def leave_to_finalization(self) -> None:

@@ -34,6 +34,7 @@ from shardwise import launch
 from shardwise.errors import ShardwiseError
 
 GRACE_S = 1.0  # how long to listen for an earlier cause after the first failure is heard of
+_EXIT_S = 30.0  # a large process on a busy machine takes seconds to end
 LOG_LINES = 30
 HANGS = 0.9  # after this share of the timeout a process writes its stack down
 
@@ -191,7 +192,7 @@ def _take(child: _Child) -> None:
     try:
         report = child.pipe.recv()
     except (EOFError, OSError):
-        child.process.join(GRACE_S)
+        child.process.join(_EXIT_S)  # it has closed its pipe: its memory is being freed
         # a death goes before every error it causes elsewhere
         child.failure = (-math.inf, f"{child.label}: died ({_death(child.process.exitcode)})", "")
         return
@@ -203,7 +204,9 @@ def _take(child: _Child) -> None:
 
 
 def _death(exitcode: int | None) -> str:
-    if exitcode is None or exitcode >= 0:
+    if exitcode is None:
+        return f"closed its pipe and did not end within {_EXIT_S:g} s"
+    if exitcode >= 0:
         return f"exit status {exitcode}"
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(-exitcode).name}"
