@@ -130,6 +130,11 @@ spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor as it is. No communication."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
     """Move a DTensor's piece to other memory; the parameter object must stay the same."""
     cast(DTensor, tensor)._local_tensor = local

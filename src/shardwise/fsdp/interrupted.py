@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -134,8 +133,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    local = _compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return _compat.local_of(tensor).untyped_storage().data_ptr()
 
 
 _watching: list[RemovableHandle] = []

@@ -28,7 +28,6 @@ from torch.optim.adamw import adamw
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.optim.local import local_of
 from shardwise.sharded_tensor.rows import ShardedRows
 
 SMALL_NUMEL = 4096  # parameters of fewer elements keep fp32 moments
@@ -212,7 +211,7 @@ def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
     state = {"step": torch.tensor(0.0)}
     if not has_8_bits(param):
         return state | {moment: torch.zeros_like(_wide(param)) for moment in _MOMENTS}
-    local = local_of(param)
+    local = _compat.local_of(param)
     for moment in _MOMENTS:  # all codes stand for zero where the scale is zero
         scales = torch.zeros(_scale_shape(local.shape, block), device=local.device)
         codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
@@ -267,13 +266,13 @@ def _like(param: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
     """In runs of rows, so that what is fp32 for a moment is small beside the parameter."""
-    local, grad = local_of(param), local_of(cast(Tensor, param.grad))
+    local, grad = _compat.local_of(param), _compat.local_of(cast(Tensor, param.grad))
     rows, columns = local.shape[0], math.prod(local.shape[1:])
     at_once = max(1, ELEMENTS_AT_ONCE.get(local.device.type, ELSEWHERE_AT_ONCE) // columns)
     state["step"] += 1
     step = state["step"].item()
-    codes = [local_of(state[moment]).view(rows, columns) for moment in _MOMENTS]
-    scales = [local_of(state[f"{moment}_scale"]) for moment in _MOMENTS]
+    codes = [_compat.local_of(state[moment]).view(rows, columns) for moment in _MOMENTS]
+    scales = [_compat.local_of(state[f"{moment}_scale"]) for moment in _MOMENTS]
     param_rows = local.reshape(rows, columns)  # a copy where the memory is in another order
     whole = [param_rows, grad.reshape(rows, columns), *codes, *scales]
     for run in zip(*[tensor.split(at_once) for tensor in whole], strict=True):
@@ -310,13 +309,13 @@ def _step_rows(
 
 def _step_in_fp32(params: list[Tensor], states: list[dict[str, Tensor]], options: dict[str, Any]) -> None:
     beta1, beta2 = options["betas"]
-    locals_ = [local_of(param) for param in params]
+    locals_ = [_compat.local_of(param) for param in params]
     wide = [_wide(local) for local in locals_]
     adamw(
         wide,
-        [_wide(local_of(cast(Tensor, param.grad))) for param in params],
-        [local_of(state["exp_avg"]) for state in states],
-        [local_of(state["exp_avg_sq"]) for state in states],
+        [_wide(_compat.local_of(cast(Tensor, param.grad))) for param in params],
+        [_compat.local_of(state["exp_avg"]) for state in states],
+        [_compat.local_of(state["exp_avg_sq"]) for state in states],
         [],
         [state["step"] for state in states],
         amsgrad=False,

@@ -31,7 +31,6 @@ from shardwise import _compat
 from shardwise.comm.exchange import AllToAll, part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard, Message
-from shardwise.optim.local import local_of
 from shardwise.sharded_tensor.rows import ShardedRows
 
 LR_FACTORS: dict[str, Callable[[int, int], float]] = {
@@ -153,7 +152,13 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(param)
         grad = cast(Tensor, param.grad)
         buffer = state["momentum_buffer"]
-        return _Matrix(self._cut(param), local_of(param), local_of(grad), local_of(buffer), options)
+        return _Matrix(
+            self._cut(param),
+            _compat.local_of(param),
+            _compat.local_of(grad),
+            _compat.local_of(buffer),
+            options,
+        )
 
     def _forget_cuts(self) -> None:
         self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}

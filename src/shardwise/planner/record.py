@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from shardwise import _compat
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
@@ -65,7 +66,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
             loss = loss_parallel()
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
-        gathered = sum(getattr(p, "_local_tensor", p).numel() for p in model.blocks(module)[0].parameters())
+        gathered = sum(_compat.local_of(p).numel() for p in model.blocks(module)[0].parameters())
         shard(module, model, setup, data)
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         optimizers = optimizers_of(module, model, setup)
@@ -97,7 +98,7 @@ def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], token
     for tensor in [*module.parameters(), *module.buffers(), tokens]:
         recorder.by_layer(layer_of.get(id(tensor)))
         recorder.owner = layer_of.get(id(tensor))
-        recorder.see([getattr(tensor, "_local_tensor", tensor)])
+        recorder.see([_compat.local_of(tensor)])
         recorder.own([tensor], PARAMETERS)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise import _compat
 from shardwise._compat import FakeTensor, resolve_process_group
 from shardwise.comm.count import Collective, collectives
 from shardwise.comm.kinds import NAMESPACES, WAIT
@@ -173,7 +174,7 @@ class Recorder(Storages):
         return resize_
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = _compat.local_of(tensor)
         known = self._alive.get(id(local.untyped_storage()))
         return self._now.get(id(known[1])) if known else None
 

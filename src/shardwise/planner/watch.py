@@ -14,7 +14,6 @@ from shardwise.comm.streams import CommStreams
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState
 from shardwise.optim import adamw8bit
-from shardwise.optim.local import local_of
 from shardwise.planner.events import COMPUTATION, STREAMS, Mark, Record, Wait
 from shardwise.planner.noop_group import listening
 from shardwise.planner.recorder import Recorder
@@ -133,7 +132,7 @@ class _Watcher:
         """Made from shapes alone, which tell no owner."""
 
         def initial_state(param: Tensor, **options: Any) -> Any:
-            layer = self.recorder.owner_of([local_of(param)])
+            layer = self.recorder.owner_of([_compat.local_of(param)])
             self.recorder.by_layer(layer)
             made = original(param, **options)
             self.recorder.by_layer(layer)
