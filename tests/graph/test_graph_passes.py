@@ -228,6 +228,22 @@ def test_an_impossible_bound_names_the_groups() -> None:
     ]
 
 
+def test_gathers_keep_their_order_where_one_is_delayed_behind_another_that_nothing_uses() -> None:
+    drawing = Drawing()
+    x, *shards = [drawing.input("x", RANKS * SIZE), *(drawing.input(f"shard_{i}", SIZE) for i in range(4))]
+    full = drawing.gather("0", shards[0])
+    unused = drawing.call("gather_1", C10D.all_gather_into_tensor.default, shards[1], RANKS, "0")
+    drawing.gather("2", shards[2])
+    used = drawing.mul("used", x, full)
+    full = drawing.gather("3", shards[3])
+    drawing.call("full_1", C10D.wait_tensor.default, unused)
+    graph = drawing.returns(drawing.mul("end", used, full))
+    bound_unsharded(graph, limit=2)
+    graph.lint()
+    assert most_unsharded(graph) == 2
+    assert [name for name in names(graph) if "gather" in name] == [f"gather_{i}" for i in range(4)]
+
+
 def test_parameters_that_a_graph_returns_are_held_to_its_end() -> None:
     drawing = Drawing()
     a, b = drawing.input("a", SIZE), drawing.input("b", SIZE)
