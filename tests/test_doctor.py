@@ -199,6 +199,7 @@ def test_hosts_of_unlike_numbers_of_ranks_are_a_warning():
 
 def meet(port):
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
     environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 1, "MASTER_PORT": port}
     with mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}):

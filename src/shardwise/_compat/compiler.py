@@ -283,6 +283,15 @@ def aoti_load(path: str) -> Callable[..., Any]:
     return found
 
 
+def check_index_copies(program: torch.export.ExportedProgram) -> None:
+    """Raise for a source that does not fit: before 2.13 torch exports it, and raises when it runs."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index_copy_.default):
+        to, dim, _, source = (x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in node.args)
+        found, wanted = ([*x.shape[:dim], *x.shape[dim + 1 :]] for x in (source, to))
+        if found != wanted:
+            raise RuntimeError(f"index_copy_ of slices of {found} into slices of {wanted}")
+
+
 @contextmanager
 def no_compilation() -> Iterator[bool]:
     """False while another thread compiles; else none begins meanwhile: torch has one lock for all."""

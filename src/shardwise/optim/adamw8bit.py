@@ -275,7 +275,8 @@ def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, 
     scales = [_compat.local_of(state[f"{moment}_scale"]) for moment in _MOMENTS]
     param_rows = local.reshape(rows, columns)  # a copy where the memory is in another order
     whole = [param_rows, grad.reshape(rows, columns), *codes, *scales]
-    for run in zip(*[tensor.split(at_once) for tensor in whole], strict=True):
+    for first in range(0, rows, at_once):
+        run = [tensor[first : first + at_once] for tensor in whole]
         _step_rows(*run, step=step, options=options)
     if not local.is_contiguous():
         local.copy_(param_rows.view(local.shape))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from shardwise import _compat
 from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.package import default_group
@@ -74,6 +75,7 @@ def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
     try:
         with torch.no_grad():
             prefill = torch.export.export(step, (prompt,), strict=False)
+            _compat.check_index_copies(prefill)
             step.prefill = False
             return prefill, torch.export.export(step, (prompt[:, :1],), strict=False)
     except Exception as error:
