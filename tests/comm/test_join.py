@@ -63,6 +63,14 @@ def test_a_rank_that_runs_out_goes_on_to_the_numbers_of_those_that_have_data(
         torch.testing.assert_close(found.full_tensor(), whole.detach(), rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
+def test_a_loop_may_take_its_batches_apart() -> None:
+    batches = [{"x": i} for i in range(1 + dist.get_rank())]
+    assert [batch.pop("x") for batch, _ in join(batches)] == [0, dist.get_rank()]
+    rows = [[i] for i in range(2 - dist.get_rank())]
+    assert [row.pop() for row, _ in join(rows)] == [0, 1 - dist.get_rank()]
+
+
 @on_ranks(3)
 def test_a_rank_without_any_batch_or_that_fails_to_make_one_is_named_on_all() -> None:
     with pytest.raises(RankMismatchError, match=r"taking the next batch failed\n  rank 1: has no batch"):

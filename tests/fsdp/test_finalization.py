@@ -50,16 +50,23 @@ def test_only_what_is_left_is_reduced_at_the_call_and_everything_is_resharded(la
 @on_ranks(2)
 def test_calls_at_the_wrong_time_are_refused() -> None:
     model = manual_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     for act, words in [
+        (
+            optimizer.step,
+            "was not called after backward; call it before the optimizer's step",
+        ),
         (lambda: model.set_manual_backward_finalization(False), "after backward has begun"),
         (lambda: model.blocks[0].finalize_backward(), r"on 'blocks.0'; call it on the root"),
     ]:
         assert words in raises_on_every_rank(LifecycleError, act)
     handle = model.finalize_backward(async_op=True)
-    for act in (lambda: step(model), model.finalize_backward):
+    for act in (lambda: step(model), model.finalize_backward, optimizer.step):
         assert "wait() was not called" in raises_on_every_rank(LifecycleError, act)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # which has nothing to do with it
     model.reset_iter_state()
+    optimizer.step()
     assert "has dropped" in raises_on_every_rank(LifecycleError, handle.wait)
 
     def inside(grad: torch.Tensor) -> None:

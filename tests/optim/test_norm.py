@@ -26,6 +26,7 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_, get_total_norm
 from shardwise.optim.norm import _local_by_axes
+from shardwise.sharded_tensor import ChunkShardingSpec, ShardedTensor, ShardingPlan, shard_module
 from shardwise.sharded_tensor.rows import ShardedRows
 
 NORMS = [1.0, 1.5, 2.0, 3.0, math.inf]
@@ -226,6 +227,22 @@ def test_tensor_parallel_beside_data_parallel_takes_two_all_reduces() -> None:
     with CommCounter() as counter:
         clip_grad_norm_(model.parameters(), 1.0)
     assert counter.count("all_reduce") == len(counter.calls) == 2
+
+
+@on_ranks(3)
+def test_gradients_on_the_shards_of_a_sharded_tensor_are_counted_and_scaled() -> None:
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
+    reference = copy.deepcopy(model)
+    two = ChunkShardingSpec(0, ["rank:2/cpu", "rank:0/cpu"])  # rank 1 holds nothing of it
+    all_three = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(3)])
+    shard_module(model, ShardingPlan(plan={"0.weight": all_three, "1.weight": two}))
+    for one in (model, reference):
+        one(torch.arange(7)).square().sum().backward()
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.3), theirs, **TIGHT)
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        grad = found.grad.full_tensor() if isinstance(found, ShardedTensor) else found.grad
+        torch.testing.assert_close(grad, expected.grad, **TIGHT)
 
 
 @on_ranks(2)

@@ -7,7 +7,8 @@ schedule need know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
+from copy import copy
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -26,8 +27,9 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
             (loss_of(model, batch) * weight).backward()
 
     The weight is 1.0 while every rank has a batch. Of a rank that has run out it is 0.0, and its last batch
-    comes again. Of the others it is ranks / ranks with a batch: gradients, which are divided by the number of
-    ranks, are the mean over the ranks that had a batch.
+    comes again: a dict or list as a new one, its tensors as the loop left them. Of the others it is ranks /
+    ranks with a batch: gradients, which are divided by the number of ranks, are the mean over the ranks that
+    had a batch.
 
     Collective over the default process group, once a batch: a few bytes over gloo, in a group of its own.
     Hosts wait for each other there, accelerators do not. Every rank takes every batch, or all leave the loop
@@ -56,6 +58,7 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
                 missing = {rank: _NONE for rank, has in enumerate(there) if not has}
                 raise_all(_WHAT, missing, kind=RankMismatchError)
             begun = True
-            yield held[0], len(there) / sum(there) if there[dist.get_rank()] else 0.0
+            batch = copy(held[0]) if isinstance(held[0], MutableMapping | MutableSequence) else held[0]
+            yield batch, len(there) / sum(there) if there[dist.get_rank()] else 0.0
     finally:
         dist.destroy_process_group(group)

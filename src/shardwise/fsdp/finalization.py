@@ -86,6 +86,16 @@ def check_waited_for(schedule: Schedule, what: str) -> None:
         )
 
 
+def check_finished(schedule: Schedule, what: str) -> None:
+    """Raise if a backward that ends by hand has not ended."""
+    check_waited_for(schedule, what)
+    if schedule.unfinished and not _compat.in_backward():
+        raise LifecycleError(
+            f"{here()}: finalize_backward() was not called after backward; call it before {what}, or"
+            " set_manual_backward_finalization(False) before backward"
+        )
+
+
 def _check(state: State, schedule: Schedule) -> None:
     state.check_is_root("finalize_backward")
     check_waited_for(schedule, "finalizing again")

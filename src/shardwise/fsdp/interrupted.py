@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import _compat
 from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp import read_guard
+from shardwise.fsdp import finalization, read_guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState
@@ -70,17 +70,13 @@ _TOGETHER = (
 )
 
 
-def check_compiled_gradients(root: ModuleState) -> None:
+def check_compiled_gradients(group: ParamGroup) -> None:
     """Raise if compiled backwards without synchronisation left gradients that an eager one cannot add to."""
-    for group, _ in root.all_groups:
-        traced = group.traced
-        if traced is None or isinstance(traced, str):
-            continue
-        if any(one.earlier is not None for one in traced):
-            raise LifecycleError(
-                f"{here()}: compiled passes left gradients of {group.title} that were not reduced, and an"
-                f" eager one follows. {_TOGETHER}"
-            )
+    if isinstance(group.traced, list) and any(one.earlier is not None for one in group.traced):
+        raise LifecycleError(
+            f"{here()}: compiled passes left gradients of {group.title} that were not reduced, and an"
+            f" eager one follows. {_TOGETHER}"
+        )
 
 
 def check_eager_gradients(group: ParamGroup) -> None:
@@ -125,7 +121,13 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
             return any(_memory(p) == memory for options in optimizer.param_groups for p in options["params"])
 
         for state in states():
-            if state.is_root and state.schedule is not None and not state.schedule.had_backward:
+            schedule = state.schedule
+            if not state.is_root or schedule is None:
+                continue
+            if schedule.manual:
+                if any(holds(param) for group, _ in state.all_groups for param in group.params):
+                    finalization.check_finished(schedule, "the optimizer's step")
+            elif not schedule.had_backward:
                 _check_all_is_reduced(state, holds)
 
     _compat.explain_backward_errors(hear)

@@ -73,6 +73,8 @@ class FSDPState(ModuleState):
         if self.input_dtype is not None:
             args, kwargs = self.cast_inputs(args, kwargs)
         for group in self.groups:
+            if group.traced is not None and is_grad_enabled():
+                interrupted.check_compiled_gradients(group)
             holds = group.form is _UNSHARDED or group.gather is not None
             if holds and group.gathered_at != seen.steps and action is _GATHER:
                 group.drop_stale()
@@ -92,8 +94,6 @@ class FSDPState(ModuleState):
         finalization.check_waited_for(schedule, "the next forward")
         if not _compat.in_backward():
             interrupted.check_earlier_backward(self, schedule)
-            if is_grad_enabled():
-                interrupted.check_compiled_gradients(self)
         if schedule.orders:
             self.announce_pass(schedule)
         schedule.forward_root = self.myself

@@ -140,9 +140,15 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
         RankMismatchError: ranks differ in the norm, its bound or how many gradients they have (over gloo).
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with _compat.plain_attributes():
-        gradients = [grad for p in parameters if (grad := p.grad) is not None]
+        found = [p.grad for p in parameters]
+    # The gradients of a ShardedTensor are on its shards; its attribute puts them together.
+    gradients = [
+        grad
+        for p, own in zip(parameters, found, strict=True)
+        if (grad := p.grad if own is None and isinstance(p, ShardedTensor) else own) is not None
+    ]
     by_axes, counts = _local_by_axes(gradients)
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"

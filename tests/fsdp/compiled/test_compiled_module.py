@@ -360,6 +360,25 @@ def test_what_raises_around_a_graph_break_leaves_parameters_sharded() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation(layout: str) -> None:
+    grads = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        for block in model[:2]:
+            fully_shard(block, layout=layout, reshard_after_forward=True)
+            if is_compiled:
+                block.compile(backend="eager")
+        fully_shard(model, layout=layout)
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            model(torch.full((2, 4), 1.0 + step)).sum().backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_gradients_that_are_reduced_together_are_all_compiled_or_all_eager(compiled_first: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), layout="contiguous")
