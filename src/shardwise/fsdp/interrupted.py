@@ -65,8 +65,9 @@ def _check_all_is_reduced(root: ModuleState, holds: Callable[[ShardedParam], boo
 
 
 _TOGETHER = (
-    "Passes whose gradients are reduced together must all be compiled or all be eager; reset_iter_state() on"
-    " the root module drops what was not reduced"
+    "Passes whose gradients are reduced together must all be compiled or all be eager (from"
+    " torch._dynamo.config.recompile_limit graphs on a module runs eagerly: raise it); reset_iter_state()"
+    " on the root module drops what was not reduced"
 )
 
 
