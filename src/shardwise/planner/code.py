@@ -9,12 +9,13 @@ import torch
 from torch.distributed import tensor
 from torch.distributed.tensor import parallel
 
-from shardwise.planner.models import Factory, Model, chunked, model_of
+from shardwise.planner.models import Factory, Model, chunked, exits_told, model_of
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
 from shardwise.planner.tensor import ROWS, STYLES, check, heads_by_rows, styles_of, tied
 
 
+@exits_told()
 def python(model: str | Model | Factory, setup: Setup) -> str:
     """Source of `build(model)`, which shards the model and returns its optimizer; for every rank to call."""
     asked = model_of(model, sequence=setup.sequence)

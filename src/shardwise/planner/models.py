@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
+from shardwise.launch import place
 from shardwise.nn import linear_cross_entropy
 from shardwise.planner.decoder import PUBLISHED, Decoder
 from shardwise.planner.tensor import ROWS, plan_of
@@ -149,6 +150,23 @@ def no_packed_sequences() -> Iterator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = kept
+
+
+@contextmanager
+def exits_told() -> Iterator[None]:
+    """Code of the user's that ends the program, as an argument parser does, raises as any other error does.
+
+    Its status would be taken for the plan's.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        where = f" at {line}" if (line := place(error)) else ""
+        raise ShardingError(
+            f"the model could not be planned: SystemExit: {error.code}, raised{where}. A factory is"
+            " called without a command line: keep what parses one, and what ends the program, out of it and"
+            " of its module"
+        ) from error
 
 
 @contextmanager

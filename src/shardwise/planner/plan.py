@@ -14,7 +14,7 @@ from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
 from shardwise.planner.events import CATEGORIES, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
-from shardwise.planner.models import Factory, Model, model_of, quiet_fakes
+from shardwise.planner.models import Factory, Model, exits_told, model_of, quiet_fakes
 from shardwise.planner.record import record
 from shardwise.planner.setup import MOST_RANKS, Setup, changed
 from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
@@ -118,6 +118,7 @@ class Plan:
         return "\n".join(_lines(self))
 
 
+@exits_told()
 def plan(
     model: str | Model | Factory,
     setup: Setup | None = None,

@@ -28,7 +28,7 @@ from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, Strate
 from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.events import TENSOR_PARALLEL, Recording
-from shardwise.planner.models import Factory, Model, model_of
+from shardwise.planner.models import Factory, Model, exits_told, model_of
 from shardwise.planner.plan import GIB, NotRun, Plan, numbers_of_blocks, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, hardware_of, send_seconds
@@ -75,6 +75,7 @@ class Search:
         return "\n".join(_lines(self))
 
 
+@exits_told()
 def search(
     model: str | Model | Factory,
     setup: Setup | None = None,
