@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import on_ranks
 from shardwise import fully_shard
+from shardwise.optim import clip_grad_norm_
+from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan, shard_module
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -152,3 +155,32 @@ def test_what_is_not_cut_alike_steps_as_before() -> None:
     adam.state[sharded.weight]["exp_avg"] = torch.zeros(4, 4)  # whole, where rows are expected
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         adam.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str, kind: Any) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    model = deepcopy(whole)
+    shard_module(model, ShardingPlan(plan={"0.weight": ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])}))
+    for layer in model[1:]:
+        fully_shard(layer, layout=layout)
+        layer.set_manual_backward_finalization(True)
+    ours, plain = (kind(one.parameters(), lr=0.1) for one in (model, whole))
+    for _ in range(3):
+        for one, optimizer, clip in (
+            (model, ours, clip_grad_norm_),
+            (whole, plain, nn.utils.clip_grad_norm_),
+        ):
+            one(torch.arange(7)).square().mean().backward()
+            if one is model:
+                for layer in model[1:]:
+                    layer.finalize_backward()
+            clip(one.parameters(), 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(param.grad is None for param in one.parameters())
+    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found.full_tensor(), expected.detach(), rtol=1e-12, atol=1e-14)

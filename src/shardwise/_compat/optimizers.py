@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 
@@ -34,12 +38,19 @@ def change_step_lists(
         assert owner is not None
         if torch.compiler.is_compiling() or in_compiled_call():
             return fill(owner, group, *lists)
-        with plain_attributes():
+        with _fast_attributes(group["params"]):
             said = fill(owner, group, *lists)
             change(owner, group, lists)
         return said
 
     optimizer._init_group = filled  # type: ignore[attr-defined]
+
+
+def _fast_attributes(params: list[Tensor]) -> AbstractContextManager[Any]:
+    """`plain_attributes`, unless some of the parameters answer for their attributes, as a `ShardedTensor`."""
+    kinds = set(map(type, params))
+    are_plain = all(kind in (Tensor, Parameter) or issubclass(kind, DTensor) for kind in kinds)
+    return plain_attributes() if are_plain else nullcontext()
 
 
 def in_compiled_call() -> bool:
@@ -67,10 +78,11 @@ def drop_gradients_unread(optimizer: Optimizer) -> None:
             zero_grad(owner, set_to_none)
             return
         name = f"Optimizer.zero_grad#{type(owner).__name__}.zero_grad"
-        with torch.autograd.profiler.record_function(name), plain_attributes():
+        with torch.autograd.profiler.record_function(name):
             for group in owner.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+                with _fast_attributes(group["params"]):
+                    for param in group["params"]:
+                        param.grad = None
 
     optimizer.zero_grad = zeroed  # type: ignore[method-assign]
 

@@ -8,12 +8,14 @@ past the outputs      next optimizer step or forward says whose
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -118,8 +120,11 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
     def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Other models may be about to be freed, on some ranks sooner than on others.
         def holds(param: ShardedParam) -> bool:
-            memory = _memory(param.sharded)  # a flat optimizer has other tensors over it
-            return any(_memory(p) == memory for options in optimizer.param_groups for p in options["params"])
+            return _memory(param.sharded) in trained()  # a flat optimizer has other tensors over it
+
+        @functools.cache
+        def trained() -> set[int]:
+            return {_memory(p) for options in optimizer.param_groups for p in options["params"]}
 
         for state in states():
             schedule = state.schedule
@@ -136,7 +141,10 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    return _compat.local_of(tensor).untyped_storage().data_ptr()
+    """Where this rank's part lies; the tensor's own identity where there is none, as of a `ShardedTensor`."""
+    local = _compat.local_of(tensor)
+    is_plain = type(local) in (Tensor, Parameter)
+    return (local.untyped_storage().data_ptr() if is_plain else 0) or id(tensor)
 
 
 _watching: list[RemovableHandle] = []
