@@ -60,6 +60,27 @@ def column_only() -> Any:
     return Layers(lambda m, x: m.up(x).relu(), up=nn.Linear(6, 9)), (values(4, 6),)
 
 
+@case("weights by @", plan={"w.up": COL, "w.down": ROW}, reduces=4, share=0.55)
+def weights_by_operator() -> Any:
+    """Of inputs of 1 to 4 dims."""
+
+    def body(m: Any, *inputs: Tensor) -> list[Tensor]:
+        return [F.gelu(x @ m.w["up"]) @ m.w["down"] for x in inputs]
+
+    weights = nn.ParameterDict({"up": values(6, 14), "down": values(14, 6)})
+    return Layers(body, w=weights), tuple(values(*(2, 3, 4)[:n], 6) for n in range(4))
+
+
+@case("weights by @ and transposed", plan={"w.a": COL, "w.b": ROW}, gathers=None)
+def weights_by_operator_both_ways() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        a, b = m.w["a"], m.w["b"]
+        return x @ a, x @ a.t(), x[0] @ b, x[0, 0] @ b.t(), (x @ b).relu() @ a, b.t() @ a
+
+    weights = nn.ParameterDict({"a": values(7, 7), "b": values(7, 7)})
+    return Layers(body, w=weights), (values(2, 3, 7),)
+
+
 @case("row only", plan={"down": ROW}, reduces=1)
 def row_only() -> Any:
     return Layers(lambda m, x: m.down(x).relu(), down=nn.Linear(9, 6)), (values(4, 9),)

@@ -65,7 +65,7 @@ def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out
     def call(x: Any, weight: Any, bias: Any) -> fx.Node:
         if out_dim == 0:
             return p.emit(aten.linear.default, x, weight, bias)
-        made = p.emit(aten.mm.default, x, weight)
+        made = p.emit(aten.mm.default if last == 1 else aten.matmul.default, x, weight)
         return made if bias is None else p.emit(aten.add.Tensor, made, bias)
 
     if style == "column":
