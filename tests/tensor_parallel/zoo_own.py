@@ -81,6 +81,15 @@ def weights_by_operator_both_ways() -> Any:
     return Layers(body, w=weights), (values(2, 3, 7),)
 
 
+@case("empty parts", plan={"up": COL}, gathers=None)
+def empty_parts() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.up(x)
+        return y[..., 5:5], y.split([9, 0], -1)[1] + 1, torch.cat([y[..., 9:], x * 2], -1)
+
+    return Layers(body, up=nn.Linear(6, 9)), (values(2, 3, 6),)
+
+
 @case("row only", plan={"down": ROW}, reduces=1)
 def row_only() -> Any:
     return Layers(lambda m, x: m.down(x).relu(), down=nn.Linear(9, 6)), (values(4, 9),)

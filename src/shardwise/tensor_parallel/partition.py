@@ -359,10 +359,11 @@ class Partition:
 
     def cut(self, node: fx.Node, split: Split) -> fx.Node:
         """This rank's intervals of a replicated value; no communication."""
-        return self._pieces(node, split.dim, split.ranges[self.rank] or [(0, 0)], own=True)
+        return self._pieces(node, split.dim, split.ranges[self.rank], own=True)
 
     def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
         """Intervals of a dim, put together; `own`: this rank's, others having others (for `training`)."""
+        pieces = pieces or [(0, 0)]
         parts = [self.emit(aten.slice.Tensor, node, dim, begin, end) for begin, end in pieces]
         for part in parts:
             part.meta["own"] = own
