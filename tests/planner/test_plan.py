@@ -294,6 +294,41 @@ def test_of_two_lists_of_blocks_the_longest_is_cut_and_the_plan_says_so() -> Non
     assert assumed in str(made)
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (
+            {"layers.*.up": "colwise", "blocks.*": "colwise"},
+            r"tensor_plan of Even names no module by 'layers.\*.up': its .* embedding, head, blocks.\*$",
+        ),
+        ({"blocks.*": nn.Linear}, r"tensor_plan of Even must be a mapping of names .* to words.*Linear"),
+        (["blocks.*"], r"must be a mapping .* got \['blocks.\*'\]; words are colwise, "),
+        (
+            {"blocks.0": "colwise"},
+            r"likely cause is how tensor=2 cuts it.* With tensor=1 it is planned uncut$",
+        ),
+    ],
+)
+def test_a_tensor_plan_that_does_not_fit_the_model_is_named(asked: Any, told: str) -> None:
+    def factory() -> nn.Module:
+        model = Even()
+        model.tensor_plan = asked
+        return model
+
+    with pytest.raises(ShardingError, match=told):
+        shardwise.plan(factory, ranks=2, tensor=2, sequence=8)
+
+
+def test_a_tensor_plan_may_name_a_block_that_is_not_among_the_few_that_are_run() -> None:
+    def factory() -> nn.Module:
+        model = TwoLists()
+        model.tensor_plan = {"vision.9": "colwise_rep", "blocks.11.0": "colwise_rep"}
+        return model
+
+    made = shardwise.plan(factory, ranks=2, tensor=2, sequence=8)
+    assert made.layers == 12
+
+
 def test_a_mamba_is_planned_from_its_config(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "state_size": 4, "expand": 2}

@@ -167,7 +167,9 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape, *, layers: int, positions: int) -> None:
         super().__init__()
-        self.shape, self.tensor_plan = shape, _CUT_SEQUENCE if shape.rotary else _CUT
+        cut = _CUT_SEQUENCE if shape.rotary else _CUT
+        self.shape = shape
+        self.tensor_plan = {name: cut[name] for name in cut if shape.gated or name != "blocks.*.ffn.gate"}
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position = None if shape.rotary else nn.Embedding(positions, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(layers))

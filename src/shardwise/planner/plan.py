@@ -23,15 +23,19 @@ from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 GIB = 2**30
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
+_OF_TENSOR_PLAN = (
+    "The likely cause is how tensor={} cuts it, by its tensor_plan or the plan that it brings: a module that"
+    " this leaves out gets inputs of another size. With tensor=1 it is planned uncut"
+)
 _NEEDS = "A plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
 _CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
 
 
 class NotRun(ShardingError):  # noqa: N818
-    """The model raised something with so many blocks."""
+    """The model raised something with so many blocks; `advice` is a sentence."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{why}. {_NEEDS}")
+    def __init__(self, why: str, advice: str) -> None:
+        super().__init__(f"{why}. {advice}")
         self.why = why
 
 
@@ -213,7 +217,8 @@ def recorded(model: Model, setup: Setup, layers: int) -> Recording:
     except Exception as error:  # of the user's model, on fake tensors
         raise NotRun(
             f"{model.name} cannot be run on fake tensors with {layers} blocks{_where(error)}:"
-            f" {type(error).__name__}: {str(error).rstrip('.')}"
+            f" {type(error).__name__}: {str(error).rstrip('.')}",
+            _NEEDS if setup.tensor == 1 else _OF_TENSOR_PLAN.format(setup.tensor),
         ) from error
 
 

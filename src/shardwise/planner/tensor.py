@@ -9,7 +9,7 @@ nothing is multiplied, as norms and residuals are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -76,8 +76,41 @@ def undivided(module: nn.Module, name: str, degree: int) -> list[str]:
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
-    """What it says itself."""
-    return dict(getattr(module, "tensor_plan", None) or getattr(module, "_tp_plan", None) or {})
+    """What it says itself.
+
+    Raises:
+        ShardingError: a `tensor_plan` that is no mapping of text to text, or names what is no module.
+    """
+    own: Any = getattr(module, "tensor_plan", None)
+    if not own:
+        return dict(getattr(module, "_tp_plan", None) or {})
+    kind = type(module).__name__
+    if not isinstance(own, Mapping) or not all(isinstance(one, str) for pair in own.items() for one in pair):
+        raise ShardingError(
+            f"the tensor_plan of {kind} must be a mapping of names of modules to words, such as"
+            f' {{"blocks.*.up": "colwise"}}, got {own!r}; words are {", ".join(STYLES)}'
+        )
+    names = [name for name, _ in module.named_modules()]
+    if wrong := [one for one in own if not any(_fits(name, _of_any_block(one)) for name in names)]:
+        raise ShardingError(
+            f"the tensor_plan of {kind} names no module by {', '.join(map(repr, wrong))}: its modules with"
+            f" parameters are {', '.join(_with_parameters(module))}"
+        )
+    return dict(own)
+
+
+def _of_any_block(pattern: str) -> str:
+    """As modules are looked at of which only a few blocks are built."""
+    return ".".join("*" if part.isdecimal() else part for part in pattern.split("."))
+
+
+def _with_parameters(module: nn.Module) -> list[str]:
+    """Their names, once for all blocks."""
+    names = (
+        name for name, one in module.named_modules() if name and next(one.parameters(False), None) is not None
+    )
+    found = list(dict.fromkeys(map(_of_any_block, names)))
+    return [*found[:20], "..."] if len(found) > 20 else found
 
 
 def styles_of(module: nn.Module, name: str) -> dict[str, str]:
