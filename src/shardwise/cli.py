@@ -264,6 +264,12 @@ def calibrate(
     from shardwise.planner.calibrate import SMALL
 
     count = ranks or torch.accelerator.device_count() or 2
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            _check_writable(out)
+        except ShardwiseError as error:
+            _print_failure(error, "")
+            raise typer.Exit(NOT_RUN) from None
     if "RANK" not in os.environ and count > 1:
         options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
         raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from ranks import on_ranks
-from shardwise import planner
+from shardwise import launch, planner
+from shardwise.cli import NOT_RUN, app
 from shardwise.planner.calibrate import Sizes, line
 
 TINY = Sizes((16, 32, 64), 1 << 16, (1 << 10, 1 << 14), 16, 2)
@@ -50,6 +52,18 @@ def test_a_build_for_an_accelerator_measures_the_cpu_where_there_is_none(
     measured = planner.calibrate(sizes=TINY)
     assert measured.host_link_bytes_per_s > 0
     assert "cuda" not in measured.source
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: str
+) -> None:
+    for module, name in ((planner, "calibrate"), (launch, "launch")):
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: pytest.fail("it is measured"))
+    for out in (tmp_path, tmp_path / "nowhere" / "mine.toml"):
+        result = CliRunner().invoke(app, ["calibrate", str(out), "--small", "--ranks", ranks])
+        assert result.exit_code == NOT_RUN
+        assert result.stderr.startswith(f"Error: {out} cannot be written: give a file in a folder")
 
 
 def test_a_line_through_measurements_has_no_negative_latency() -> None:
