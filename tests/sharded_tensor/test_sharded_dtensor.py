@@ -220,6 +220,23 @@ def test_what_shares_memory() -> None:
     assert torch.equal(made.full_tensor(), whole)
 
 
+@on_ranks(2)
+def test_results_whose_gradient_would_be_lost_are_refused() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    leaf = distributed(whole_of((4, 3)), mesh, [Shard(0)]).requires_grad_()
+    sharded = from_dtensor(leaf).requires_grad_()
+    result, own = leaf * 2, sharded * 2
+    with pytest.raises(ShardingError, match=r"no gradient passes from a DTensor .* \(4, 3\) .* detach\(\)"):
+        from_dtensor(result)
+    with pytest.raises(ShardingError, match=r"no gradient passes from a ShardedTensor .* detach\(\)"):
+        to_dtensor(own, mesh, [Shard(1)])
+    with torch.no_grad():
+        assert torch.equal(from_dtensor(result), own.detach())
+    made = [to_dtensor(each, mesh, [Shard(1)]) for each in (sharded, own.detach())]
+    assert not any(each.requires_grad or each.to_local().requires_grad for each in made)
+    assert torch.equal(made[1].full_tensor(), result.detach().full_tensor())
+
+
 @on_ranks(4)
 def test_a_stated_order_of_axes_is_followed() -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))

@@ -43,9 +43,8 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _Runs = list[tuple[int, int]]  # first index and length in one dim of the whole tensor, ascending, none empty
 
 
-@torch.no_grad()
 def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """The same tensor as a sharded one, without gradient. Local: nothing is sent.
+    """The same tensor as a sharded one, detached: no gradient passes. Local: nothing is sent.
 
     Shards share the memory of the DTensor's local tensor where they lie in it contiguously: always, unless
     a strided placement cuts a dim other than the first or the local tensor has other strides. Those
@@ -58,9 +57,10 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
             of a mesh of one axis, or the default group where its ranks are those of the mesh.
 
     Raises:
-        ShardingError: a placement that is neither replicated nor sharded, no group for the mesh, or ranks
-            that do not ascend along an axis that cuts.
+        ShardingError: a placement that is neither replicated nor sharded, no group for the mesh, ranks
+            that do not ascend along an axis that cuts, or, in grad mode, a result with a gradient to pass.
     """
+    _check_detached(dtensor)
     spec: Any = _compat.spec_of(dtensor)
     mesh, local = dtensor.device_mesh, _compat.local_tensor(dtensor)
     arriving = getattr(local, "wait", None)  # of a redistribution that is still under way
@@ -113,9 +113,8 @@ def of_boxes(
     return ShardedTensor.wrap(shards, metadata, process_group=group)
 
 
-@torch.no_grad()
 def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The same values as a DTensor on `mesh`, in memory of its own and without gradient.
+    """The same values as a DTensor on `mesh`, in memory of its own and detached: no gradient passes.
 
     Each rank gets the elements it lacks once, straight from a rank that has them. Collective over the
     tensor's group; ranks outside the mesh get a DTensor without elements, as torch makes them there.
@@ -126,10 +125,11 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
         placements: `Shard` or `Replicate` for each axis of the mesh.
 
     Raises:
-        ShardingError: ranks outside the group, placements that do not fit the mesh or the tensor, or ranks
-            that do not ascend along an axis that cuts.
+        ShardingError: ranks outside the group, placements that do not fit the mesh or the tensor, ranks
+            that do not ascend along an axis that cuts, or, in grad mode, a result with a gradient to pass.
         RankMismatchError: on every rank, where ranks ask for different meshes or placements.
     """
+    _check_detached(sharded)
     metadata, group = sharded.metadata(), sharded.process_group
     shape = tuple(metadata.size)
     ranks = dist.get_process_group_ranks(group)
@@ -280,7 +280,16 @@ def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
     return found
 
 
-# Placements, meshes and groups
+# What may be converted: placements, meshes and groups
+
+
+def _check_detached(tensor: Tensor) -> None:
+    if torch.is_grad_enabled() and not tensor.is_leaf:
+        raise ShardingError(
+            f"{here()}: no gradient passes from a {type(tensor).__name__} to the tensor made of it, and"
+            f" this one of shape {tuple(tensor.shape)} is a result of operations that need it; pass its"
+            " detach(), or call under torch.no_grad()"
+        )
 
 
 def _cuts(placement: Placement) -> bool:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -101,7 +101,7 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
     if isinstance(tensor, ShardedRows):
         tensor = from_rows(tensor, process_group=dist.group.WORLD)
     elif isinstance(tensor, DTensor):
-        tensor = from_dtensor(tensor, process_group=dist.group.WORLD)
+        tensor = from_dtensor(cast(DTensor, tensor.detach()), process_group=dist.group.WORLD)
     if not isinstance(tensor, Tensor):
         raise CheckpointError(
             f"{name}: expected a ShardedTensor, DTensor or plain dense tensor, found {type(tensor).__name__};"
