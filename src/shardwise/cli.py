@@ -342,7 +342,7 @@ def doctor(
 
     if reports is not None:
         try:
-            lines = verdict(read_reports(reports))
+            lines = verdict(*read_reports(reports))
         except ShardwiseError as error:
             _print_failure(error, "")
             raise typer.Exit(NOT_RUN) from None

@@ -57,7 +57,7 @@ def test_a_rank_that_stands_still_is_named_by_the_files_with_its_line(
     assert f"{__file__}:" in second
     assert "in stand_still" in second
     assert any("reduce the gradients of '0'" in line for line in rest)
-    record = read_reports(tmp_path)[0]["record"]
+    record = read_reports(tmp_path)[0][0]["record"]
     assert any(re.match(r"gather '1'\n\d+ torch.float32 from 3 ranks\n", event["what"]) for event in record)
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_stuck_outside_of_a_collective_is_ended_once_the_others_g
     assert "rank 0 of 3: raised RankMismatchError" in said
     assert f"rank 1 of 3: died with exit code {watch.STUCK}" in said
     assert f"rank 2 of 3: died with exit code {-signal.SIGTERM}" in said
-    found = read_reports(tmp_path)
+    found, _ = read_reports(tmp_path)
     assert "ended by shardwise" in found[1]["why"]
     assert any("in be_stuck" in call for call in found[1]["stacks"]["MainThread"])
     assert all("no sign of life from rank 2" in found[rank]["verdict"] for rank in (0, 1))
@@ -129,6 +129,21 @@ def test_ranks_that_are_all_there_wait_outside_of_shardwise() -> None:
     lines = verdict({rank: report(rank, event=7) for rank in range(3)})
     assert "in a collective outside of shardwise" in lines[1]
     assert "  rank 2: train.py:5, in step" in lines
+
+
+def test_a_report_that_cannot_be_used_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text(json.dumps(report(0, event=7)))
+    (tmp_path / "rank-1.json").write_text("")
+    said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert said.exit_code == FOUND
+    first, second, third, *_ = said.output.splitlines()
+    assert first == "Rank 0 waits at pass 4, event 7: about to gather 'x'"
+    assert second.startswith("Waited for: rank 2, without a report")
+    assert third.startswith("rank-1.json cannot be used, where its rank is is not known: Expecting value")
+    (tmp_path / "rank-0.json").write_text(json.dumps({"rank": 0}))
+    said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert said.exit_code == NOT_RUN
+    assert "rank-0.json cannot be used: pass is missing, event is missing" in said.output
 
 
 def test_a_folder_without_reports_is_an_error(tmp_path: Path) -> None:

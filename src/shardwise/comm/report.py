@@ -30,6 +30,13 @@ _SHOWN = 5  # in a verdict
 _NAME = "rank-{}.json"
 
 Report = dict[str, Any]
+_FIELDS: dict[str, Any] = {  # that a verdict needs
+    **dict.fromkeys(("rank", "pass", "event"), int),
+    **dict.fromkeys(("ranks", "record"), list),
+    **dict.fromkeys(("doing", "digest"), str),
+    **dict.fromkeys(("left", "verdict"), (str, type(None))),
+    "stacks": dict,
+}
 
 
 def write_report(order: Order, why: str) -> None:
@@ -80,35 +87,60 @@ def check_folder() -> None:
         )
 
 
-def read_reports(folder: str | os.PathLike[str]) -> dict[int, Report]:
-    """The files that ranks wrote to a folder, maybe copied to an `fsspec` URL since, by rank.
+def read_reports(folder: str | os.PathLike[str]) -> tuple[dict[int, Report], dict[str, str]]:
+    """The files that ranks wrote to a folder, maybe copied to an `fsspec` URL since.
+
+    Returns:
+        Reports by rank; and what is wrong with those that cannot be used, by name of the file.
 
     Raises:
-        ShardwiseError: there are none, or one is damaged.
+        ShardwiseError: there are none that can be used.
     """
     at = location(folder)
+    found: dict[int, Report] = {}
+    damaged: dict[str, str] = {}
     try:
         files = [file for file in at.iterdir() if fnmatch(file.name, _NAME.format("*"))]
-        reports = [json.loads(file.read_text()) for file in sorted(files, key=lambda file: file.name)]
-        found = {int(report["rank"]): report for report in reports}
     except FileNotFoundError:
-        found = {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShardwiseError(f"{folder}: a report cannot be read ({error})") from error
+        files = []
+    except OSError as error:
+        raise ShardwiseError(f"{folder}: reports cannot be read ({error})") from error
+    for file in sorted(files, key=lambda file: file.name):
+        try:
+            report = json.loads(file.read_text())
+            if wrong := _wrong(report):
+                damaged[file.name] = wrong
+            else:
+                found[report["rank"]] = report
+        except (OSError, ValueError) as error:
+            damaged[file.name] = str(error)
     if not found:
-        raise ShardwiseError(f"{folder}: expected reports of ranks ({_NAME.format('R')}), found none")
-    return found
+        told = "".join(f"; {name} cannot be used: {why}" for name, why in damaged.items()) or ", found none"
+        raise ShardwiseError(f"{folder}: expected reports of ranks ({_NAME.format('R')}){told}")
+    return found, damaged
 
 
-def verdict(reports: Mapping[int, Report]) -> list[str]:
-    """Who waits for whom, in lines."""
+def _wrong(report: Any) -> str:
+    if not isinstance(report, dict):
+        return "no JSON object"
+    return ", ".join(
+        f"{name} is missing" if name not in report else f"{name} is {report[name]!r}"
+        for name, kind in _FIELDS.items()
+        if not isinstance(report.get(name, ...), kind)
+    )
+
+
+def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = None) -> list[str]:
+    """Who waits for whom, in lines; `damaged` are files of which nothing is known, with why."""
+    damaged = damaged or {}
     ranks = max((report["ranks"] for report in reports.values()), key=len)
     places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
     furthest = max(places.values())
     waiting = [rank for rank in reports if places[rank] == furthest]
     what = reports[waiting[0]]["doing"]
     lines = [f"{_who(waiting)} at pass {furthest[0]}, event {furthest[1]}: about to {what}"]
-    silent = [rank for rank in ranks if rank not in reports]
+    unread = [rank for rank in ranks if rank not in reports and _NAME.format(rank) in damaged]
+    silent = [rank for rank in ranks if rank not in reports and rank not in unread]
     behind = [rank for rank in reports if rank not in waiting]
     if len({reports[rank]["digest"] for rank in waiting}) > 1:
         lines[0] = f"Ranks mean different things at pass {furthest[0]}, event {furthest[1]}:"
@@ -122,7 +154,10 @@ def verdict(reports: Mapping[int, Report]) -> list[str]:
         lines.append(
             f"Waited for: {named(silent)}, without a report: ended, killed, stopped, or its host is gone"
         )
-    if not behind and not silent and len(lines) == 1:
+    lines += [
+        f"{name} cannot be used, where its rank is is not known: {why}" for name, why in damaged.items()
+    ]
+    if not behind and not silent and not unread and len(lines) == 1:
         lines.append("Nobody is behind: they wait in this, or in a collective outside of shardwise, at")
         lines += [f"  rank {rank}: {_at(report)}" for rank, report in sorted(reports.items())]
     told = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
