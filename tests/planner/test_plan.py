@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -433,21 +431,6 @@ def test_an_error_of_the_factory_is_one_line_and_not_the_status_of_a_plan_that_d
     assert 'raise ValueError("no such file")' in result.stderr
     with pytest.raises(ShardingError, match=r"a module, not a int: 3"):
         shardwise.plan(lambda: 3)
-
-
-def ends(layers: int = 2) -> nn.Module:
-    sys.exit(0)
-
-
-def test_a_factory_that_ends_the_program_is_an_error_and_not_the_status_of_a_plan_that_fits() -> None:
-    told = r"could not be planned: SystemExit: 0, raised at \S*test_plan.py:\d+. A factory is called without"
-    result = CliRunner().invoke(app, ["plan", "test_plan:ends"])
-    assert result.exit_code == 2
-    assert re.match(f"Error: the model {told}", result.stderr)
-    model = planner.Model("ends", 2, ends, lambda module: [], lambda module: [], lambda *_: torch.ones(()))
-    for run in (shardwise.plan, planner.python, lambda *asked: planner.search(*asked, hardware="h100")):
-        with pytest.raises(ShardingError, match=told):
-            run(model, Setup())
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])

@@ -76,6 +76,12 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     if setup.optimizer == "Muon":
         yield "    matrices = [p for block in blocks for p in block.parameters() if p.ndim == 2]"
         yield "    others = [p for p in model.parameters() if all(p is not one for one in matrices)]"
+    if setup.reduce_once:
+        yield "    # model.set_requires_gradient_sync(False) before micro-batches, (True) before the last"
+    if setup.clip_norm:
+        yield "    # before the optimizer's step: shardwise.clip_grad_norm_(model.parameters(), 1.0)"
+    if setup.expandable_segments:
+        yield "    # in the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     yield f"    return {OPTIMIZERS[setup.optimizer]}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,10 +39,26 @@ def built(model: Model, layers: int, dtype: str) -> tuple[nn.Module, tuple[str, 
     """`model` on fake tensors, its parameters converted to `dtype`; and the other dtypes it made them in."""
     with fakes_convert():
         module = model.build(layers)
+        _off_meta(module)
         converted = tuple(other_dtypes(module, dtype))
         if converted:
             getattr(module, CASTS[dtype])()
     return module, converted
+
+
+def _off_meta(module: nn.Module) -> None:
+    """Give what is built on the meta device the device of the rest; what is shared stays so."""
+    made: dict[int, torch.Tensor] = {}
+    for one in module.modules():
+        for name, p in one._parameters.items():
+            if p is not None and p.is_meta:
+                fake = made.setdefault(
+                    id(p), nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
+                )
+                one._parameters[name] = cast(nn.Parameter, fake)
+        for name, buffer in one._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                one._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
 
 
 def other_dtypes(module: nn.Module, dtype: str) -> list[str]:

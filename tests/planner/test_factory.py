@@ -1,0 +1,89 @@
+"""Factories: those that end the program, that build on the meta device; what the code says besides."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import shardwise
+from shardwise import planner
+from shardwise.cli import app
+from shardwise.errors import ShardingError
+from shardwise.planner.setup import Setup
+
+
+class Even(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Tied(Even):
+    def __init__(self, device: str = "cpu") -> None:
+        with torch.device(device):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(256))
+        self.head.weight = self.embedding.weight
+
+
+def test_a_factory_that_builds_on_meta_is_planned_as_one_that_does_not() -> None:
+    setup = Setup(ranks=2, sequence=8)
+
+    def half() -> nn.Module:
+        model = Tied()
+        with torch.device("meta"):
+            model.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(2))
+        return model
+
+    usual = shardwise.plan(Tied, setup)
+    for factory in (lambda: Tied("meta"), lambda: Tied("meta").to_empty(device="cpu"), half):
+        made = shardwise.plan(factory, setup)
+        assert (made.parameters, made.moments, made.sent) == (usual.parameters, usual.moments, usual.sent)
+
+
+def ends(layers: int = 2) -> nn.Module:
+    sys.exit(0)
+
+
+def test_a_factory_that_ends_the_program_is_an_error_and_not_the_status_of_a_plan_that_fits() -> None:
+    told = (
+        r"could not be planned: SystemExit: 0, raised at \S*test_factory.py:\d+. A factory is called without"
+    )
+    result = CliRunner().invoke(app, ["plan", "test_factory:ends"])
+    assert result.exit_code == 2
+    assert re.match(f"Error: the model {told}", result.stderr)
+    model = planner.Model("ends", 2, ends, lambda module: [], lambda module: [], lambda *_: torch.ones(()))
+    for run in (shardwise.plan, planner.python, lambda *asked: planner.search(*asked, hardware="h100")):
+        with pytest.raises(ShardingError, match=told):
+            run(model, Setup())
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("reduce_once", "    # model.set_requires_gradient_sync(False) before"),
+        (
+            "clip_norm",
+            "    # before the optimizer's step: shardwise.clip_grad_norm_(model.parameters(), 1.0)",
+        ),
+        ("expandable_segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+    ],
+)
+def test_what_the_loop_or_the_environment_must_do_is_said_in_the_code(field: str, said: str) -> None:
+    assert said in planner.python(Even, Setup(ranks=2, accumulation=4, **{field: True}))
+    assert said not in planner.python(Even, Setup(ranks=2, accumulation=4))
