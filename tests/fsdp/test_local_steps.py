@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import on_ranks
 from shardwise import fully_shard
-from shardwise.optim import clip_grad_norm_
-from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan, shard_module
+from shardwise.optim import AdamW8bit, clip_grad_norm_
+from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan, shard_module, shard_parameter
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -155,6 +155,21 @@ def test_what_is_not_cut_alike_steps_as_before() -> None:
     adam.state[sharded.weight]["exp_avg"] = torch.zeros(4, 4)  # whole, where rows are expected
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         adam.step()
+
+
+@on_ranks(2)
+def test_a_large_table_keeps_fp32_moments_beside_those_in_8_bits() -> None:
+    torch.manual_seed(0)
+    whole = nn.Embedding(80, 64)
+    table = deepcopy(whole)
+    shard_parameter(table, "weight", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))
+    ours, plain = AdamW8bit(table.parameters()), AdamW(whole.parameters(), foreach=False)
+    for _ in range(3):
+        for one, optimizer in ((table, ours), (whole, plain)):
+            one(torch.arange(80)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(table.weight.full_tensor(), whole.weight.detach(), rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ from torch.optim.adamw import adamw
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import ShardedRows
 
 SMALL_NUMEL = 4096  # parameters of fewer elements keep fp32 moments
@@ -45,7 +46,8 @@ class AdamW8bit(Optimizer):
 
     Parameters keep fp32 moments, and the arithmetic of `torch.optim.AdamW`, if they have one dim, a single
     column or fewer than 4096 elements; also if ranks hold parts of rows (cut along another dim than the
-    first, as by row-wise tensor parallelism), where blocks would depend on the number of ranks.
+    first, as by row-wise tensor parallelism), where blocks would depend on the number of ranks, and if they
+    are `ShardedTensor`s, of boxes of any shape.
 
     Args:
         params: parameters, named or not, or dicts of them with options of their own.
@@ -243,7 +245,7 @@ def _scale_shape(shape: torch.Size, block: int) -> tuple[int, int]:
 
 def has_8_bits(param: Tensor) -> bool:
     """Is `param` large, of several columns, and cut into whole rows if at all?"""
-    if param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
+    if isinstance(param, ShardedTensor) or param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
         return False
     if isinstance(param, ShardedRows):
         return all(dim == 0 for _, dim in param.piece.even_cuts)
