@@ -87,3 +87,12 @@ def test_a_factory_that_ends_the_program_is_an_error_and_not_the_status_of_a_pla
 def test_what_the_loop_or_the_environment_must_do_is_said_in_the_code(field: str, said: str) -> None:
     assert said in planner.python(Even, Setup(ranks=2, accumulation=4, **{field: True}))
     assert said not in planner.python(Even, Setup(ranks=2, accumulation=4))
+
+
+def test_what_is_no_factory_is_told_what_one_is() -> None:
+    with pytest.raises(
+        ShardingError, match=r"called without arguments, but needs width, depth: give a function"
+    ):
+        shardwise.plan(lambda width, /, *, depth, layers=2: Even(), sequence=8)
+    with pytest.raises(ShardingError, match=r"unknown model ':x': .* a function without arguments"):
+        shardwise.plan(":x")

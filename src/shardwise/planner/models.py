@@ -79,10 +79,10 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     if source.endswith(".json"):
         return _of_transformers(Path(source))
     module, _, name = source.partition(":")
-    if not name:
+    if not (name and module):
         raise ShardingError(
             f"unknown model {source!r}: give one of {', '.join(PUBLISHED)}, a transformers config (.json) or"
-            " package.module:factory"
+            " package.module:factory, a function without arguments that returns a module of tokens to logits"
         )
     try:
         factory = getattr(importlib.import_module(module), name)
@@ -219,7 +219,18 @@ def _published(name: str, sequence: int) -> Model:
 
 
 def _of_factory(factory: Factory) -> Model:
-    takes_layers = "layers" in inspect.signature(factory).parameters
+    parameters = inspect.signature(factory).parameters
+    takes_layers = "layers" in parameters
+    needed = [
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ShardingError(
+            f"the factory of a model is called without arguments, but needs {', '.join(needed)}: give a"
+            " function that returns a module of tokens to logits; `layers`, if it takes that, needs a default"
+        )
     with torch.device("meta"):
         module = factory()
     if not isinstance(module, nn.Module):
