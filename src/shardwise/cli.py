@@ -264,22 +264,19 @@ def calibrate(
     from shardwise.planner.calibrate import SMALL
 
     count = ranks or torch.accelerator.device_count() or 2
-    if os.environ.get("RANK", "0") == "0":
-        try:
-            _check_writable(out)
-        except ShardwiseError as error:
-            _print_failure(error, "")
-            raise typer.Exit(NOT_RUN) from None
-    if "RANK" not in os.environ and count > 1:
-        options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
-        raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
+        if is_first:
+            _check_writable(out)
+        if "RANK" not in os.environ and count > 1:
+            options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
+            raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
         base = planner.hardware_of(like) if like else None
         made = planner.calibrate(like=base, sizes=SMALL if small else None)
     except ShardwiseError as error:
         _print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         out.write_text(planner.to_toml(made))
         Console().print(f"{out}:\n{planner.to_toml(made)}", markup=False, highlight=False, soft_wrap=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -12,25 +11,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwise
+from planner.models import Even
 from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import ShardingError
 from shardwise.planner.setup import Setup
-
-
-class Even(nn.Module):
-    """Tokens to logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(2))
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Tied(Even):

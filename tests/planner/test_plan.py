@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwise
+from planner.models import Even
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.cli import app
@@ -53,21 +54,6 @@ def test_llama_3_8b_over_8_ranks_takes_what_is_known_of_it() -> None:
 
     assert gathered(kept) - gathered(made) == 32 * block + 128_256 * 4096 * 2  # and the embedding
     assert 31 * block / GIB == pytest.approx(12.59, abs=0.005)
-
-
-class Even(nn.Module):
-    """Every dim is a multiple of 64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(2))
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 @pytest.mark.parametrize(

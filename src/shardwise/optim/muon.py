@@ -152,13 +152,8 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(param)
         grad = cast(Tensor, param.grad)
         buffer = state["momentum_buffer"]
-        return _Matrix(
-            self._cut(param),
-            _compat.local_of(param),
-            _compat.local_of(grad),
-            _compat.local_of(buffer),
-            options,
-        )
+        local, local_grad, local_buffer = map(_compat.local_of, (param, grad, buffer))
+        return _Matrix(self._cut(param), local, local_grad, local_buffer, options)
 
     def _forget_cuts(self) -> None:
         self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}
