@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+# What functional collectives find a group by.
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 # Telling the tracer of frames which functions it shall skip.
 from torch._C._dynamo import eval_frame as _frames
@@ -144,6 +148,13 @@ def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
 
 
 # shardwise.graph: what torch.compile's backends keep private.
+
+
+def name_process_group(name: Any, group: dist.ProcessGroup) -> None:
+    """Let functional collectives find `group` by `name`, in place of what had that name; kept weakly."""
+    with suppress(RuntimeError, ValueError, LookupError):
+        _unregister_process_group(name)
+    _register_process_group(name, group)
 
 
 def group_ranks(group_name: str) -> int:

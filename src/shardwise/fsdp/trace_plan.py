@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shardwise import _compat
 from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, DefaultReduceScatter
+from shardwise.comm.graphs import name_in_graphs
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import guard, interrupted
 from shardwise.fsdp.fast import seen
@@ -211,27 +212,27 @@ def _keep(segment: weakref.ref[Segment], group: weakref.ref[ParamGroup], leaf: T
         alive.earlier = total
 
 
-def _name(group: ProcessGroup | None) -> str | None:
-    return None if group is None or group.size() == 1 else group.group_name
+def _name(group: ProcessGroup | None, transport: object, device: torch.device) -> str | None:
+    return None if group is None or group.size() == 1 else name_in_graphs(group, transport, device)
 
 
 def _collectives(group: ParamGroup, reducer: GradReducer, segment: Gathered) -> Collectives:
     plan = reducer.plan_for(segment.dtype, segment.gather_dtype)
-    scatter, reduce = _name(plan.shard_group), _name(plan.replicate_group)
+    settings, device = group.settings, group.device
     return Collectives(
-        gather_group=_name(group.shard_group),
+        gather_group=_name(group.shard_group, settings.all_gather, device),
         gather_ranks=str(group.ranks),
         gather_dtype=segment.gather_dtype,
-        scatter_group=scatter,
+        scatter_group=_name(plan.shard_group, settings.reduce_scatter, device),
         scatter_ranks=str(plan.shard_ranks),
         scatter_op=_OPS[plan.factors.reduce_scatter_op],
-        reduce_group=reduce,
+        reduce_group=_name(plan.replicate_group, None, device),
         reduce_op=_OPS[plan.factors.all_reduce_op],
         before=_text(plan.factors.before),
         after=_text(plan.factors.after),
         dtype=plan.dtype,
         stored=segment.dtype,
-        device=group.device,
+        device=device,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from shardwise import _compat
+from shardwise.comm.graphs import group_of
 from shardwise.comm.kinds import FUNCTIONAL, GATHER, REDUCE, SCATTER, WAIT, form_of
 from shardwise.errors import ShardingError
 
@@ -144,7 +145,7 @@ def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
         kind,
         issue,
         tuple(sorted(waits, key=place.__getitem__)),
-        group,
+        group_of(group),
         ranks=int(arguments["group_size"]) if "group_size" in arguments else _compat.group_ranks(group),
         op=str(arguments.get("reduce_op", "")),
         dtype=values(given[0])[0].dtype,

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp.compiled.harness import Run, by_block, compare, compiled
+from fsdp.compiled.harness import Run, by_block, compare, compiled, train
 from fsdp.compiled.models import (
     Block,
     CheckpointedBlock,
@@ -22,7 +23,8 @@ from fsdp.compiled.models import (
     shard_nested,
 )
 from ranks import on_ranks
-from shardwise import MixedPrecisionPolicy, _compat, fully_shard
+from shardwise import FSDPModule, MixedPrecisionPolicy, _compat, fully_shard
+from shardwise.comm import AutoAllGather, AutoReduceScatter, GlooAllGather, GlooReduceScatter
 from shardwise.graph import record
 
 EAGER, AOT, DECOMPOSED = "eager", "aot_eager", "aot_eager_decomp_partition"
@@ -48,6 +50,35 @@ def test_a_model_sharded_at_its_root_over_any_number_of_ranks(layout: str) -> No
 def test_a_transformer_with_tied_embeddings_over_ten_steps() -> None:
     compare(with_layout(replace(TRANSFORMER, steps=10), "contiguous"))
     compare(with_layout(replace(ONE_BLOCK, steps=10), "interleaved"))
+
+
+@on_ranks(3)
+def test_graphs_exchange_directly_what_hooks_do() -> None:
+    def shard(model: nn.Module, **options: object) -> nn.Module:
+        by_block(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(AutoAllGather(min_bytes=0))
+                module.set_custom_reduce_scatter(AutoReduceScatter(min_bytes=0))
+        return model
+
+    run = with_layout(replace(ONE_BLOCK, shard=shard, steps=2), "contiguous")
+    counts, trained = [], []
+    for eager in (True, False):
+        torch.compiler.reset()
+        with (
+            mock.patch.object(
+                GlooAllGather, "__call__", autospec=True, side_effect=GlooAllGather.__call__
+            ) as g,
+            mock.patch.object(
+                GlooReduceScatter, "__call__", autospec=True, side_effect=GlooReduceScatter.__call__
+            ) as r,
+        ):
+            trained.append(train(run, eager=eager).parameters)
+        counts.append((g.call_count, r.call_count))
+    # A step of graphs gathers the block again in backward; hooks keep the last group that ran.
+    assert counts == [(4, 4), (6, 4)]
+    assert all(map(torch.equal, *trained))
 
 
 @on_ranks(2)

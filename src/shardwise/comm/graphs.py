@@ -1,0 +1,95 @@
+"""The process group of compiled graphs over gloo: c10d's interface, and behind it what `comm.auto` chooses.
+
+A graph knows a process group by its name: functional collectives look it up and call the group's methods. So
+a group of our own, with a name of its own, moves what graphs gather and reduce as hooks do::
+
+    all_gather_into_tensor(shard, 4, "0/direct:250000") -> GraphGroup -> AutoAllGather -> messages over "0"
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.comm.auto import AutoAllGather, AutoReduceScatter, over_gloo
+
+_DIRECT = "/direct:"
+
+
+class GraphGroup(dist.ProcessGroup):
+    """The ranks of `group`; its all-gathers and reduce-scatters are direct exchanges from `min_bytes` on.
+
+    torch calls a functional collective of one tensor by the name of coalesced ones, but for some that write
+    to memory they are given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, min_bytes: int) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self._group = ref(group)
+        self._gather = AutoAllGather(min_bytes=min_bytes)
+        self._reduce = AutoReduceScatter(min_bytes=min_bytes)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "gloo"
+
+    def gather_one(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work | None:
+        return self._gather(output.view(-1), input.view(-1), self._members(), async_op=True)
+
+    def reduce_one(self, output: Tensor, input: Tensor, options: Any) -> dist.Work | None:
+        op = options.reduceOp.op
+        return self._reduce(output.view(-1), input.view(-1), self._members(), op, async_op=True)
+
+    def gather_all(self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None) -> Any:
+        if len(inputs) == 1:
+            return self.gather_one(outputs[0], inputs[0])
+        return self._members().allgather_into_tensor_coalesced(outputs, inputs, options)
+
+    def reduce_all(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Any:
+        if len(inputs) == 1:
+            return self.reduce_one(outputs[0], inputs[0], options)
+        return self._members().reduce_scatter_tensor_coalesced(outputs, inputs, options)
+
+    def _members(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None  # its name goes with it
+        return group
+
+
+# What torch calls, and what it calls first from 2.13 on.
+for _names, _method in {
+    ("_allgather_base", "all_gather_single"): GraphGroup.gather_one,
+    ("_reduce_scatter_base", "reduce_scatter_single"): GraphGroup.reduce_one,
+    ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"): GraphGroup.gather_all,
+    ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"): GraphGroup.reduce_all,
+}.items():
+    for _name in _names:
+        setattr(GraphGroup, _name, _method)
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDictionary()
+
+
+def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.device) -> str:
+    """The name by which a graph gathers or reduces over `group` as `transport` does. Local.
+
+    `group`'s own, which stands for c10d's collectives, unless the direct exchange may have a part in it.
+    """
+    if not isinstance(transport, (AutoAllGather, AutoReduceScatter)):
+        return group.group_name
+    if device.type != "cpu" or not over_gloo(group):
+        return group.group_name
+    made, min_bytes = _made.setdefault(group, {}), transport.min_bytes
+    name = f"{group.group_name}{_DIRECT}{min_bytes}"
+    if min_bytes not in made:
+        made[min_bytes] = GraphGroup(group, min_bytes)
+        _compat.name_process_group(name, made[min_bytes])
+    return name
+
+
+def group_of(name: str) -> str:
+    """The name of the process group itself."""
+    return name.partition(_DIRECT)[0]
