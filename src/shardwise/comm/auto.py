@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter
-from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, can_reduce, let_callers_finish
+from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, combination, let_callers_finish
 
 # Bytes of the whole buffer from which the exchange costs less CPU time than c10d on 2 and 4 ranks. On fewer,
 # what is spent on a message and in Python, 0.1 ms a rank, is as much as c10d's threads and messages cost.
@@ -59,7 +59,7 @@ class AutoReduceScatter(DefaultReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         large = input_tensor.is_cpu and input_tensor.nbytes >= self.min_bytes
-        if large and over_gloo(group) and can_reduce(input_tensor.dtype, op):
+        if large and over_gloo(group) and combination(input_tensor.dtype, op) is not None:
             return self._exchange(output_tensor, input_tensor, group, op, async_op)
         return _compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
 

@@ -27,8 +27,8 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -78,19 +78,22 @@ class GlooAllGather(DefaultAllGather):
         Raises:
             ShardingError: buffers that do not fit each other; nothing has been sent.
         """
-        ranks, rank, numel = group.size(), group.rank(), input_tensor.numel()
+        ranks = group.size()
         _check("all-gather", whole=output_tensor, shard=input_tensor, ranks=ranks)
         works: list[dist.Work] = []
-        if numel:
-            slices = output_tensor.split(numel)
-            apart = slices[rank].data_ptr() != input_tensor.data_ptr()
+        if input_tensor.numel():
+            rank, slices = group.rank(), output_tensor.chunk(ranks)
+            own = slices[rank]
+            apart = own.data_ptr() != input_tensor.data_ptr()
             if apart:
                 _check_apart("all-gather", output_tensor, input_tensor)
             sent = [input_tensor]
-            works += [group.send(sent, peer, _GATHER_TAG) for peer in targets(rank, ranks)]
-            works += [group.recv([slices[peer]], peer, _GATHER_TAG) for peer in sources(rank, ranks)]
+            for peer in targets(rank, ranks):
+                works.append(group.send(sent, peer, _GATHER_TAG))
+            for peer in sources(rank, ranks):
+                works.append(group.recv([slices[peer]], peer, _GATHER_TAG))
             if apart:
-                slices[rank].copy_(input_tensor)
+                own.copy_(input_tensor)
         work = _AllGatherWork(works)
         if async_op:
             return work
@@ -132,22 +135,26 @@ class GlooReduceScatter(DefaultReduceScatter):
         """
         ranks = group.size()
         _check("reduce-scatter", whole=input_tensor, shard=output_tensor, ranks=ranks)
-        if not can_reduce(input_tensor.dtype, op):
+        combine = combination(input_tensor.dtype, op)
+        if combine is None:
             raise ShardingError(
                 f"{here()}: a reduce-scatter of {input_tensor.dtype} by {op} over gloo is not supported; use"
                 " SUM, AVG (floating point only), MIN, MAX or PRODUCT, or DefaultReduceScatter"
             )
         _check_apart("reduce-scatter", input_tensor, output_tensor)
-        work = _ReduceScatterWork(output_tensor, input_tensor, group, op)
+        divisor = ranks if op == ReduceOp.AVG else 1
+        work = _ReduceScatterWork(output_tensor, input_tensor, group, combine, divisor)
         if async_op:
             return work
         work.wait()
         return None
 
 
-def can_reduce(dtype: torch.dtype, op: Any) -> bool:
-    """Does `GlooReduceScatter` know this dtype and op?"""
-    return op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
+@lru_cache(64)
+def combination(dtype: torch.dtype, op: Any) -> _Combine | None:
+    """How `GlooReduceScatter` combines two addends of this dtype; None if it does not."""
+    known = op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
+    return _COMBINE[op] if known else None
 
 
 class _AllGatherWork(dist.Work):
@@ -156,9 +163,7 @@ class _AllGatherWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
-        while self._works:
-            self._works[-1].wait(timeout)
-            self._works.pop()
+        _finish(self._works, timeout)
         return True
 
     def is_completed(self) -> bool:
@@ -167,21 +172,26 @@ class _AllGatherWork(dist.Work):
 
 
 class _ReduceScatterWork(dist.Work):
-    def __init__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    def __init__(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup, combine: _Combine, divisor: int
+    ) -> None:
         super().__init__()
         ranks, rank, numel = group.size(), group.rank(), output.numel()
-        self._output, self._group, self._op = output, group, op
+        self._output, self._group, self._combine, self._divisor = output, group, combine, divisor
         self._receives: deque[tuple[dist.Work, Tensor]] = deque()
         self._sends: list[dist.Work] = []
         self._tag = _REDUCE_TAGS[next(issued(group)) % len(_REDUCE_TAGS)]
         if ranks == 1 or not numel:
             output.copy_(input)
             return
-        slices = input.split(numel)
+        slices = input.chunk(ranks)
         self._own = slices[rank]
-        self._sums = _sums_begun_elsewhere(rank, ranks, numel, output.itemsize)
+        self._sums: list[tuple[slice, int, list[Tensor]]] = [
+            (part, later, []) for part, later in _begun_elsewhere(rank, ranks, numel, output.itemsize)
+        ]
         self._added = 0
-        self._sends += [group.send([slices[peer]], peer, self._tag) for peer in targets(rank, ranks)]
+        for peer in targets(rank, ranks):
+            self._sends.append(group.send([slices[peer]], peer, self._tag))
         self._sources = deque(sources(rank, ranks))
         self._receive(output)
         for _ in range(min(STAGED_SLICES, len(self._sources))):
@@ -192,18 +202,20 @@ class _ReduceScatterWork(dist.Work):
         self._receives.append((work, buffer))
 
     def _add(self, addend: Tensor) -> None:
-        output, combine = self._output, _COMBINE[self._op]
+        output = self._output
         if addend is not output:
-            combine(output, addend, out=output)
-        for one in self._sums:
-            if self._added < one.later:
-                one.addends.append(addend[one.part].clone())
-            elif self._added == one.later:
-                output[one.part].copy_(addend[one.part])
+            self._combine(output, addend, out=output)
+        for part, later, kept in self._sums:
+            if self._added < later:
+                kept.append(addend[part].clone())
+            elif self._added == later:
+                output[part].copy_(addend[part])
         self._added += 1
 
-    @torch.no_grad()
     def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.wait(timeout)
         while self._receives:
             work, arrived = self._receives[0]
             work.wait(timeout)
@@ -213,39 +225,32 @@ class _ReduceScatterWork(dist.Work):
                 self._receive(arrived)
             elif not self._receives:
                 self._end()
-        while self._sends:
-            self._sends[-1].wait(timeout)
-            self._sends.pop()
+        _finish(self._sends, timeout)
         return True
 
     def _end(self) -> None:
-        output, combine = self._output, _COMBINE[self._op]
+        output = self._output
         self._add(self._own)
-        for one in self._sums:
-            for addend in one.addends:
-                combine(output[one.part], addend, out=output[one.part])
-        if self._op == ReduceOp.AVG:
-            output.div_(self._group.size())
+        for part, _, kept in self._sums:
+            for addend in kept:
+                self._combine(output[part], addend, out=output[part])
+        if self._divisor > 1:
+            output.div_(self._divisor)
 
     def is_completed(self) -> bool:
         """Has `wait` returned? The sum is not complete before."""
         return not self._receives and not self._sends
 
 
-@dataclass
-class _Sum:
-    """A part of the output that begins with another addend: the first ones come last."""
-
-    part: slice
-    later: int  # how many of the addends
-    addends: list[Tensor] = field(default_factory=list)
-
-
-def _sums_begun_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[_Sum]:
-    """What of slice `rank` gloo's ring begins to add at another rank than the rest.
+@lru_cache(256)
+def _begun_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
+    """What of slice `rank` gloo's ring begins to add at another rank: its first addends come last.
 
     The ring cuts the whole buffer into equal segments, equally many for each rank, at least two and of at
     most `_SEGMENT_BYTES`. What it begins at one rank is so at times a few elements longer than a slice.
+
+    Returns:
+        Parts of the slice, and how many addends come last in each.
     """
     segments = max(math.ceil(ranks * numel / (_SEGMENT_BYTES // itemsize)), 2 * ranks)
     each = math.ceil(segments / ranks)
@@ -254,23 +259,31 @@ def _sums_begun_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> l
     for later in range(rank, 0, -1):
         end = min((rank - later + 1) * length - rank * numel, numel)
         if end > begin:
-            found.append(_Sum(slice(begin, end), later))
+            found.append((slice(begin, end), later))
             begin = end
     return found
 
 
-def sources(rank: int, ranks: int) -> list[int]:
+def _finish(works: list[dist.Work], timeout: timedelta) -> None:
+    while works:
+        works[-1].wait(timeout)
+        works.pop()
+
+
+@cache
+def sources(rank: int, ranks: int) -> tuple[int, ...]:
     """The other ranks, in the order in which one receives from them: backwards round the ring."""
-    return [(rank - step) % ranks for step in range(1, ranks)]
+    return tuple((rank - step) % ranks for step in range(1, ranks))
 
 
-def targets(rank: int, ranks: int) -> list[int]:
+@cache
+def targets(rank: int, ranks: int) -> tuple[int, ...]:
     """The other ranks, in the order in which one sends to them, before one receives: round the ring.
 
     A rank that comes late then writes at once to those who are there, who write nothing to it until it
     receives: while a caller writes, gloo's input thread can only spin.
     """
-    return [(rank + step) % ranks for step in range(1, ranks)]
+    return tuple((rank + step) % ranks for step in range(1, ranks))
 
 
 def let_callers_finish() -> None:
@@ -303,7 +316,7 @@ def issued(group: dist.ProcessGroup) -> itertools.count[int]:
 
 def _check(what: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
     """Are `whole` and `shard` buffers on CPU of one dtype, `whole` of `ranks` times `shard`'s elements?"""
-    if whole.numel() != ranks * shard.numel() or whole.dtype != shard.dtype:
+    if whole.numel() != ranks * shard.numel() or whole.dtype is not shard.dtype:
         raise ShardingError(
             f"{here()}: the {what} over {ranks} ranks of a shard of {shard.numel()} elements of {shard.dtype}"
             f" needs a whole buffer of {ranks * shard.numel()} elements of the same dtype, got"
