@@ -54,6 +54,10 @@ def traced_all_reduce(shard: Tensor, op: str, group_name: str) -> Tensor:
     return cast(Tensor, functional.wait_tensor(functional.all_reduce(shard, op, group_name)))
 
 
+# Tensors of one dtype one after another in new memory (of two and more; one would stay where it is).
+flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
+
+
 def _recompute(*unused: Any, **also: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 

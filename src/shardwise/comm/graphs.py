@@ -67,8 +67,8 @@ for _names, _method in {
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"): GraphGroup.gather_all,
     ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"): GraphGroup.reduce_all,
 }.items():
-    for _name in _names:
-        setattr(GraphGroup, _name, _method)
+    for _name in _names:  # nothing of theirs is for a tracer that runs a graph by its nodes
+        setattr(GraphGroup, _name, _compat.runs_eagerly(_method))
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDictionary()
 

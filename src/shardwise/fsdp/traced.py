@@ -122,6 +122,8 @@ def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
     """Copy gradients into a new staging buffer; `numbers` are those of their `Cut`."""
     ranks, _, params, reduced = _read_once(numbers)
     left, rows = iter(grads), []
+    if ranks == 1 and len(reduced) > 1 and grads[0].dtype is dtype:
+        return _compat.flatten([next(left) if item >= 0 else grads[0].new_zeros(-item) for item in reduced])
     for item in reduced:
         if item < 0:
             rows.append(grads[0].new_zeros((ranks, -item), dtype=dtype))
