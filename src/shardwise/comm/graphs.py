@@ -25,7 +25,7 @@ class GraphGroup(dist.ProcessGroup):
     """The ranks of `group`; its all-gathers and reduce-scatters are direct exchanges from `min_bytes` on.
 
     torch calls a functional collective of one tensor by the name of coalesced ones, but for some that write
-    to memory they are given.
+    to memory they are given. A tracer may be at work where a graph runs node by node; nothing here is for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, min_bytes: int) -> None:
@@ -37,18 +37,22 @@ class GraphGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return "gloo"
 
+    @_compat.runs_eagerly
     def gather_one(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work | None:
         return self._gather(output.view(-1), input.view(-1), self._members(), async_op=True)
 
+    @_compat.runs_eagerly
     def reduce_one(self, output: Tensor, input: Tensor, options: Any) -> dist.Work | None:
         op = options.reduceOp.op
         return self._reduce(output.view(-1), input.view(-1), self._members(), op, async_op=True)
 
+    @_compat.runs_eagerly
     def gather_all(self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None) -> Any:
         if len(inputs) == 1:
             return self.gather_one(outputs[0], inputs[0])
         return self._members().allgather_into_tensor_coalesced(outputs, inputs, options)
 
+    @_compat.runs_eagerly
     def reduce_all(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Any:
         if len(inputs) == 1:
             return self.reduce_one(outputs[0], inputs[0], options)
@@ -67,8 +71,8 @@ for _names, _method in {
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"): GraphGroup.gather_all,
     ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"): GraphGroup.reduce_all,
 }.items():
-    for _name in _names:  # nothing of theirs is for a tracer that runs a graph by its nodes
-        setattr(GraphGroup, _name, _compat.runs_eagerly(_method))
+    for _name in _names:
+        setattr(GraphGroup, _name, _method)
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDictionary()
 
