@@ -224,6 +224,28 @@ def reductions() -> Any:
     return Layers(body, up=nn.Linear(6, 10)), (values(4, 3, 6),)
 
 
+@case("reductions of a number", plan={"up": COL}, gathers=None)
+def reductions_of_a_number() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.up(x)
+        s, whole = y.mean((0, 1)), y.amax()
+        along = [one(s, 0) for one in (torch.amax, torch.sum, torch.mean, torch.logsumexp)]
+        kept = s.softmax(-1), s.cumsum(0), s.flip(0), s.squeeze(0), s.sort(0), s.topk(1), s.max(0)
+        return along, kept, torch.stack([s, whole]), whole.squeeze(-1)
+
+    return Layers(body, up=nn.Linear(6, 10)), (values(4, 6),)
+
+
+@case("logarithm, then several results", plan={"up": COL}, gathers=None)
+def several_of_a_logarithm() -> Any:
+    def body(m: Any, x: Tensor) -> Any:
+        y = F.log_softmax(m.up(x), -1)
+        z = F.log_softmax(m.up(x), -1)
+        return y.topk(3), z.chunk(2)
+
+    return Layers(body, up=nn.Linear(6, 10)), (values(4, 6),)
+
+
 @case("views", plan={"up": COL}, gathers=None)
 def views() -> Any:
     def body(m: Any, x: Tensor) -> Any:

@@ -208,7 +208,7 @@ def _as_heads(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
 
 def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] | None:
     """The arguments of a softmax's logarithm of the values that `node` views the one of."""
-    source = node.args[0] if node.args else None
+    source = node.args[0] if name in ("transpose", "permute", *_NOTHING[1:]) else None
     if not isinstance(source, fx.Node) or not op_of(source).endswith("log_softmax") or len(source.users) > 1:
         return None
     given, op = args_of(source), cast(Any, node.target)
@@ -216,10 +216,8 @@ def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] 
     old, new = source.meta["val"].shape, node.meta["val"].shape
     if name in ("transpose", "permute"):
         dims = [order_of(node, len(old)).index(dim % len(old))]
-    elif name in _NOTHING[1:]:
-        dims = next((after for before, after in groups(old, new) if before == [dim % len(old)]), [])
     else:
-        return None
+        dims = next((after for before, after in groups(old, new) if before == [dim % len(old)]), [])
     if len(dims) != 1:
         return None
     with graph.inserting_before(node):

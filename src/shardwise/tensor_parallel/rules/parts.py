@@ -102,7 +102,7 @@ def cat(p: Partition, node: fx.Node) -> None:
     tensors: Any = node.args[0]
     given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     stacks = op_of(node) == "stack"
-    used = [x for x in tensors if len(p.shape(x)) > 1 or p.shape(x)[0] != 0]  # empty vectors fit anything
+    used = [x for x in tensors if stacks or list(p.shape(x)) != [0]]  # empty vectors fit anything
     dims = range(len(p.shape(used[0])) if used else 0)
     dim = given % (len(dims) + stacks) if used else 0
     if (cut := p.cut_of(*used)) is not None and cut.dim == dim and not stacks:

@@ -80,7 +80,8 @@ def as_complex(p: Partition, node: fx.Node) -> Dims:
 def squeeze(p: Partition, node: fx.Node) -> None:
     x, *rest = args_of(node)
     sizes = p.shape(x)
-    asked = range(len(sizes)) if not rest else rest[0] if isinstance(rest[0], (list, tuple)) else [rest[0]]
+    given = rest[0] if rest and sizes else range(len(sizes))
+    asked = given if isinstance(given, (list, tuple, range)) else [given]
     gone = {int(d) % len(sizes) for d in asked if isinstance(sizes[int(d)], int) and sizes[int(d)] == 1}
     at = p.stays(x)
     if isinstance(at, Split) and at.dim in gone:
