@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import linecache
+import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 from shardwise.comm.stacks import calls_of
@@ -39,6 +43,20 @@ def test_the_calls_of_a_thread_are_told_innermost_first() -> None:
 
 def test_a_thread_that_has_ended_is_in_nothing() -> None:
     assert calls_of(1) == []
+
+
+def test_a_stack_is_read_in_one_turn_and_turns_are_short_again() -> None:
+    """Frames of compiled code that ended between two looks have ended processes."""
+    usual, turns = sys.getswitchinterval(), []
+
+    def frames() -> dict[int, Any]:
+        turns.append((sys.getswitchinterval(), gc.isenabled()))
+        return {}
+
+    with mock.patch.object(sys, "_current_frames", frames):
+        assert calls_of(threading.get_ident()) == []
+    assert turns == [(pytest.approx(0.05), False)]
+    assert (sys.getswitchinterval(), gc.isenabled()) == (usual, True)
 
 
 def test_threads_of_c_code_may_begin_and_end_meanwhile() -> None:

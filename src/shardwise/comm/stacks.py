@@ -1,16 +1,25 @@
 """Where another thread stands.
 
-`sys._current_frames` reads the list of threads under its lock, and a frame object outlives its call.
-`faulthandler` takes no lock: it can meet a thread that C++ code is just adding, and end the process.
-While torch compiles, calls end without their frame objects, so nothing is told of that time.
+`sys._current_frames` reads the list of threads under its lock. `faulthandler` takes no lock: it can meet a
+thread that C++ code is just adding, and end the process. A frame leads to its caller while both run. Compiled
+code has frames of its own, whose callers may not be known any more once they end, so a stack is read in one
+turn of the interpreter, in which no other thread goes on. While torch compiles nothing is told.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardwise import _compat
+
+_TURN_S = 0.05  # much longer than reading takes, should the system let another process run meanwhile
+_reading = threading.Lock()
 
 
 class Call(NamedTuple):
@@ -23,12 +32,30 @@ class Call(NamedTuple):
 
 def calls_of(thread: int) -> list[Call] | None:
     """What a thread is in, innermost first; None while torch compiles."""
-    calls = []
+    found = []
     with _compat.no_compilation() as quiet:
         if not quiet:
             return None
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            calls.append(Call(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            frame = frame.f_back
-    return calls
+        with _one_turn():
+            frame = sys._current_frames().get(thread)
+            while frame is not None:
+                found.append((frame.f_code, frame.f_lineno))
+                frame = frame.f_back
+    return [Call(code.co_filename, line, code.co_name) for code, line in found]
+
+
+@contextmanager
+def _one_turn() -> Iterator[None]:
+    """Other threads stand still, also for finalizers that a collection of garbage would run."""
+    with _reading:
+        interval, collects = sys.getswitchinterval(), gc.isenabled()
+        sys.setswitchinterval(_TURN_S)
+        gc.disable()
+        try:
+            time.sleep(1e-6)  # ends this turn; the next is as long as it was just set
+            yield
+        finally:
+            sys.setswitchinterval(interval)
+            if collects:
+                gc.enable()
+    time.sleep(1e-6)  # whoever waits has set out to wait that long

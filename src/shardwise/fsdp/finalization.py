@@ -13,6 +13,7 @@ import torch
 
 from shardwise import _compat
 from shardwise.errors import LifecycleError, here
+from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.schedule import Schedule
 
 State = Any  # an `FSDPState`, which asks this file
@@ -72,9 +73,18 @@ def reduce_what_is_left(state: State) -> GradientReductionHandle:
     with torch.no_grad():
         for one in reversed((state, *state.below)):
             one.reduce(state.schedule, what_is_left=True)
+            for group, _ in one.in_reverse:
+                _reduce_what_graphs_left(group)
     state.schedule.free_gathered()
     handle = state.schedule.reducing = GradientReductionHandle(state)
     return handle
+
+
+def _reduce_what_graphs_left(group: ParamGroup) -> None:
+    """Reduce the sums that compiled backwards without synchronisation left."""
+    for segment in group.traced if isinstance(group.traced, list) else ():
+        if segment.earlier is not None and segment.assign is not None and group.settings.reduce_grads:
+            segment.assign(segment.how.reduce(segment.earlier))
 
 
 def check_waited_for(schedule: Schedule, what: str) -> None:

@@ -142,8 +142,9 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
         assign = reducer.assigner(index, trained)
         segment.assign = partial(_assign, myself, weakref.ref(group), assign, tuple(params))
-        segment.route.register_post_accumulate_grad_hook(partial(_assign_reduced, myself))
-        segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself, weakref.ref(group)))
+        owner = weakref.ref(state)
+        segment.route.register_post_accumulate_grad_hook(partial(_assign_reduced, myself, owner))
+        segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself, owner, weakref.ref(group)))
     return segment
 
 
@@ -157,8 +158,9 @@ def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) ->
 
 
 @_compat.runs_eagerly
-def _assign_reduced(segment: weakref.ref[Segment], leaf: Tensor) -> None:
+def _assign_reduced(segment: weakref.ref[Segment], state: weakref.ref[ModuleState], leaf: Tensor) -> None:
     """A backward reduced: what it left on the leaf is for the parameters."""
+    _note_backward(state())
     alive, grad = segment(), leaf.grad
     leaf.grad = None
     if alive is not None and alive.assign is not None and grad is not None:
@@ -198,8 +200,14 @@ def _assign(
 
 
 @_compat.runs_eagerly
-def _keep(segment: weakref.ref[Segment], group: weakref.ref[ParamGroup], leaf: Tensor) -> None:
+def _keep(
+    segment: weakref.ref[Segment],
+    state: weakref.ref[ModuleState],
+    group: weakref.ref[ParamGroup],
+    leaf: Tensor,
+) -> None:
     """A backward without synchronisation, or the first with it again: keep, or reduce, the sum of them."""
+    _note_backward(state())
     alive, owner, grad = segment(), group(), leaf.grad
     leaf.grad = None
     if alive is None or owner is None or alive.assign is None or grad is None:
@@ -210,6 +218,12 @@ def _keep(segment: weakref.ref[Segment], group: weakref.ref[ParamGroup], leaf: T
         alive.assign(alive.how.reduce(total))
     else:
         alive.earlier = total
+
+
+def _note_backward(state: ModuleState | None) -> None:
+    """Let `finalize_backward` be asked for where the user ends backwards."""
+    if state is not None and state.schedule is not None and state.schedule.manual:
+        state.schedule.unfinished = True
 
 
 def _name(group: ProcessGroup | None, transport: object, device: torch.device) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.compiled.harness import Run, by_block, compare, compiled, train
+from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import (
     Block,
     CheckpointedBlock,
@@ -25,6 +25,7 @@ from fsdp.compiled.models import (
 from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy, _compat, fully_shard
 from shardwise.comm import AutoAllGather, AutoReduceScatter, GlooAllGather, GlooReduceScatter
+from shardwise.errors import LifecycleError
 from shardwise.graph import record
 
 EAGER, AOT, DECOMPOSED = "eager", "aot_eager", "aot_eager_decomp_partition"
@@ -79,6 +80,32 @@ def test_graphs_exchange_directly_what_hooks_do() -> None:
     # A step of graphs gathers the block again in backward; hooks keep the last group that ran.
     assert counts == [(4, 4), (6, 4)]
     assert all(map(torch.equal, *trained))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_finalization_by_hand_reduces_what_compiled_backwards_left(layout: str) -> None:
+    def moved(*, eager: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = fully_shard(Mlp(), layout=layout)
+        model.set_manual_backward_finalization(True)
+        call = model if eager else compiled(AOT)(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            model.set_requires_gradient_sync(False)
+            for micro in range(2):
+                loss_of(call, batch(2 * step + micro, 4, 5)).backward()
+            model.set_requires_gradient_sync(True)
+            with pytest.raises(LifecycleError, match="before the optimizer's step"):
+                optimizer.step()
+            model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [local(param.detach()).clone() for param in model.parameters()]
+
+    expected = moved(eager=True)
+    torch.compiler.reset()
+    assert all(map(torch.equal, moved(eager=False), expected))
 
 
 @on_ranks(2)
