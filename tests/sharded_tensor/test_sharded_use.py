@@ -232,6 +232,30 @@ def test_retained_gradients_of_results_are_sharded_too() -> None:
     check(made.grad, 3 * counted(SIZE))
 
 
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+_doubled = _Doubled.apply  # before any sharded tensor is made
+
+
+@on_ranks(2)
+def test_a_function_of_autograd_that_would_lose_a_gradient_is_refused() -> None:
+    leaf = cut(counted((4, 3)), rows(0), requires_grad=True)
+    with pytest.raises(ShardingError, match=r"Function would lose the gradient of .* shape \(4, 3\).* map\("):
+        _doubled(leaf * 2)
+    (leaf * 2).map(_doubled).sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 3), 4.0))
+    assert torch.equal(_doubled(leaf.detach()).full_tensor(), counted((4, 3)) * 2)
+
+
 @on_ranks(3)
 def test_data_takes_another_tensors_shards_dtype_and_cut() -> None:
     whole = counted(SIZE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import utils as _functorch
 
 # Within it, torch does not look for `__torch_function__` by name at every attribute of a tensor subclass.
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
@@ -54,3 +55,17 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
     tensor._backward_hooks = hooks = OrderedDict()
     hooks[-1] = hook  # handles count up from 0
     node._register_hook_dict(tensor)
+
+
+def watch_functions(see: Callable[[tuple[Any, ...]], None]) -> None:
+    """Let `see` have the arguments of every `torch.autograd.Function` before its forward.
+
+    No public hook follows them. What `apply` calls is replaced: users keep `apply` itself under other names.
+    """
+    unwrap = _functorch.unwrap_dead_wrappers
+
+    def seen(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        see(args)
+        return unwrap(args)
+
+    _functorch.unwrap_dead_wrappers = seen

@@ -26,7 +26,8 @@ from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advanc
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors
+from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors, with_grad_tensors
+from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # As globals: an enum's attributes are slow to look up.
 _GATHER, _RECOMPUTE, _REDUCE, _SKIP = Action.GATHER, Action.RECOMPUTE, Action.REDUCE, Action.SKIP
@@ -115,8 +116,7 @@ class FSDPState(ModuleState):
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
-        marked = iter(attach_post_backward(self, *tensors))
-        args, kwargs = map_tensors(lambda t: next(marked) if t.requires_grad else t, (args, kwargs))
+        args, kwargs = with_grad_tensors((args, kwargs), iter(attach_post_backward(self, *tensors)))
         return args, kwargs
 
     @_compat.runs_eagerly
@@ -206,7 +206,8 @@ class FSDPState(ModuleState):
 
     def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
         """Let autograd call `pre_backward` when the first of the outputs' gradients arrives."""
-        plain = (type(output) is Tensor or isinstance(output, Tensor)) and output.requires_grad
+        plain = type(output) is Tensor or isinstance(output, Tensor)
+        plain = plain and output.requires_grad and not isinstance(output, ShardedTensor)
         schedule.latest_output = None
         for tensor in (output,) if plain else reachable_grad_tensors(output):
             ending: list[FSDPState] = []

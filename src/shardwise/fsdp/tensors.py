@@ -2,19 +2,22 @@
 
 Plain tensors, tuples and dicts of tensors are the usual case and cost no recursion; nested lists,
 named tuples, sets, mappings and dataclasses are walked. Containers are rebuilt only if a tensor changed.
-Objects of other classes are looked into, but never copied.
+Objects of other classes are looked into, but never copied. Of a `ShardedTensor` autograd knows this rank's
+shards.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -62,18 +65,38 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def grad_tensors(value: Any) -> list[Tensor]:
-    """The tensors in `value` that require grad, in order of appearance."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
+    """The tensors in `value` that require grad, as autograd knows them, in order of appearance."""
     found: list[Tensor] = []
 
     def see(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            found.append(tensor)
+            if isinstance(tensor, ShardedTensor):
+                found.extend(_shards(tensor))
+            else:
+                found.append(tensor)
         return tensor
 
     map_tensors(see, value)
     return found
+
+
+def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """`value` with the next of `tensors` in place of each of its `grad_tensors`."""
+
+    def replace(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if not isinstance(tensor, ShardedTensor):
+            return next(tensors)
+        new = [next(tensors) if shard.requires_grad else shard for shard in tensor.tensors]
+        return tensor.with_tensors(new, anchor=None if new else next(tensors))
+
+    return map_tensors(replace, value)
+
+
+def _shards(sharded: ShardedTensor) -> list[Tensor]:
+    """What of it requires grad on this rank: shards, or what takes their place where there are none."""
+    return [tensor for tensor in sharded.tensors or [sharded.anchor] if tensor.requires_grad]
 
 
 def reachable_grad_tensors(value: Any) -> list[Tensor]:
@@ -85,7 +108,8 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
         one = left.pop()
         if isinstance(one, Tensor):
             if one.requires_grad:
-                found.setdefault(id(one), one)
+                for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
+                    found.setdefault(id(tensor), tensor)
         elif id(one) not in seen and not isinstance(one, _OPAQUE):
             seen.add(id(one))
             left.extend(reversed(_parts(one)))

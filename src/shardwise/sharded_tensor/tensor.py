@@ -15,6 +15,7 @@ Autograd sees the local shards: gradients are theirs, and `.grad` shows them as 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
@@ -79,6 +80,7 @@ class ShardedTensor(ShardedTensorBase):
             anchor: an empty tensor of the same dtype that connects a rank without shards to the autograd
                 graph; needed where shards are results of differentiable operations.
         """
+        _watch_functions()
         properties = metadata.tensor_properties
         if anchor is None:
             anchor = torch.empty(
@@ -327,3 +329,21 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
         if shard.placement is not None:
             return torch.device(shard.placement.device().type)
     return torch.device("cpu")
+
+
+@functools.cache
+def _watch_functions() -> None:
+    _compat.watch_functions(_refuse_functions)
+
+
+def _refuse_functions(args: tuple[Any, ...]) -> None:
+    """Raise where a `torch.autograd.Function` would lose a gradient: autograd does not see the wrapper."""
+    if not torch.is_grad_enabled():
+        return
+    for arg in args:
+        if isinstance(arg, ShardedTensor) and arg.requires_grad:
+            raise ShardingError(
+                f"{here()}: a torch.autograd.Function would lose the gradient of {arg._name()}, which"
+                " autograd knows by its local shards. Where it treats every element alike use"
+                " map(Function.apply); otherwise give it full_tensor(), or detach() if no gradient is wanted"
+            )

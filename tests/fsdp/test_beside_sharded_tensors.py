@@ -1,0 +1,67 @@
+"""Sharded modules and `ShardedTensor`s in one model: gradients are those of one process."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.sharded_tensor import ChunkShardingSpec, ShardedTensor, shard_parameter, shard_tensor
+
+LAYOUTS = ("interleaved", "contiguous")
+
+
+def _places(ranks: int) -> list[str]:
+    return [f"rank:{rank}/cpu" for rank in range(ranks)]
+
+
+def assert_gradients_equal(model: nn.Module, whole: nn.Module) -> None:
+    for (name, found), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert found.grad is not None, name
+        assert expected.grad is not None
+        torch.testing.assert_close(
+            found.grad.full_tensor(), expected.grad, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("holders", [3, 2])
+def test_a_sharded_module_hands_the_gradient_of_a_sharded_input_on(layout: Any, holders: int) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+    model = deepcopy(whole)
+    shard_parameter(model[0], "weight", ChunkShardingSpec(1, _places(holders)))
+    for layer in (model[1], model[2], model[1:]):
+        fully_shard(layer, layout=layout)
+    ids = torch.arange(6)
+    for one in (model, whole):
+        for _ in range(2):
+            one(ids).square().mean().backward()
+    assert_gradients_equal(model, whole)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_modules_take_and_return_a_batch_cut_over_ranks(layout: Any) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4))
+    model = deepcopy(whole)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, layout=layout)
+    values = torch.randn(7, 4)
+    batch = shard_tensor(values, ChunkShardingSpec(0, _places(2))).requires_grad_()
+    values.requires_grad_()
+    out = model(batch * 2)
+    assert isinstance(out, ShardedTensor)
+    for result in (out, whole(values * 2)):
+        result.square().mean().backward()
+    assert_gradients_equal(model, whole)
+    assert isinstance(batch.grad, ShardedTensor)
+    assert values.grad is not None
+    torch.testing.assert_close(batch.grad.full_tensor(), values.grad)
