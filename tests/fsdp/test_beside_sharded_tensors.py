@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp.models import raises_on_every_rank
 from ranks import on_ranks
-from shardwise import fully_shard
+from shardwise import ShardingError, fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, ShardedTensor, shard_parameter, shard_tensor
 
 LAYOUTS = ("interleaved", "contiguous")
@@ -65,3 +66,28 @@ def test_sharded_modules_take_and_return_a_batch_cut_over_ranks(layout: Any) -> 
     assert isinstance(batch.grad, ShardedTensor)
     assert values.grad is not None
     torch.testing.assert_close(batch.grad.full_tensor(), values.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_sharded_parameter_is_refused_before_anything_changes_and_may_be_ignored(
+    layout: Any, dim: int
+) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 8)))
+    model = deepcopy(whole)
+    shard_parameter(model[1][0], "weight", ChunkShardingSpec(dim, _places(2)))
+    for act in (
+        lambda: fully_shard(model[1], layout=layout),
+        lambda: fully_shard(list(model), layout=layout, group_small=1),
+    ):
+        message = raises_on_every_rank(ShardingError, act)
+        assert "'0.weight' is a ShardedTensor" in message
+        assert "ignored_params" in message
+        assert type(model[0]) is nn.Linear
+        assert type(model[1]) is nn.Sequential
+    fully_shard(model[1], layout=layout, ignored_params={model[1][0].weight})
+    for one in (model, whole):
+        one[1](torch.arange(7)).square().mean().backward()
+    assert_gradients_equal(model[1], whole[1])

@@ -40,6 +40,7 @@ from shardwise.mesh import (
     mesh_info,
     smaller_shards,
 )
+from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.rows.piece import check_torch
 
 _LOG = logging.getLogger("shardwise")
@@ -156,6 +157,9 @@ def fully_shard(
             f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass its"
             " blocks as a list, then shard the module itself without group_small"
         )
+    _find_params(
+        _managed_modules(modules), modules, options["ignored"]
+    )  # refuse any before the first changes
     for run in _runs(modules, group_small, mp_policy, options["ignored"]):
         _shard_together(run, **options)
     return cast(list[FSDPModule], module)
@@ -330,6 +334,11 @@ def _find_params(
             raise ShardingError(
                 f"{here()}: '{found.name}' is a scalar parameter, which cannot be sharded; make it 1-D with"
                 " one element, or put it in ignored_params"
+            )
+        if isinstance(found.param, ShardedTensorBase):
+            raise ShardingError(
+                f"{here()}: '{found.name}' is a ShardedTensor, which ranks share out already; put it in"
+                " ignored_params to leave it as it is"
             )
     return list(by_id.values())
 
