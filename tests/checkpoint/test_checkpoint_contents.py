@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -240,6 +247,61 @@ def test_a_new_optimizer_tells_its_state_and_trains_as_if_it_had_not(
         model, told = trained(3, asked_at=asked_at)
         assert [each.full_tensor().tolist() for each in model.parameters()] == expected
         assert load(tmp_path, {"optimizer": told}) == 1
+
+
+class PartlyTrained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.used.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x).square().mean() + self.empty.sum()
+
+
+@on_ranks(2)
+def test_runs_resume_where_parameters_are_frozen_empty_or_without_a_gradient_so_far(tmp_path: Path) -> None:
+    def built(kind: str) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = fully_shard(PartlyTrained(), layout="contiguous")
+        if kind == "flat":
+            return model, flat(torch.optim.AdamW, model, lr=0.1)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model(torch.ones(2, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    kinds = ("flat", "ordinary")
+    for number, (before, after) in enumerate(itertools.product(kinds, kinds)):
+        model, optimizer = built(before)
+        step(model, optimizer)
+        state = {"model": get_model_state_dict(model), "optimizer": optimizer_state(model, optimizer)}
+        save(tmp_path, state, step=number)
+        step(model, optimizer)
+        again, optimizer = built(after)
+        state = {"model": get_model_state_dict(again), "optimizer": optimizer_state(again, optimizer)}
+        assert not any(name.startswith("used.weight") for name in state["optimizer"]["state"])
+        load(tmp_path, state)
+        set_model_state_dict(again, state["model"])
+        assert not any(name.startswith("unused") for name in state["optimizer"]["state"])
+        if after == "flat":
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(again, optimizer, state["optimizer"], options=options)
+        step(again, optimizer)
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), other.full_tensor())
+    # of an optimizer without any state, or without the parameter, nothing is left out
+    for saved in ({"state": {}}, {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b"]}]}):
+        groups: list[Any] = [{"params": ["a", "b"]}]
+        save(tmp_path, {"param_groups": groups, **saved}, step=9)
+        wanted = {"param_groups": groups, "state": {"a": {"step": 2}, "b": {"step": 2}}}
+        with pytest.raises(CheckpointError, match=r"state\.a\.step: expected by the state"):
+            load(tmp_path, wanted)
 
 
 OBJECT_COLLECTIVES = [

@@ -127,6 +127,8 @@ class _Checked:
         for name, leaf in self.flat.leaves.items():
             if not leaf.is_tensor:
                 leaf.put(from_json(self.manifest["values"][name]))
+        for leaf in self.flat.absent:
+            del leaf.container[leaf.key]
 
 
 def _newest_whole(folders: Sequence[str]) -> Whole:
@@ -175,9 +177,35 @@ def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, 
     for name in flat.optional:
         own = f"{name}.rank-{rank}-of-{size}"
         if not any(each == own or each.startswith(f"{own}.") for each in saved):
-            flat.leave_out(name)
+            flat.leave_out(f"{name}.rank-")
+    for begin, optimizer in flat.optimizers.items():
+        for name in _stateless(f"{begin}state.", optimizer["state"], f"{begin}param_groups", manifest):
+            flat.leave_out(f"{begin}state.{name}.")
+            flat.absent.append(Leaf(optimizer["state"], name))
     _check_leaves(flat, manifest)
     return flat, {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
+
+
+def _stateless(begin: str, state: Mapping[Any, Any], groups: str, manifest: Mapping[str, Any]) -> list[Any]:
+    """The parameters in `state` that the saved optimizer, which had state of others, had none of.
+
+    They had no gradient yet. A new optimizer, which tells what it will have, cannot know.
+    """
+    saved: set[str] = set()
+    for name in (*manifest["tensors"], *manifest["values"]):
+        while name.startswith(begin):
+            saved.add(name)
+            name = name.rpartition(".")[0]
+    if not saved:
+        return []
+    known: list[Any] = []
+    for name, value in manifest["values"].items():
+        if name == groups:
+            known += [group.get("params") for group in from_json(value) if isinstance(group, dict)]
+        elif name.startswith(f"{groups}.") and name.endswith(".params"):
+            known.append(from_json(value))
+    listed = {name for own in known if isinstance(own, list) for name in own if isinstance(name, (int, str))}
+    return [name for name, own in state.items() if own and name in listed and f"{begin}{name}" not in saved]
 
 
 def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:

@@ -74,11 +74,15 @@ class Flat:
     lists: dict[str, int] = field(default_factory=dict)  # lengths of those that were walked
     per_rank: list[str] = field(default_factory=list)
     optional: list[str] = field(default_factory=list)  # of these
+    absent: list[Leaf] = field(default_factory=list)  # what loading removes
+    optimizers: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # their states, by what names begin with
 
-    def leave_out(self, name: str) -> None:
-        """Everything of the `PerRank` of this name."""
+    def leave_out(self, begin: str) -> None:
+        """Everything whose name begins so."""
         for entries in (self.leaves, self.lists):
-            for each in [each for each in entries if each.startswith(f"{name}.rank-")]:
+            for each in [each for each in entries if each.startswith(begin)]:
                 del entries[each]
 
 
@@ -100,7 +104,10 @@ def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
 
 def _walk(container: Any, prefix: str, flat: Flat, own: str) -> None:
     items = container.items() if isinstance(container, dict) else enumerate(container)
-    for key, value in items:
+    known = dict(items)
+    if isinstance(known.get("state"), dict) and isinstance(known.get("param_groups"), list):
+        flat.optimizers[prefix] = container
+    for key, value in known.items():
         name = f"{prefix}{key}"
         if isinstance(value, PerRank):
             flat.per_rank.append(name)

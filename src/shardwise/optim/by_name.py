@@ -9,7 +9,7 @@ parameter: whole for whoever reads it, cut in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,15 +105,28 @@ def is_elements(key: str, value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _NUMBERS
 
 
-def allocate_state(optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+def kind_of(values: Mapping[str, Any] | None) -> Any:
+    """Equal for parameters that can share a state."""
+    if not values:
+        return ()
+    return tuple(
+        (key, None if value.ndim else value.item()) if isinstance(value, Tensor) else (key, value)
+        for key, value in sorted(values.items())
+    )
+
+
+def allocate_state(
+    optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer], *, frozen: Collection[Tensor]
+) -> None:
     """Give tensors without state what they have after one step with gradients of zero; they do not change.
 
     Args:
         make: an optimizer of the same kind over other groups of parameters.
+        frozen: tensors that no step gives state.
     """
     for group in optimizer.param_groups:
         for tensor in group["params"]:
-            if optimizer.state.get(tensor):
+            if optimizer.state.get(tensor) or tensor in frozen:
                 continue
             stand_in = nn.Parameter(torch.zeros_like(tensor))
             stand_in.grad = torch.zeros_like(stand_in)

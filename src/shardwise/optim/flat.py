@@ -34,6 +34,7 @@ from shardwise.optim.by_name import (
     check_elementwise,
     check_shapes,
     is_elements,
+    kind_of,
     loaded_options,
     named_state,
 )
@@ -243,6 +244,7 @@ class FlatOptimizer(Optimizer):
         for group in managed:
             for index, segment in enumerate(group.layout.segments):
                 members = [group.params[place.index] for place in segment.places]
+                members = [member for member in members if member.sharded.numel()]  # others are ordinary
                 sharded.update(id(member.sharded) for member in members)
                 self._managed.update({named[m.sharded]: m for m in members if id(m.sharded) in set_of})
                 held = [member for member in members if not member.place.box.is_empty]
@@ -368,11 +370,17 @@ class FlatOptimizer(Optimizer):
         return named_state(found, packed["param_groups"], self._names_by_set)
 
     def allocate_state(self) -> None:
-        """Give parameters without state some, for `state_dict` to name what a checkpoint is to fill. Local.
+        """Give trainable parameters without state some, for `state_dict` to name what is to be filled. Local.
 
         The values are those after one step with gradients of zero; parameters do not change.
         """
-        allocate_state(self, cast(Any, type(self)).kind)
+        for tensor, run in list(self._runs.items()):
+            trained = [member.sharded.requires_grad for member in run.members]
+            if any(trained) and not all(trained):
+                self._split(tensor, run.cut(trained))
+        frozen = {param for param in self._ordinary if not param.requires_grad}
+        frozen |= {x for x, run in self._runs.items() if not run.members[0].sharded.requires_grad}
+        allocate_state(self, cast(Any, type(self)).kind, frozen=frozen)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -393,7 +401,7 @@ class FlatOptimizer(Optimizer):
             if name in self._managed and name in state
         }
         for tensor, run in list(self._runs.items()):
-            kinds = [_kind(local.get(self._names[member])) for member in run.members]
+            kinds = [kind_of(local.get(self._names[member])) for member in run.members]
             if kinds.count(kinds[0]) != len(kinds):
                 self._split(tensor, run.cut(kinds))
         packed: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -472,16 +480,6 @@ def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[s
             ShardedRows.wrap(local, member.piece).copy_(value)
             found[key] = local
     return found
-
-
-def _kind(values: dict[str, Any] | None) -> Any:
-    """Equal for parameters that can share a state."""
-    if not values:
-        return ()
-    return tuple(
-        (key, None if value.ndim else value.item()) if isinstance(value, Tensor) else (key, value)
-        for key, value in sorted(values.items())
-    )
 
 
 def _joined(run: _Run, each: list[dict[str, Any] | None]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class ShardedOptimizer(Optimizer):
         return named_state(found, self.param_groups, [group["names"] for group in self.param_groups])
 
     def allocate_state(self) -> None:
-        """Give parameters without state some, for `state_dict` to name what a checkpoint is to fill. Local.
+        """Give trainable parameters without state some, for `state_dict` to name what is to be filled. Local.
 
         The values are those after one step with gradients of zero; parameters do not change.
         """
@@ -164,7 +164,10 @@ class ShardedOptimizer(Optimizer):
             made.state, made.param_groups = defaultdict(dict), groups
             return cast(Optimizer, made)
 
-        allocate_state(self, alike)
+        frozen = {
+            x for name, own in self._tensors.items() if not self._named[name].requires_grad for x in own
+        }
+        allocate_state(self, alike, frozen=frozen)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
