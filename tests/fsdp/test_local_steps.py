@@ -174,8 +174,9 @@ def test_a_large_table_keeps_fp32_moments_beside_those_in_8_bits() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str, kind: Any) -> None:
+@pytest.mark.parametrize("name", ["SGD", "SGD momentum foreach", "AdamW", "AdamW amsgrad foreach", "Rprop"])
+def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str, name: str) -> None:
+    kind, options = KINDS.get(name, (torch.optim.Rprop, {"foreach": True}))
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     model = deepcopy(whole)
@@ -183,7 +184,7 @@ def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str
     for layer in model[1:]:
         fully_shard(layer, layout=layout)
         layer.set_manual_backward_finalization(True)
-    ours, plain = (kind(one.parameters(), lr=0.1) for one in (model, whole))
+    ours, plain = (kind(one.parameters(), lr=0.1, **options) for one in (model, whole))
     for _ in range(3):
         for one, optimizer, clip in (
             (model, ours, clip_grad_norm_),

@@ -206,8 +206,10 @@ class FSDPState(ModuleState):
 
     def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
         """Let autograd call `pre_backward` when the first of the outputs' gradients arrives."""
-        plain = type(output) is Tensor or isinstance(output, Tensor)
-        plain = plain and output.requires_grad and not isinstance(output, ShardedTensor)
+        plain = type(output) is Tensor or (
+            isinstance(output, Tensor) and not isinstance(output, ShardedTensor)
+        )
+        plain = plain and output.requires_grad
         schedule.latest_output = None
         for tensor in (output,) if plain else reachable_grad_tensors(output):
             ending: list[FSDPState] = []

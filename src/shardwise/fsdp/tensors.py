@@ -70,10 +70,10 @@ def grad_tensors(value: Any) -> list[Tensor]:
 
     def see(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            if isinstance(tensor, ShardedTensor):
-                found.extend(_shards(tensor))
-            else:
+            if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
                 found.append(tensor)
+            else:
+                found.extend(_shards(tensor))
         return tensor
 
     map_tensors(see, value)
@@ -86,7 +86,7 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     def replace(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
-        if not isinstance(tensor, ShardedTensor):
+        if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
             return next(tensors)
         new = [next(tensors) if shard.requires_grad else shard for shard in tensor.tensors]
         return tensor.with_tensors(new, anchor=None if new else next(tensors))
