@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -29,7 +30,7 @@ from shardwise.checkpoint import PerRank, load, optimizer_state, save, save_asyn
 from shardwise.checkpoint.state import as_bytes
 from shardwise.errors import CheckpointError
 from shardwise.files.tensors import DTYPES
-from shardwise.optim import flat
+from shardwise.optim import Muon, flat
 
 
 def rng_after(draws: int) -> torch.Tensor:
@@ -247,6 +248,42 @@ def test_a_new_optimizer_tells_its_state_and_trains_as_if_it_had_not(
         model, told = trained(3, asked_at=asked_at)
         assert [each.full_tensor().tolist() for each in model.parameters()] == expected
         assert load(tmp_path, {"optimizer": told}) == 1
+
+
+@on_ranks(2)
+def test_several_optimizers_have_one_state(tmp_path: Path) -> None:
+    def built() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(4, 4))
+        return model, [Muon([model.weight], lr=0.1), torch.optim.AdamW([model.bias], lr=0.1)]
+
+    def step(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        model(torch.ones(2, 4)).square().mean().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+    model, optimizers = built()
+    step(model, optimizers)
+    told = optimizer_state(model, optimizers)
+    theirs = get_optimizer_state_dict(model, optimizers)
+    assert list(told["state"]) == list(theirs["state"]) == ["weight", "bias"]
+    assert told["param_groups"] == theirs["param_groups"]
+    save(tmp_path, {"model": get_model_state_dict(model), "optimizer": told}, step=1)
+    step(model, optimizers)
+    again, optimizers = built()
+    state = {"model": get_model_state_dict(again), "optimizer": optimizer_state(again, optimizers)}
+    assert not any(one.state for one in optimizers)
+    load(tmp_path, state)
+    set_model_state_dict(again, state["model"])
+    set_optimizer_state_dict(again, optimizers, state["optimizer"])
+    step(again, optimizers)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    rows = fully_shard(nn.Linear(4, 4), layout="contiguous")
+    mixed = [flat(torch.optim.AdamW, rows, params=[rows.bias]), Muon([rows.weight])]
+    with pytest.raises(CheckpointError, match="FlatAdamW loads a state of its own parameters only"):
+        optimizer_state(rows, mixed)
 
 
 class PartlyTrained(nn.Module):

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
+from shardwise.errors import CheckpointError, here
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
     """The state by parameter name, to save or to load into; the optimizer is as before.
 
-    It is what torch's `get_optimizer_state_dict(model, optimizer)` returns; of `shardwise.optim.flat` and
-    `ShardedOptimizer` their own. An optimizer without state, which has taken no step, tells what it will have
-    by a step with gradients of zero. torch's function leaves it that state, and later steps count the step;
-    where there are gradients it returns none. Here it is made aside, and freed with what is returned.
+    It is what torch's `get_optimizer_state_dict(model, optimizer)` returns, of several optimizers one state
+    of all; of `shardwise.optim.flat` and `ShardedOptimizer` their own. An optimizer without state, which has
+    taken no step, tells what it will have by a step with gradients of zero. torch's function leaves it that
+    state, and later steps count the step; where there are gradients it returns none. Here it is made aside,
+    and freed with what is returned.
+
+    Raises:
+        CheckpointError: several optimizers, one of which loads a state of its own parameters only.
     """
+    if isinstance(optimizer, Optimizer):
+        return _state_of(model, optimizer)
+    several = list(optimizer)
+    own = [type(one).__name__ for one in several if hasattr(one, "allocate_state")]
+    if own and len(several) > 1:
+        raise CheckpointError(
+            f"{here()}: {own[0]} loads a state of its own parameters only; give each of the {len(several)}"
+            " optimizers an entry of its own in the state: optimizer_state(model, optimizer)"
+        )
+    states = [_state_of(model, one) for one in several]
+    return {
+        "state": {name: values for state in states for name, values in state["state"].items()},
+        "param_groups": [group for state in states for group in state["param_groups"]],
+    }
+
+
+def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.state:
         return _told(model, optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
