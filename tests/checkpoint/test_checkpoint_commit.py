@@ -183,10 +183,12 @@ def test_loading_an_absent_step_names_the_steps_there_are(tmp_path: Path) -> Non
         load(tmp_path / "step-00000001", state_of(0))
 
 
-def test_a_newer_checkpoint_without_its_manifest_is_named(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_newer_checkpoint_without_its_manifest_is_named_on_every_rank(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, state_of(step), step=step)
-    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    (tmp_path / "step-00000002" / "manifest.json").unlink(missing_ok=True)
+    dist.barrier()
     with pytest.warns(UserWarning, match=r"step-00000002 without manifest\.json"):
         assert load(tmp_path, state_of(0)) == 1
     with pytest.raises(CheckpointError, match=r"expected step 2, .* step-00000002 without manifest\.json"):

@@ -118,7 +118,7 @@ def load_five_and_four(store: tuple[str, str]) -> None:
     state = state_of("contiguous", 0)
     assert load(folder, state) == 5
     check(state, 5)
-    newest = commit.find(folder, 5)[0]
+    newest = commit.find(folder, 5)[0][0]
     dist.barrier()
     if dist.get_rank() == 0:
         content = bytearray((newest / "__1_0.distcp").read_bytes())

@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -69,10 +68,10 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
     return found[-1][0] if found else None
 
 
-def find(path: Location, step: int | None) -> list[Location]:
+def find(path: Location, step: int | None) -> tuple[list[Location], str]:
     """The directories of `step`, newest version first; of all steps, newest first, for None.
 
-    Warns of newer ones that lack their manifest: in a file system that is damage.
+    And a warning of newer ones that lack their manifest, or "": in a file system that is damage.
     """
     named = _named(path)
     found = _complete(named)
@@ -80,10 +79,9 @@ def find(path: Location, step: int | None) -> list[Location]:
     torn = [] if isinstance(path, StorePath) else [each for each in named if each not in found]
     if fitting:
         newer = [folder for *at, folder in torn if step is None and at > [*found[-1][:2]]]
-        if newer:
-            lost = ", ".join(folder.name for folder in newer)
-            warnings.warn(f"{path}: {lost} without {MANIFEST}: damaged, an older one is taken", stacklevel=3)
-        return fitting[::-1]
+        lost = ", ".join(folder.name for folder in newer)
+        told = f"{path}: {lost} without {MANIFEST}: damaged, an older one is taken" if newer else ""
+        return fitting[::-1], told
     steps = sorted({number for number, _, _ in found})
     wanted = "any checkpoint" if step is None else f"step {step}"
     hint = "Check the path and the step"

@@ -61,11 +61,13 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     settle()
 
     def ask() -> dict[str, Any]:
-        found = [str(folder) for folder in find(location(path), step)] if rank == 0 else []
-        return {"call": {"step": step}, "found": found}
+        found, torn = find(location(path), step) if rank == 0 else ([], "")
+        return {"call": {"step": step}, "found": [str(folder) for folder in found], "torn": torn}
 
     asked = together(what, ask)
     alike(what, asked, {"call": "Load the same step on every rank"})
+    if asked[0]["torn"]:
+        warnings.warn(asked[0]["torn"], stacklevel=2)
     return fill(_newest_whole(asked[0]["found"]), state)
 
 
