@@ -28,6 +28,7 @@ from shardwise.errors import ShardingError
 from shardwise.launch import place
 from shardwise.nn import linear_cross_entropy
 from shardwise.planner.decoder import PUBLISHED, Decoder
+from shardwise.planner.positions import check_positions
 from shardwise.planner.tensor import ROWS, plan_of
 
 
@@ -285,7 +286,12 @@ def _of_transformers(path: Path) -> Model:
             ) from error
         return made
 
-    def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(module: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        learned: int = getattr(config, "max_position_embeddings", 0)
+        words = module.get_input_embeddings()
+        for table in [one for one in module.modules() if isinstance(one, nn.Embedding) and one is not words]:
+            if learned and learned <= table.num_embeddings <= learned + 2:  # some leave two out
+                check_positions(tokens.shape[1], learned)
         logits = module(input_ids=tokens).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 

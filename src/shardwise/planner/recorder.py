@@ -43,6 +43,7 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
+from shardwise.planner.positions import Counted, check_lookup, counted
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
@@ -74,6 +75,7 @@ class Recorder(Storages):
         self._layers: dict[int, int | None] = {}  # of memory, by life
         self._staged: list[Memory] = []
         self._freed: set[int] = set()  # lives that were emptied: gathered memory
+        self._counted: dict[int, Counted] = {}  # by life
         self._of: dict[int, list[Memory]] = {}  # all memory of a life
         self._holds = False  # what is allocated belongs to the block of the next operator
         self._held: list[tuple[int, Event]] = []
@@ -228,13 +230,20 @@ class Recorder(Storages):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        check_lookup(func, args, self._counted_by)
         if self._around:
             self._ran_by_layer(func, args, kwargs, result)
             return
         event = self._compute(func, args, kwargs, result)
         self.see((args, kwargs, result))
+        count = counted(func, args, self._counted_by)
+        if count is not None:
+            self._counted[id(self.life(result))] = count
         if event is not None:
             self._touch(event, (args, kwargs), result)
+
+    def _counted_by(self, tensor: Tensor) -> Counted | None:
+        return self._counted.get(id(self.life(tensor))) if self._counted else None
 
     def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> Compute | None:
         cost = cost_of(func, args, kwargs, result)

@@ -1,0 +1,64 @@
+"""A sequence longer than a model's table of learned positions, which tensors without values cannot show.
+
+Models count positions up and look them up: `table(torch.arange(length))`. What is counted is known by its
+storage and two numbers, so any view of it tells its last position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ShardingError
+
+aten = torch.ops.aten
+
+
+class Counted(NamedTuple):
+    """A storage's elements: `first`, `first + step`, ..."""
+
+    first: int
+    step: int
+
+    def last_of(self, view: Tensor) -> int:
+        """The greatest element that `view` shows, of steps up."""
+        strides = zip(view.shape, view.stride(), strict=True)
+        place = view.storage_offset() + sum((size - 1) * stride for size, stride in strides)
+        return self.first + self.step * int(place)
+
+
+def counted(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> Counted | None:
+    """What an operator's result counts, if it does; `known` says it of its operands."""
+    if func.overloadpacket is aten.arange:
+        begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+        whole = isinstance(begin, int) and isinstance(step, int) and step > 0
+        return Counted(begin, step) if whole else None
+    moves = func.overloadpacket is aten.add and len(args) == 2 and isinstance(args[1], int)
+    if not moves and func.overloadpacket is not aten._to_copy:
+        return None
+    before = known(args[0])
+    if before is None or args[0].dim() != 1 or args[0].storage_offset() or not args[0].is_contiguous():
+        return None
+    return before._replace(first=before.first + (args[1] if moves else 0))
+
+
+def check_lookup(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> None:
+    """Raise ShardingError where a table has no row for the last position that is looked up in it."""
+    if func.overloadpacket is not aten.embedding or not args[1].numel():
+        return
+    table, positions = args[:2]
+    found = known(positions)
+    if found is not None:
+        check_positions(found.last_of(positions) + 1, len(table))
+
+
+def check_positions(needed: int, there: int) -> None:
+    """Raise ShardingError where a sequence needs more positions than were learned."""
+    if needed > there:
+        raise ShardingError(
+            f"the model looks {needed} positions up in a table of {there} that are learned; plan a shorter"
+            " sequence, or a model with more positions"
+        )
