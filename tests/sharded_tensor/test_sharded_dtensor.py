@@ -230,6 +230,8 @@ def test_results_whose_gradient_would_be_lost_are_refused() -> None:
         from_dtensor(result)
     with pytest.raises(ShardingError, match=r"no gradient passes from a ShardedTensor .* detach\(\)"):
         to_dtensor(own, mesh, [Shard(1)])
+    with pytest.raises(ShardingError, match=r"no gradient passes from a ShardedRows .* detach\(\)"):
+        from_rows(parameter(whole_of((4, 3)), uneven) * 2)
     with torch.no_grad():
         assert torch.equal(from_dtensor(result), own.detach())
     made = [to_dtensor(each, mesh, [Shard(1)]) for each in (sharded, own.detach())]

@@ -60,7 +60,7 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
         ShardingError: a placement that is neither replicated nor sharded, no group for the mesh, ranks
             that do not ascend along an axis that cuts, or, in grad mode, a result with a gradient to pass.
     """
-    _check_detached(dtensor)
+    check_detached(dtensor)
     spec: Any = _compat.spec_of(dtensor)
     mesh, local = dtensor.device_mesh, _compat.local_tensor(dtensor)
     arriving = getattr(local, "wait", None)  # of a redistribution that is still under way
@@ -129,7 +129,7 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
             that do not ascend along an axis that cuts, or, in grad mode, a result with a gradient to pass.
         RankMismatchError: on every rank, where ranks ask for different meshes or placements.
     """
-    _check_detached(sharded)
+    check_detached(sharded)
     metadata, group = sharded.metadata(), sharded.process_group
     shape = tuple(metadata.size)
     ranks = dist.get_process_group_ranks(group)
@@ -283,7 +283,8 @@ def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
 # What may be converted: placements, meshes and groups
 
 
-def _check_detached(tensor: Tensor) -> None:
+def check_detached(tensor: Tensor) -> None:
+    """Refuse, in grad mode, a result whose gradient a conversion would lose."""
     if torch.is_grad_enabled() and not tensor.is_leaf:
         raise ShardingError(
             f"{here()}: no gradient passes from a {type(tensor).__name__} to the tensor made of it, and"

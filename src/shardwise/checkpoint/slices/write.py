@@ -99,7 +99,7 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
             f"a tensor is named by a str other than '__metadata__', found {name!r}; rename it"
         )
     if isinstance(tensor, ShardedRows):
-        tensor = from_rows(tensor, process_group=dist.group.WORLD)
+        tensor = from_rows(cast(ShardedRows, tensor.detach()), process_group=dist.group.WORLD)
     elif isinstance(tensor, DTensor):
         tensor = from_dtensor(cast(DTensor, tensor.detach()), process_group=dist.group.WORLD)
     if not isinstance(tensor, Tensor):

@@ -16,16 +16,15 @@ from shardwise.comm.agree import agree, together
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import fill
-from shardwise.sharded_tensor.dtensor import of_boxes
+from shardwise.sharded_tensor.dtensor import check_detached, of_boxes
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.move import boxes_of, said_of
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
-@torch.no_grad()
 def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """The same tensor as a sharded one, which shares the memory of the rows; without gradient.
+    """The same tensor as a sharded one, which shares the memory of the rows, detached: no gradient passes.
 
     A rank without rows holds an empty shard. Local where rows are cut over one group, without tensor
     parallelism, and no other group is asked for; otherwise collective: ranks tell their boxes.
@@ -35,8 +34,10 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
         process_group: by default the one group over which rows are cut, or the default group.
 
     Raises:
-        ShardingError: ranks that together do not hold all of the tensor, or parts of it twice.
+        ShardingError: ranks that together do not hold all of the tensor, or parts of it twice; in grad mode,
+            a result with a gradient to pass.
     """
+    check_detached(rows)
     piece = rows.piece
     if process_group is None and piece.group is not None and not piece.even_cuts:
         group, boxes = piece.group, list(piece.boxes)
@@ -58,7 +59,8 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     """Copy the values of a sharded tensor into `rows`, wherever they lie; each rank gets what it lacks once.
 
     Collective over the group of `sharded`, of which every rank passes its rows of a tensor of the same shape.
-    Values are converted to their dtype and device.
+    Values are converted to their dtype and device. As with any copy in place nothing is returned; no gradient
+    passes.
 
     Raises:
         ShardingError: on every rank, where a rank passes rows of a tensor of another shape.
