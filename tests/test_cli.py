@@ -133,7 +133,9 @@ def test_a_case_that_cannot_be_run_exits_2_with_its_traceback(outcome, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "not run"
 
 
-@pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--layout", "diagonal"], ["--tolerance", "-1"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "0"], ["--layout", "diagonal"], ["--tolerance", "-1"], ["--timeout", "-5"], []]
+)
 def test_arguments_that_mean_nothing_exit_2(arguments):
     assert run("verify", *(["case.py", *arguments] if arguments else [])).exit_code == 2
 
@@ -207,3 +209,14 @@ def test_a_script_that_is_not_there_is_said_before_ranks_are_started(monkeypatch
     assert run("run", "--ranks", "3", "--layout", "contiguous", case, "--steps", "1").exit_code == 7
     command = ["-m", "shardwise.run", "--layout", "contiguous", case, "--steps", "1"]
     started.assert_called_once_with(command, ranks=3)
+
+
+def test_a_strategy_that_is_none_is_said_before_the_script_is_run(monkeypatch) -> None:
+    started = mock.Mock()
+    monkeypatch.setattr(launch, "launch", started)
+    monkeypatch.delenv("RANK", raising=False)
+    for ranks in ([], ["--ranks", "2"]):
+        ended = run("run", *ranks, "--strategy", "zero9", str(CASES / "no_case.py"))
+        assert ended.exit_code == 2
+        assert ended.stderr.startswith("Error: --strategy is one of ddp, zero1, zero2, fsdp")
+    started.assert_not_called()

@@ -60,6 +60,23 @@ def test_other_errors_keep_their_traceback_once_and_what_follows_from_them_is_sh
     assert show(1, KeyboardInterrupt()) == ""
 
 
+def test_a_traceback_begins_at_the_script_and_not_at_the_command_that_runs_it(
+    tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(launch.TRACEBACK, raising=False)
+    command, script = tmp_path / "bin" / "shardwise", tmp_path / "train.py"
+    command.parent.mkdir()
+    command.write_text(f"import runpy\nrunpy.run_path({str(script)!r})\n")
+    script.write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        runpy.run_path(str(command))
+    assert caught.tb.tb_next is not None
+    launch._show(ZeroDivisionError, caught.value, caught.tb.tb_next)
+    told = capfd.readouterr().err
+    assert f'File "{script}", line 1' in told
+    assert told.count("File ") == 1
+
+
 def test_a_script_that_python_cannot_read_is_shown_without_the_frames_that_read_it(
     tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

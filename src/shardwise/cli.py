@@ -114,7 +114,9 @@ def verify(
         Layout | None, typer.Option(help="Layout to ask the case's shard function for. Default: its own.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of every process.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds without progress that count as a hang.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without progress that count as a hang.")
+    ] = 120.0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write every difference to this file.")
     ] = None,
@@ -205,6 +207,7 @@ def plan(
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
     from shardwise import planner
+    from shardwise.launch import place
     from shardwise.planner.picture import figure_class
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
@@ -236,7 +239,8 @@ def plan(
             line = f"{words}: {verdict} {abs(changed.free_bytes) / 2**30:.2f} GiB"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
-        told = error if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+        where = f"{line}: " if (line := place(error)) else ""
+        told = error if isinstance(error, ShardwiseError) else f"{where}{type(error).__name__}: {error}"
         _print_failure(ShardwiseError(str(told)), traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
     raise typer.Exit(FOUND)
@@ -268,6 +272,8 @@ def calibrate(
     try:
         if is_first:
             _check_writable(out)
+        if out.suffix != ".toml":
+            raise ShardwiseError(f"{out}: expected a name that ends in .toml, which `plan --hardware` takes")
         if "RANK" not in os.environ and count > 1:
             options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
             raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
@@ -305,8 +311,11 @@ def run_command(
     """Run a script on local ranks; where it asks torch for FSDP2, it gets shardwise, unchanged."""
     from shardwise import launch
     from shardwise.adapters.script import check_script, run_script
+    from shardwise.fsdp.strategy import NAMED
 
     try:
+        if strategy is not None and strategy not in NAMED:
+            raise ShardwiseError(f"--strategy is one of {', '.join(NAMED)}; got {strategy!r}")
         check_script(target, is_module=is_module)
     except ShardwiseError as error:
         launch.say(f"Error: {error}")
@@ -424,7 +433,9 @@ def tp_generate(
         typer.Option(help="JSON file of styles by module, or auto. Default: the model's own plan."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds without progress that count as a hang.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without progress that count as a hang.")
+    ] = 600.0,
 ) -> None:
     """Generate greedily by a language model cut over ranks, with the cache cut by heads."""
     import torch.distributed as dist

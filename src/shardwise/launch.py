@@ -109,10 +109,12 @@ def place(error: BaseException) -> str:
 
 
 def _is_users(path: Path) -> bool:
-    """Is it neither of an installed package nor of Python itself?"""
+    """Is it neither of an installed package, nor its command, nor of Python itself?"""
     installed = {"site-packages", "dist-packages"} & set(path.parts)
     not_theirs = (Path(__file__).parent, Path(os.__file__).parent)
-    return path.is_file() and not installed and not any(path.is_relative_to(folder) for folder in not_theirs)
+    if path.name == "shardwise" or installed:
+        return False
+    return path.is_file() and not any(path.is_relative_to(folder) for folder in not_theirs)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -64,6 +64,9 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
         result = CliRunner().invoke(app, ["calibrate", str(out), "--small", "--ranks", ranks])
         assert result.exit_code == NOT_RUN
         assert result.stderr.startswith(f"Error: {out} cannot be written: give a file in a folder")
+    result = CliRunner().invoke(app, ["calibrate", str(tmp_path / "mine.txt"), "--ranks", ranks])
+    assert result.exit_code == NOT_RUN
+    assert "mine.txt: expected a name that ends in .toml" in result.stderr
 
 
 def test_a_line_through_measurements_has_no_negative_latency() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,7 +75,35 @@ def test_what_the_loop_or_the_environment_must_do_is_said_in_the_code(field: str
     assert said not in planner.python(Even, Setup(ranks=2, accumulation=4))
 
 
-def test_what_is_no_factory_is_told_what_one_is() -> None:
+class Shared(Even):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0]] * 2)
+
+
+class Mean(Even):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).mean()
+
+
+a_module = nn.Linear(2, 2)
+
+
+def test_what_is_no_factory_is_told_what_one_is(tmp_path: Path) -> None:
+    for source in (a_module, "planner.test_factory:a_module"):
+        with pytest.raises(ShardingError, match=r"not a Linear: give a function"):
+            shardwise.plan(source, sequence=8)
+    with pytest.raises(ShardingError, match=r"'blocks\.0' and 'blocks\.1' are one module"):
+        shardwise.plan(Shared, sequence=8)
+    with pytest.raises(ShardingError, match=r"must return its logits, .*one of shape \(\)"):
+        shardwise.plan(Mean, ranks=2, sequence=8)
+    with pytest.raises(
+        ShardingError, match=r"'hsdp' is of a mesh of replicas, and there is 1: give replicas"
+    ):
+        shardwise.plan(Even, ranks=2, sequence=8, layout="contiguous", strategy="hsdp")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ShardingError, match=r"expected an object with model_type, found a list"):
+        shardwise.plan(str(tmp_path / "list.json"))
     with pytest.raises(
         ShardingError, match=r"called without arguments, but needs width, depth: give a function"
     ):

@@ -68,12 +68,7 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     """
     if isinstance(source, Model):
         return source
-    if isinstance(source, nn.Module) or not (callable(source) or isinstance(source, str)):
-        raise ShardingError(
-            "a model is planned from its name, its config or a function that returns a module, not a"
-            f" {type(source).__name__}"
-        )
-    if callable(source):
+    if not isinstance(source, str):
         return _of_factory(source)
     if source in PUBLISHED:
         return _published(source, sequence)
@@ -94,8 +89,13 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
 
 def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in float32 of a module of tokens to logits, or to something that has `logits`."""
-    output = module(tokens)
-    return F.cross_entropy(_logits(output).flatten(0, 1).float(), targets.flatten())
+    logits = _logits(module(tokens))
+    if logits.ndim != 3:
+        raise ShardingError(
+            "the module must return its logits, a tensor (batch, length, vocabulary); it returned one"
+            f" of shape {tuple(logits.shape)}"
+        )
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _logits(output: Any) -> Tensor:
@@ -220,6 +220,11 @@ def _published(name: str, sequence: int) -> Model:
 
 
 def _of_factory(factory: Factory) -> Model:
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ShardingError(
+            "a model is planned from its name, its config or a function that returns a module, not a"
+            f" {type(factory).__name__}: give a function"
+        )
     parameters = inspect.signature(factory).parameters
     takes_layers = "layers" in parameters
     needed = [
@@ -240,6 +245,14 @@ def _of_factory(factory: Factory) -> Model:
         )
     lists = block_lists(module)
     chosen, *others = lists
+    places: dict[nn.Module, str] = {}
+    for index, block in enumerate(lists[chosen]):
+        name = f"{chosen}.{index}"
+        if (other := places.setdefault(block, name)) != name:
+            raise ShardingError(
+                f"'{other}' and '{name}' are one module, which cannot be sharded as two blocks: plan blocks"
+                " of their own"
+            )
 
     def blocks(module: nn.Module) -> list[nn.Module]:
         return list(cast(nn.ModuleList, module.get_submodule(chosen)))
@@ -267,6 +280,8 @@ def _of_transformers(path: Path) -> Model:
         raise ShardingError(f"{path} is a transformers config: pip install transformers") from error
     try:
         told = json.loads(path.read_text(), object_hook=_float)
+        if not isinstance(told, dict):
+            raise TypeError(f"expected an object with model_type, found a {type(told).__name__}")
         config = AutoConfig.for_model(**told)
     except Exception as error:  # of the file, and of transformers' own checks
         raise ShardingError(f"{path} is no transformers config: {error}") from error

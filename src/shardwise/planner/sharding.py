@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise import optim
 from shardwise._compat import fakes_convert
+from shardwise.errors import ShardingError
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.planner.models import Model
 from shardwise.planner.setup import Optimizer, Setup
@@ -86,6 +87,11 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "layout": setup.layout}
     if setup.strategy is not None:
+        if setup.strategy in ("hsdp", "hierarchical_fsdp") and setup.replicas == 1:
+            raise ShardingError(
+                f"strategy {setup.strategy!r} is of a mesh of replicas, and there is 1: give replicas"
+                " (--replicas), a divisor of ranks"
+            )
         options["strategy"] = setup.strategy
     units = [*blocks, *(model.ends(module) if setup.ends_apart else [])]
     for unit in units:
