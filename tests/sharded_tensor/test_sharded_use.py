@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from covers import boxes_on, counted, cut, rows, word_bytes
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
@@ -254,6 +256,27 @@ def test_a_function_of_autograd_that_would_lose_a_gradient_is_refused() -> None:
     assert leaf.grad is not None
     assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 3), 4.0))
     assert torch.equal(_doubled(leaf.detach()).full_tensor(), counted((4, 3)) * 2)
+
+
+@on_ranks(3)
+def test_activation_checkpoints_are_made_again_with_sharded_tensors() -> None:
+    torch.manual_seed(0)
+    one, two = torch.randn(4, 8, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+
+    def forward(value: Tensor) -> Tensor:
+        hidden = F.linear(value, one).relu()  # plain, after an all-reduce
+        return (F.linear(hidden, two) * value[:, :6].full_tensor()).exp()
+
+    for spec in (rows(0, 1, 2, dim=1), rows(0, 1, dim=1)):
+        leaf = cut(counted((3, 8)) / 9, spec, requires_grad=True)
+        grads = []
+        for call in (forward, lambda value: checkpoint(forward, value, use_reentrant=False)):
+            call(leaf * 2).mean().backward()
+            assert leaf.grad is not None
+            grads.append([leaf.grad.full_tensor(), one.grad, two.grad])
+            leaf.grad = one.grad = two.grad = None
+        for made, again in zip(*grads, strict=True):
+            assert torch.equal(made, again)
 
 
 @on_ranks(3)

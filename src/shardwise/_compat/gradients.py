@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import utils as _functorch
+from torch.utils import checkpoint as _checkpoint
 
 # Within it, torch does not look for `__torch_function__` by name at every attribute of a tensor subclass.
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
@@ -69,3 +70,7 @@ def watch_functions(see: Callable[[tuple[Any, ...]], None]) -> None:
         return unwrap(args)
 
     _functorch.unwrap_dead_wrappers = seen
+
+
+# What ends a recomputation from within, where it has all that backward needs; it passes through operations.
+StopRecomputation: type[Exception] = _checkpoint._StopRecomputationError

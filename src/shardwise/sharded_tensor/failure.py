@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.comm.agree import together
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.sharded_tensor.base import ShardedTensorBase, sharded_in
@@ -41,7 +42,7 @@ def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """`handler(func, args, kwargs)`, or stand-ins for its result where it fails for this rank's values."""
     try:
         return _handed_on(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
-    except ShardwiseError:
+    except (ShardwiseError, _compat.StopRecomputation):
         raise
     except Exception as error:
         return _stand_in(error, handler, func, args, kwargs)
