@@ -137,7 +137,9 @@ def test_a_case_that_cannot_be_run_exits_2_with_its_traceback(outcome, tmp_path)
     "arguments", [["--ranks", "0"], ["--layout", "diagonal"], ["--tolerance", "-1"], ["--timeout", "-5"], []]
 )
 def test_arguments_that_mean_nothing_exit_2(arguments):
-    assert run("verify", *(["case.py", *arguments] if arguments else [])).exit_code == 2
+    ended = run("verify", *(["case.py", *arguments] if arguments else []))
+    assert ended.exit_code == 2
+    assert ended.stderr.startswith("Usage: ")
 
 
 def test_help_says_what_the_exit_status_means():
