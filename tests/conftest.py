@@ -40,6 +40,23 @@ def pytest_collection() -> Iterator[object]:
         gc.set_threshold(*COLLECTS_AT)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[object]:
+    """What tests import, and what torch remembers of them, stays as well."""
+    try:
+        return (yield)
+    finally:
+        _left[0] -= 1
+        if not _left[0] or len(sys.modules) != _left[1]:
+            _left[:] = [_TESTS, len(sys.modules)]
+            gc.collect()
+            gc.freeze()
+
+
+_TESTS = 20
+_left = [1, 0]  # tests until the next look for garbage, and how many modules there were at the last
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """`ranks(fn, *args, world_size=N, timeout=120, **kwargs)`: return values of `fn` by rank."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +11,10 @@ from torch import Tensor
 
 from ranks import on_ranks
 from shardwise import _compat
-from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather
+from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, graphs
 from shardwise.comm.count import CommCounter
 from shardwise.comm.graphs import group_of, name_in_graphs
+from shardwise.planner.noop_group import NoopGroup
 
 CPU = torch.device("cpu")
 OPS = torch.ops._c10d_functional
@@ -53,6 +56,19 @@ def test_from_min_bytes_on_a_graphs_group_sends_and_receives() -> None:
             work.wait()
         kinds.append([call.kind for call in counter.calls])
     assert kinds == [["all_gather"] * 2, ["all_gather", "send", "send", "recv", "recv"]]
+
+
+@on_ranks(2)
+def test_a_group_that_was_destroyed_takes_no_name_from_the_one_that_came_after_it() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    gone = NoopGroup(0, 2)  # of a model that still lives, say
+    gone._set_group_name(group.group_name)
+    name = name_in_graphs(group, AutoAllGather(), CPU)
+    with mock.patch.object(graphs, "over_gloo", return_value=True):
+        assert name_in_graphs(gone, AutoAllGather(), CPU) == group.group_name
+    whole = OPS.wait_tensor(OPS.all_gather_into_tensor(torch.ones(1), 2, name))
+    assert torch.equal(whole, torch.ones(2))
 
 
 @on_ranks(2)

@@ -161,6 +161,14 @@ def name_process_group(name: Any, group: dist.ProcessGroup) -> None:
     _register_process_group(name, group)
 
 
+def is_known_by_name(group: dist.ProcessGroup) -> bool:
+    """Do functional collectives find it? Not once it was destroyed, and another may have its name then."""
+    try:
+        return resolve_process_group(cast(Any, group.group_name)) is group
+    except (RuntimeError, ValueError, TypeError, LookupError):
+        return False
+
+
 def group_ranks(group_name: str) -> int:
     """The size of the process group that functional collectives know by this name; 0 if there is none.
 

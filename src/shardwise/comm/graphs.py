@@ -89,6 +89,8 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
     made, min_bytes = _made.setdefault(group, {}), transport.min_bytes
     name = f"{group.group_name}{_DIRECT}{min_bytes}"
     if min_bytes not in made:
+        if not _compat.is_known_by_name(group):
+            return group.group_name
         made[min_bytes] = GraphGroup(group, min_bytes)
         _compat.name_process_group(name, made[min_bytes])
     return name

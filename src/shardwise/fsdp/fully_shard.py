@@ -157,9 +157,8 @@ def fully_shard(
             f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass its"
             " blocks as a list, then shard the module itself without group_small"
         )
-    _find_params(
-        _managed_modules(modules), modules, options["ignored"]
-    )  # refuse any before the first changes
+    # Any that it refuses is refused before the first changes.
+    _find_params(_managed_modules(modules), modules, options["ignored"])
     for run in _runs(modules, group_small, mp_policy, options["ignored"]):
         _shard_together(run, **options)
     return cast(list[FSDPModule], module)
@@ -335,7 +334,7 @@ def _find_params(
                 f"{here()}: '{found.name}' is a scalar parameter, which cannot be sharded; make it 1-D with"
                 " one element, or put it in ignored_params"
             )
-        if isinstance(found.param, ShardedTensorBase):
+        if found.param.__class__ is not nn.Parameter and isinstance(found.param, ShardedTensorBase):
             raise ShardingError(
                 f"{here()}: '{found.name}' is a ShardedTensor, which ranks share out already; put it in"
                 " ignored_params to leave it as it is"
