@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,25 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankPool, on_ranks
-from shardwise import fully_shard
-from shardwise.checkpoint import PerRank, load, optimizer_state, save, save_async
+from shardwise.checkpoint import PerRank, load, save, save_async
 from shardwise.checkpoint.state import as_bytes
 from shardwise.errors import CheckpointError
 from shardwise.files.tensors import DTYPES
-from shardwise.optim import Muon, flat
 
 
 def rng_after(draws: int) -> torch.Tensor:
@@ -211,134 +200,6 @@ def test_a_tensor_that_could_not_be_read_again_on_one_rank_is_named_on_all(tmp_p
     with pytest.raises(CheckpointError, match=found):
         load(tmp_path / "there", state)
     assert rank or state["w"].all()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [("interleaved", "adamw"), ("contiguous", "adamw"), ("contiguous", "momentum"), ("contiguous", "flat")],
-)
-def test_a_new_optimizer_tells_its_state_and_trains_as_if_it_had_not(
-    tmp_path: Path, layout: str, kind: str
-) -> None:
-    def trained(steps: int, *, asked_at: str = "") -> tuple[nn.Module, dict[str, Any]]:
-        torch.manual_seed(0)
-        model = fully_shard(nn.Linear(3, 1), layout=layout)  # of which a rank has no rows
-        make: Any = {
-            "adamw": partial(torch.optim.AdamW, model.parameters()),
-            "momentum": partial(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9),
-            "flat": partial(flat, torch.optim.AdamW, model),
-        }[kind]
-        optimizer, told = make(), dict[str, Any]()
-        if asked_at == "start":
-            told = optimizer_state(model, optimizer)
-        for step in range(steps):
-            model(torch.ones(2, 3) * (step + 1)).square().mean().backward()
-            if asked_at == "gradients" and step == 0:
-                told = optimizer_state(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        if asked_at == "saved":
-            save(tmp_path, {"optimizer": optimizer_state(model, optimizer)}, step=1)
-        return model, told
-
-    expected = [each.full_tensor().tolist() for each in trained(3)[0].parameters()]
-    trained(1, asked_at="saved")
-    for asked_at in ("start", "gradients"):
-        model, told = trained(3, asked_at=asked_at)
-        assert [each.full_tensor().tolist() for each in model.parameters()] == expected
-        assert load(tmp_path, {"optimizer": told}) == 1
-
-
-@on_ranks(2)
-def test_several_optimizers_have_one_state(tmp_path: Path) -> None:
-    def built() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-        torch.manual_seed(0)
-        model = fully_shard(nn.Linear(4, 4))
-        return model, [Muon([model.weight], lr=0.1), torch.optim.AdamW([model.bias], lr=0.1)]
-
-    def step(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        model(torch.ones(2, 4)).square().mean().backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-
-    model, optimizers = built()
-    step(model, optimizers)
-    told = optimizer_state(model, optimizers)
-    theirs = get_optimizer_state_dict(model, optimizers)
-    assert list(told["state"]) == list(theirs["state"]) == ["weight", "bias"]
-    assert told["param_groups"] == theirs["param_groups"]
-    save(tmp_path, {"model": get_model_state_dict(model), "optimizer": told}, step=1)
-    step(model, optimizers)
-    again, optimizers = built()
-    state = {"model": get_model_state_dict(again), "optimizer": optimizer_state(again, optimizers)}
-    assert not any(one.state for one in optimizers)
-    load(tmp_path, state)
-    set_model_state_dict(again, state["model"])
-    set_optimizer_state_dict(again, optimizers, state["optimizer"])
-    step(again, optimizers)
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one.full_tensor(), other.full_tensor())
-    rows = fully_shard(nn.Linear(4, 4), layout="contiguous")
-    mixed = [flat(torch.optim.AdamW, rows, params=[rows.bias]), Muon([rows.weight])]
-    with pytest.raises(CheckpointError, match="FlatAdamW loads a state of its own parameters only"):
-        optimizer_state(rows, mixed)
-
-
-class PartlyTrained(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.used.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x).square().mean() + self.empty.sum()
-
-
-@on_ranks(2)
-def test_runs_resume_where_parameters_are_frozen_empty_or_without_a_gradient_so_far(tmp_path: Path) -> None:
-    def built(kind: str) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = fully_shard(PartlyTrained(), layout="contiguous")
-        if kind == "flat":
-            return model, flat(torch.optim.AdamW, model, lr=0.1)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def step(model: nn.Module, optimizer: Any) -> None:
-        model(torch.ones(2, 3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    kinds = ("flat", "ordinary")
-    for number, (before, after) in enumerate(itertools.product(kinds, kinds)):
-        model, optimizer = built(before)
-        step(model, optimizer)
-        state = {"model": get_model_state_dict(model), "optimizer": optimizer_state(model, optimizer)}
-        save(tmp_path, state, step=number)
-        step(model, optimizer)
-        again, optimizer = built(after)
-        state = {"model": get_model_state_dict(again), "optimizer": optimizer_state(again, optimizer)}
-        assert not any(name.startswith("used.weight") for name in state["optimizer"]["state"])
-        load(tmp_path, state)
-        set_model_state_dict(again, state["model"])
-        assert not any(name.startswith("unused") for name in state["optimizer"]["state"])
-        if after == "flat":
-            optimizer.load_state_dict(state["optimizer"])
-        else:
-            options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(again, optimizer, state["optimizer"], options=options)
-        step(again, optimizer)
-        for one, other in zip(model.parameters(), again.parameters(), strict=True):
-            assert torch.equal(one.full_tensor(), other.full_tensor())
-    # of an optimizer without any state, or without the parameter, nothing is left out
-    for saved in ({"state": {}}, {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b"]}]}):
-        groups: list[Any] = [{"params": ["a", "b"]}]
-        save(tmp_path, {"param_groups": groups, **saved}, step=9)
-        wanted = {"param_groups": groups, "state": {"a": {"step": 2}, "b": {"step": 2}}}
-        with pytest.raises(CheckpointError, match=r"state\.a\.step: expected by the state"):
-            load(tmp_path, wanted)
 
 
 OBJECT_COLLECTIVES = [

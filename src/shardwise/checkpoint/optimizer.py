@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, here
+from shardwise.optim.by_name import undo_step
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
@@ -18,9 +19,11 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]
 
     It is what torch's `get_optimizer_state_dict(model, optimizer)` returns, of several optimizers one state
     of all; of `shardwise.optim.flat` and `ShardedOptimizer` their own. An optimizer without state, which has
-    taken no step, tells what it will have by a step with gradients of zero. torch's function leaves it that
-    state, and later steps count the step; where there are gradients it returns none. Here it is made aside,
-    and freed with what is returned.
+    taken no step, tells the state with which its first begins: `step` is 0. torch's function takes a step
+    with gradients of zero and leaves the optimizer that state, so later steps count it; where there are
+    gradients it returns none. Here it is made aside, and freed with what is returned. Two kinds of state do
+    not begin so: momentum of SGD with `dampening`, which begins by the first gradient undampened, and what
+    an optimizer of others counts besides `step`.
 
     Raises:
         CheckpointError: several optimizers, one of which loads a state of its own parameters only.
@@ -53,13 +56,18 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             param.grad = None
         if hasattr(optimizer, "allocate_state"):
             optimizer.allocate_state()
-        return _told(model, optimizer)
+        told = _told(model, optimizer)
     finally:
         optimizer.state = state
         for group, before in zip(optimizer.param_groups, options, strict=True):
             group.update(before)
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
+    for group, before in zip(told["param_groups"], options, strict=True):
+        group.update({key: before[key] for key in group.keys() & before.keys() - {"params"}})
+        for name in group["params"]:
+            undo_step(type(optimizer), told["state"].get(name, {}), group)
+    return told
 
 
 def _told(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -28,6 +28,8 @@ _WHY_NOT = {
 }
 # State that is one number for a whole parameter, also where the parameter is one number.
 _NUMBERS = ("step", "eta", "mu", "mu_product")
+# What a step changes also where gradients are zero, as it is before the first; a name is an option's.
+_BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr"}
 
 
 def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
@@ -118,7 +120,7 @@ def kind_of(values: Mapping[str, Any] | None) -> Any:
 def allocate_state(
     optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer], *, frozen: Collection[Tensor]
 ) -> None:
-    """Give tensors without state what they have after one step with gradients of zero; they do not change.
+    """Give tensors without state what they have as their first step begins; they do not change.
 
     Args:
         make: an optimizer of the same kind over other groups of parameters.
@@ -134,6 +136,23 @@ def allocate_state(
             made.step()
             if made.state[stand_in]:
                 optimizer.state[tensor] = made.state[stand_in]
+                undo_step(type(made), optimizer.state[tensor], group)
+
+
+def undo_step(kind: type[Optimizer], values: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Make the state that a step with gradients of zero left, in place, what it was as that step began.
+
+    Args:
+        kind: of optimizers that are not torch's, or not elementwise, only the number of steps is known.
+        options: of the parameter's group.
+    """
+    for key in values.keys() & (_BEFORE_A_STEP.keys() if is_elementwise(kind) else {"step"}):
+        before: Any = _BEFORE_A_STEP[key]
+        before = options[before] if isinstance(before, str) else before
+        if isinstance(values[key], Tensor):
+            values[key].fill_(before)
+        else:
+            values[key] = type(values[key])(before)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -372,7 +372,7 @@ class FlatOptimizer(Optimizer):
     def allocate_state(self) -> None:
         """Give trainable parameters without state some, for `state_dict` to name what is to be filled. Local.
 
-        The values are those after one step with gradients of zero; parameters do not change.
+        The values are those with which the first step begins (`step` is 0); parameters do not change.
         """
         for tensor, run in list(self._runs.items()):
             trained = [member.sharded.requires_grad for member in run.members]

@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer):
     def allocate_state(self) -> None:
         """Give trainable parameters without state some, for `state_dict` to name what is to be filled. Local.
 
-        The values are those after one step with gradients of zero; parameters do not change.
+        The values are those with which the first step begins (`step` is 0); parameters do not change.
         """
         inner = self._inner
 
