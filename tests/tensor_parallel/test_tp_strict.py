@@ -44,6 +44,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "roll": (lambda y: y.roll(1, -1), True),
     "chunk": (lambda y: y.chunk(2, -1), False),
     "slice": (lambda y: y[:, 1:4], False),
+    "slice of a squeezed one": (lambda y: y.unsqueeze(1).squeeze(1)[:, 1:4], False),
     "step": (lambda y: y[:, ::2], True),
     "select": (lambda y: y[:, 2], True),
     "index": (lambda y: y[:, torch.tensor([0, 3])], True),

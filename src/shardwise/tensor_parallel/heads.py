@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from shardwise.tensor_parallel.nodes import args_of, op_of, several
 from shardwise.tensor_parallel.partition import Partition
-from shardwise.tensor_parallel.placement import Interval, Ranges, Split, even, groups, hint, normal
+from shardwise.tensor_parallel.placement import Interval, Ranges, Split, even, groups, hint, normal, same_size
 
 _PARTS = ("split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "tensor_split")
 _TURNED = ("transpose", "permute", "t", "squeeze")
@@ -191,7 +191,8 @@ class _Tracker:
         if op_of(user) in ("transpose", "permute", "t"):
             return order_of(user, len(old)).index(dim)
         after = next(after for before, after in groups(old, new) if dim in before)
-        return after[0] if len(after) == 1 else None
+        stays = len(after) == 1 and same_size(old[dim], new[after[0]])  # squeeze drops dims of size 1
+        return after[0] if stays else None
 
 
 def _singly(user: fx.Node, dim: int) -> bool:
