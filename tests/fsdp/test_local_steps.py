@@ -158,6 +158,20 @@ def test_what_is_not_cut_alike_steps_as_before() -> None:
 
 
 @on_ranks(2)
+def test_momentum_begins_in_a_step_that_follows_one_that_raised() -> None:
+    model = _model(fully_shard)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _backward(model, 0)
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert all(type(optimizer.state[param]["momentum_buffer"]) is DTensor for param in model.parameters())
+
+
+@on_ranks(2)
 def test_a_large_table_keeps_fp32_moments_beside_those_in_8_bits() -> None:
     torch.manual_seed(0)
     whole = nn.Embedding(80, 64)
@@ -185,7 +199,7 @@ def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str
         fully_shard(layer, layout=layout)
         layer.set_manual_backward_finalization(True)
     ours, plain = (kind(one.parameters(), lr=0.1, **options) for one in (model, whole))
-    for _ in range(3):
+    for step in range(3):
         for one, optimizer, clip in (
             (model, ours, clip_grad_norm_),
             (whole, plain, nn.utils.clip_grad_norm_),
@@ -194,6 +208,8 @@ def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str
             if one is model:
                 for layer in model[1:]:
                     layer.finalize_backward()
+            if step == 0:
+                one[1].bias.grad = None  # its state begins later than the others'
             clip(one.parameters(), 0.2)
             optimizer.step()
             optimizer.zero_grad()

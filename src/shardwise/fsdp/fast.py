@@ -120,15 +120,17 @@ class _LocalSteps:
         params = lists[0]
         if not params or group.get("differentiable"):
             return
-        _, *others = {*map(type, params)}
+        # Momentum of SGD is None until a parameter's first gradient, and some get theirs later than others.
+        kinds = [*zip(map(type, params), map(type, lists[2] or params), strict=True)]
+        _, *others = {*kinds}
         if not others:
             self._take_alike(optimizer, group, lists)
             return
         taken, known = [], len(self.moved)
-        for kind in dict.fromkeys(map(type, params)):
-            if not issubclass(kind, DTensor):
+        for kind in dict.fromkeys(kinds):
+            if not issubclass(kind[0], DTensor):
                 continue
-            places = [place for place, param in enumerate(params) if type(param) is kind]
+            places = [place for place, found in enumerate(kinds) if found == kind]
             own = tuple([values[place] for place in places] if values else [] for values in lists)
             if not self._take_alike(optimizer, group, own):
                 del self.moved[known:]
@@ -140,7 +142,7 @@ class _LocalSteps:
                     values[place] = value
 
     def _take_alike(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
-        """The same of parameters of one kind; False if they are left as they were."""
+        """The same of parameters of one kind, all or none with momentum; False if they are left."""
         params = lists[0]
         cut = _cuts[isinstance(params[0], ShardedRows)]
         try:
@@ -161,8 +163,6 @@ class _LocalSteps:
         first = values[0] if values else None
         if isinstance(first, Tensor) and first.ndim and not isinstance(first, DTensor):
             raise AttributeError
-        if first is None and any(value is not None for value in values):  # momentum not yet begun for all
-            raise AttributeError
         return isinstance(first, DTensor)
 
     def _cut_alike(self, cuts: list[Any], others: list[Any]) -> bool:
@@ -180,9 +180,9 @@ class _LocalSteps:
         """State that was written by local memory is the parameters'."""
         for params, locals_, before in self.moved:
             for param, local, old in zip(params, locals_, before, strict=True):
-                made = optimizer.state.pop(local)["momentum_buffer"]
-                if old is None:
-                    optimizer.state[param]["momentum_buffer"] = _sharded_as(param, made)
+                made = optimizer.state.pop(local, None)  # None of a step that raised
+                if made and old is None:
+                    optimizer.state[param]["momentum_buffer"] = _sharded_as(param, made["momentum_buffer"])
         self.moved.clear()
 
 
