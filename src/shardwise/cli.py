@@ -209,6 +209,7 @@ def plan(
     from shardwise import planner
     from shardwise.launch import place
     from shardwise.planner.picture import figure_class
+    from shardwise.planner.plan import sized
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
@@ -236,7 +237,7 @@ def plan(
             return
         for words, changed in planner.advise(model, made.setup, hardware=hardware):
             verdict = "fits, with" if changed.fits else "short of"
-            line = f"{words}: {verdict} {abs(changed.free_bytes) / 2**30:.2f} GiB"
+            line = f"{words}: {verdict} {sized(abs(changed.free_bytes))}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
         where = f"{line}: " if (line := place(error)) else ""

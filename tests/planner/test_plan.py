@@ -407,6 +407,23 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path, line: str, told:
         planner.hardware_of(str(tmp_path / "mine.toml"))
 
 
+@pytest.mark.parametrize(("times", "unit"), [(2**-10, "KiB"), (1, "MiB"), (2**10, "GiB")])
+def test_memory_is_printed_in_the_unit_that_shows_it(times: float, unit: str) -> None:
+    made = shardwise.plan(Even, ranks=2, sequence=8, hardware="h100")
+    alive = {name: int(nbytes * times) for name, nbytes in made.peak.alive.items()}
+    made = replace(made, moments=[replace(made.peak, alive=alive)], reserved_bytes=int(6e6 * times))
+    printed = str(made)
+    assert f"Memory of a rank, {unit}: " in printed
+    rows = dict(re.findall(r"^  (\w[\w ]*?) {3,}(\d+\.\d\d)", printed, re.MULTILINE))
+    size = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+    assert {name: float(value) for name, value in rows.items()} == pytest.approx(
+        {name: nbytes / size for name, nbytes in {**alive, "reserved": made.reserved_bytes}.items()},
+        abs=0.005,
+    )
+    assert re.search(r"fits, with \d\d\.\d\d GiB on H100", printed)
+    assert re.search(r"Sent by a rank: \d+\.\d\d MiB a step", printed)
+
+
 def raises() -> nn.Module:
     raise ValueError("no such file")
 

@@ -17,6 +17,20 @@ from shardwise.errors import ShardingError
 POSITIONS = 64
 
 
+class Kept(Even):
+    """A buffer of its positions, or of their numbers, a part of which is taken."""
+
+    def __init__(self, *, numbers: bool) -> None:
+        super().__init__()
+        self.learned = nn.Embedding(POSITIONS, 512) if numbers else nn.Identity()
+        self.register_buffer("kept", torch.arange(POSITIONS) if numbers else torch.ones(POSITIONS, 512))
+        self.tensor_plan = {"blocks.*": "colwise_rep"}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        placed: Tensor = super().forward(tokens) + self.learned(self.kept[: tokens.shape[1]])
+        return placed
+
+
 class Placed(Even):
     def __init__(self, positions: Callable[[int], Tensor]) -> None:
         super().__init__()
@@ -69,3 +83,16 @@ def test_so_may_those_of_transformers(kind: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(ShardingError, match=r"65 positions up in a table of 64"):
             shardwise.plan(str(path), ranks=1, sequence=POSITIONS + 1)
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["positions", "numbers"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_sequence_longer_than_a_buffer_is_told_with_a_shorter_one_that_runs(
+    numbers: bool, tensor: int
+) -> None:
+    told = (
+        r"length 64 .*\[1, 200, 512\]. With sequence=50 it runs, with 200 it does not: plan a shorter"
+        r" sequence, or a model that takes longer ones$"
+    )
+    with pytest.raises(ShardingError, match=told):
+        shardwise.plan(lambda: Kept(numbers=numbers), ranks=2, tensor=tensor, sequence=200)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
@@ -21,6 +22,7 @@ from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, t
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
 GIB = 2**30
+_UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
 _OF_TENSOR_PLAN = (
@@ -28,13 +30,21 @@ _OF_TENSOR_PLAN = (
     " this leaves out gets inputs of another size. With tensor=1 it is planned uncut"
 )
 _NEEDS = "A plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
+_TOO_LONG = (
+    "With sequence={} it runs, with {} it does not: plan a shorter sequence, or a model that takes longer"
+    " ones"
+)
+_AT_NO_LENGTH = (
+    "With sequence={} it does not run either: see whether the module itself takes tokens of shape {}; if it"
+    " does, a plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
+)
 _CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
 
 
 class NotRun(ShardingError):  # noqa: N818
     """The model raised something with so many blocks; `advice` is a sentence."""
 
-    def __init__(self, why: str, advice: str) -> None:
+    def __init__(self, why: str, advice: str = _NEEDS) -> None:
         super().__init__(f"{why}. {advice}")
         self.why = why
 
@@ -180,6 +190,14 @@ def plan_of(
 
 def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
     """With all of the model's blocks; and why they were all run, if they were."""
+    try:
+        return _run(model, setup)
+    except NotRun as error:
+        explain(error, model, setup)
+
+
+def _run(model: Model, setup: Setup) -> tuple[Recording, str]:
+    """What `_recording` returns; raises NotRun without a look for the cause."""
     if model.layers <= RECORDED + 1:
         return recorded(model, setup, model.layers), ""
     try:
@@ -217,9 +235,31 @@ def recorded(model: Model, setup: Setup, layers: int) -> Recording:
     except Exception as error:  # of the user's model, on fake tensors
         raise NotRun(
             f"{model.name} cannot be run on fake tensors with {layers} blocks{_where(error)}:"
-            f" {type(error).__name__}: {str(error).rstrip('.')}",
-            _NEEDS if setup.tensor == 1 else _OF_TENSOR_PLAN.format(setup.tensor),
+            f" {type(error).__name__}: {str(error).rstrip('.')}"
         ) from error
+
+
+def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
+    """Raise `error` of all of the model's blocks with the advice that other runs of it bear out.
+
+    A model that does not run uncut either raises what it raises then.
+    """
+    raised = error.__cause__
+    if setup.tensor > 1:
+        _recording(model, replace(setup, tensor=1))
+        raise NotRun(error.why, _OF_TENSOR_PLAN.format(setup.tensor)) from raised
+    lengths = [setup.sequence // times for times in (2, 4, 8, 16, 32) if setup.sequence >= 2 * times]
+    cannot_stand_in = type(raised).__module__ == FakeTensorMode.__module__
+    if cannot_stand_in or not lengths:
+        raise error
+    for length in lengths:  # not of 1: a size of 1 fits any other
+        try:
+            _run(model, replace(setup, sequence=length))
+        except ShardwiseError:
+            continue
+        raise NotRun(error.why, _TOO_LONG.format(length, setup.sequence)) from raised
+    tokens = setup.micro_batch, setup.sequence
+    raise NotRun(error.why, _AT_NO_LENGTH.format(lengths[-1], tokens)) from raised
 
 
 def _where(error: Exception) -> str:
@@ -270,8 +310,21 @@ def _origin(hardware: Hardware | None) -> str:
     return "were measured" if measured else "are assumed"
 
 
+def sized(nbytes: int) -> str:
+    """In the unit that shows it."""
+    unit = _unit(nbytes)
+    return f"{nbytes / _UNITS[unit]:.2f} {unit}"
+
+
+def _unit(nbytes: int) -> str:
+    """The largest of which this is a tenth or more."""
+    return next((name for name, size in _UNITS.items() if nbytes >= size / 10), "KiB")
+
+
 def _lines(made: Plan) -> Iterator[str]:
     setup, peak = made.setup, made.peak
+    name = _unit(peak.alive_bytes)
+    unit = _UNITS[name]
     yield (
         f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
@@ -284,17 +337,17 @@ def _lines(made: Plan) -> Iterator[str]:
         yield f"All blocks were run: {made.whole}"
     yield from made.assumed
     where = peak.phase if peak.layer is None else f"{peak.phase} of block {peak.layer}"
-    yield f"Memory of a rank, GiB: {peak.alive_bytes / GIB:.2f} alive at most, in {where}"
+    yield f"Memory of a rank, {name}: {peak.alive_bytes / unit:.2f} alive at most, in {where}"
     for category in CATEGORIES:
         if category in peak.alive:
-            yield f"  {category:<16}{peak.alive[category] / GIB:8.2f}"
-    yield f"  {'reserved':<16}{made.reserved_bytes / GIB:8.2f}   by the allocator's model"
+            yield f"  {category:<16}{peak.alive[category] / unit:8.2f}"
+    yield f"  {'reserved':<16}{made.reserved_bytes / unit:8.2f}   by the allocator's model"
     if made.given_back:
         yield "  The allocator gives back what it keeps before it asks for more: slower than planned"
     if made.hardware is not None:
         verdict = "fits, with" if made.fits else "does not fit: short of"
-        yield f"  {verdict} {abs(made.free_bytes) / GIB:.2f} on {made.hardware.name}"
-    yield f"Sent by a rank: {made.wire_bytes / GIB:.2f} GiB a step"
+        yield f"  {verdict} {sized(abs(made.free_bytes))} on {made.hardware.name}"
+    yield f"Sent by a rank: {sized(made.wire_bytes)} a step"
     for one in made.sent:
         size = f"{one.nbytes / 2**20:10,.2f} MiB {one.dtype}"
         yield f"  {one.count:>5} {one.kind:<15} of {size} over {one.ranks:,} ranks"

@@ -29,7 +29,7 @@ from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.events import TENSOR_PARALLEL, Recording
 from shardwise.planner.models import Factory, Model, exits_told, model_of
-from shardwise.planner.plan import GIB, NotRun, Plan, numbers_of_blocks, plan_of, recorded
+from shardwise.planner.plan import GIB, NotRun, Plan, explain, numbers_of_blocks, plan_of, recorded, sized
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, hardware_of, send_seconds
 from shardwise.planner.unroll import FEW, NotRegular, grown, unroll
@@ -396,7 +396,12 @@ class _Known:
 
     def _record(self, setup: Setup, layers: int) -> Recording:
         self.recordings += 1
-        return recorded(self.model, setup, layers)
+        try:
+            return recorded(self.model, setup, layers)
+        except NotRun as error:
+            if layers < self.model.layers:
+                raise
+            explain(error, self.model, setup)
 
 
 def _but_micro_batches(setup: Setup) -> dict[str, Any]:
@@ -474,7 +479,7 @@ def _lines(found: Search) -> Iterator[str]:
         f" {found.recordings} recordings, the others estimated to be worse"
     )
     if not found.chosen.fits:
-        yield f"None fits: the smallest is short of {-found.chosen.free_bytes / GIB:.2f} GiB"
+        yield f"None fits: the smallest is short of {sized(-found.chosen.free_bytes)}"
     rows = [["", "tokens/s", "MFU", "GiB", *_HEADER, "why"]]
     for number, one in enumerate(found.points, 1):
         figures = [str(number), f"{one.plan.tokens_per_s:,.0f}", f"{one.plan.mfu:.1%}"]

@@ -1,0 +1,60 @@
+"""Models that cannot be run: what the error lays it to, and advises."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from planner.models import Even
+from shardwise import planner
+from shardwise.errors import ShardingError
+from shardwise.planner.setup import Setup
+
+
+class ReadsOneValue(Even):
+    tensor_plan: ClassVar = {"blocks.*": "colwise_rep"}
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens) * (tokens.max().item() > 1)
+
+
+class Shares(Even):
+    tensor_plan: ClassVar = {"blocks.*.0": "colwise_rep"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(self.blocks[0]) for _ in range(2))
+
+
+@pytest.mark.parametrize("run", [shardwise.plan, lambda *asked: planner.search(*asked, hardware="h100")])
+@pytest.mark.parametrize(
+    ("factory", "told"),
+    [
+        (ReadsOneValue, r"DataDependentOutputException.*\. A plan needs shapes that follow from shapes, "),
+        (Shares, "sharded over these ranks already"),
+    ],
+)
+def test_what_is_wrong_with_a_model_uncut_too_is_not_laid_to_its_cut(
+    run: Any, factory: Any, told: str
+) -> None:
+    with pytest.raises(ShardingError, match=told):
+        run(factory, Setup(ranks=2, tensor=2, sequence=8))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "told"), [(96, "With sequence=3 it does not run either"), (3, "A plan")]
+)
+def test_a_shorter_sequence_is_not_advised_where_none_helps(sequence: int, told: str) -> None:
+    def factory() -> nn.Module:
+        model = Even()
+        model.head = nn.Linear(255, 512)
+        return model
+
+    with pytest.raises(ShardingError, match=rf"255\D.*\. {told}.*fake kernel for each operator$") as refused:
+        shardwise.plan(factory, ranks=1, micro_batch=2, sequence=sequence)
+    if sequence == 96:
+        assert "the module itself takes tokens of shape (2, 96)" in str(refused.value)
