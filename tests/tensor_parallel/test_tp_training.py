@@ -195,6 +195,42 @@ def test_a_step_of_a_language_model_with_a_tied_vocabulary_is_the_whole_models()
         torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-10, atol=1e-10)
 
 
+class Statistics(nn.Module):
+    """Norms of batches, of cut channels and of whole ones, and a scale that fades."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.up, self.down = (
+            *(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 3)),
+            *(nn.Linear(16, 7), nn.Linear(7, 3)),
+        )
+        self.cut2d, self.whole2d = nn.BatchNorm2d(5), nn.BatchNorm2d(4)
+        self.cut1d, self.whole1d = nn.BatchNorm1d(7), nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.rand(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.whole2d(self.b(self.cut2d(self.a(x)).relu())).relu().flatten(1)
+        y = self.cut1d(self.up(x)) * self.scale[None]
+        self.scale = self.scale * 0.9
+        return self.whole1d(self.down(y))
+
+
+@on_ranks(2)
+def test_steps_with_buffers_that_the_program_writes_are_the_whole_models():
+    x, weights = torch.randn(4, 3, 6, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    model, mine, parameters = both(Statistics, {"a": COL, "b": ROW, "up": COL, "down": ROW}, x)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, mine)]
+    for _ in range(3):
+        for m, optimizer in zip((model, mine), optimizers, strict=True):
+            optimizer.zero_grad()
+            (m(x) * weights).sum().backward()
+            optimizer.step()
+        check_gradients(model, mine, parameters)
+    found = dict(mine.named_buffers())
+    for name, expected in model.named_buffers():
+        torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-10)
+
+
 @on_ranks(2)
 def test_a_block_reduces_twice_forward_and_twice_backward():
     x = torch.randn(2, 5, 24, dtype=torch.float64)

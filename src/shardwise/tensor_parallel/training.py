@@ -9,10 +9,14 @@ Work on values of which some are own gives own ones. Whole inputs go into it thr
 each value, whoever uses it, in whatever shape: so the gradients of query, key and value projections are
 added up before the ranks' are. Collectives make own values whole. So backward has as many all-reduces as
 forward, at the other ends.
+
+What a program writes to its buffers it writes at its end, before backward, which may need what was read from
+them: running statistics, say. Such reads are of a copy.
 """
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 from typing import Any
 
@@ -87,9 +91,12 @@ class _Pass:
             and not _is_everywhere(p, parameter.node, parameter.placement)
         }
         self.buffers = {
-            spec.arg.name
+            spec.arg.name: spec.target
             for spec in signature.input_specs
             if spec.kind not in (InputKind.PARAMETER, InputKind.USER_INPUT)
+        }
+        self.written = {
+            spec.target for spec in signature.output_specs if spec.kind == OutputKind.BUFFER_MUTATION
         }
 
     def run(self) -> None:
@@ -100,6 +107,9 @@ class _Pass:
         for node in nodes[len(inputs) :]:
             if node.op == "call_function":
                 self._call(node)
+        for node in inputs:
+            if self.buffers.get(node.name) in self.written and self._is_saved(node):
+                self._copied(node, nodes[len(inputs)])
 
     def is_cut(self, node: fx.Node) -> bool:
         """Does `node` give a value of this rank's own, whatever its inputs are?"""
@@ -185,6 +195,17 @@ class _Pass:
             user.replace_input_with(node, made)
         return made
 
+    def _is_saved(self, buffer: fx.Node) -> bool:
+        """May backward need what `buffer`, or a view of it, was when an operation read it?"""
+        return any(user in self.flows or (_is_view(user) and self._is_saved(user)) for user in buffer.users)
+
+    def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
+        """A copy of `buffer` for all who read it: the program writes to it at its end, before backward."""
+        with self.p.graph.inserting_before(before):
+            made = self.p.emit(aten.clone.default, buffer)
+        name_source(made, buffer)
+        buffer.replace_all_uses_with(made, lambda user: user is not made)
+
     def _note(self, made: fx.Node, node: fx.Node) -> None:
         self.flows.add(made)
         name_source(made, node)
@@ -193,6 +214,13 @@ class _Pass:
 def _seen_as(node: fx.Node) -> Any:
     """The value that `node` is another view of."""
     return node.args[0] if _compat.is_operator(node.target) and op_of(node) in _VIEWS else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Has a result of `node` the memory of its input?"""
+    schema = _compat.schema(node.target)
+    returns = () if schema is None else schema.returns
+    return node.target is operator.getitem or any(each.alias_info is not None for each in returns)
 
 
 def _collective(node: fx.Node) -> fx.Node | None:
