@@ -223,3 +223,41 @@ def test_runs_resume_where_parameters_are_frozen_empty_or_without_a_gradient_so_
         wanted = {"param_groups": groups, "state": {"a": {"step": 2}, "b": {"step": 2}}}
         with pytest.raises(CheckpointError, match=r"state\.a\.step: expected by the state"):
             load(tmp_path, wanted)
+
+
+@on_ranks(2)
+def test_what_a_saved_run_trained_is_frozen_after_loading(tmp_path: Path) -> None:
+    def built(*, frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        model[1].requires_grad_(not frozen)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, {"optimizer": optimizer_state(model, optimizer)}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer, _ = built()
+    step(model, optimizer)
+    state = {"model": get_model_state_dict(model), "optimizer": optimizer_state(model, optimizer)}
+    save(tmp_path, state, step=1)
+    again, _, state = built(frozen=True)
+    fix = r"where 1\.bias is frozen, build the optimizer over it and load first, then freeze it"
+    with pytest.raises(CheckpointError, match=r"1\.bias\.momentum_buffer: in the checkpoint.* " + fix):
+        load(tmp_path, {"model": get_model_state_dict(again), **state})
+    again, optimizer_again, state = built()
+    state["model"] = get_model_state_dict(again)
+    load(tmp_path, state)
+    set_model_state_dict(again, state["model"])
+    set_optimizer_state_dict(again, optimizer_again, state["optimizer"])
+    for one, other in ((model, optimizer), (again, optimizer_again)):
+        one[1].requires_grad_(False)
+        step(one, other)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    # of an optimizer that tells no state at all nobody knows what is frozen
+    state["optimizer"]["state"] = {}
+    with pytest.raises(CheckpointError, match=r"1\.bias\.momentum_buffer: .* the one saved$"):
+        load(tmp_path, state)

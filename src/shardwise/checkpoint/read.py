@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
@@ -88,6 +88,7 @@ def fill(whole: Whole, state: dict[str, Any]) -> int:
 
 
 _FIX_NAMES = "Load into a state made of the same parts as the one saved"
+_FIX_FROZEN = "build the optimizer over it and load first, then freeze it"
 _FIX_SHAPE = "Build the model with the sizes and dtypes it was saved with"
 
 
@@ -180,16 +181,36 @@ def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, 
         own = f"{name}.rank-{rank}-of-{size}"
         if not any(each == own or each.startswith(f"{own}.") for each in saved):
             flat.leave_out(f"{name}.rank-")
+    params = _params_of_optimizers(manifest)
     for begin, optimizer in flat.optimizers.items():
-        for name in _stateless(f"{begin}state.", optimizer["state"], f"{begin}param_groups", manifest):
+        for name in _stateless(f"{begin}state.", optimizer["state"], params.get(begin, set()), manifest):
             flat.leave_out(f"{begin}state.{name}.")
             flat.absent.append(Leaf(optimizer["state"], name))
     _check_leaves(flat, manifest)
     return flat, {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
 
 
-def _stateless(begin: str, state: Mapping[Any, Any], groups: str, manifest: Mapping[str, Any]) -> list[Any]:
-    """The parameters in `state` that the saved optimizer, which had state of others, had none of.
+def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | str]]:
+    """What each saved optimizer calls its parameters, by what the names of its state begin with."""
+    found: dict[str, set[int | str]] = {}
+    for name, value in manifest["values"].items():
+        begin, groups, rest = name.rpartition("param_groups")
+        if not groups or (begin and not begin.endswith(".")):
+            continue
+        known: list[Any] = []
+        if rest.endswith(".params"):
+            known = [from_json(value)]
+        elif not rest and isinstance(saved := from_json(value), list):
+            known = [group.get("params") for group in saved if isinstance(group, dict)]
+        named = (each for own in known if isinstance(own, list) for each in own)
+        found.setdefault(begin, set()).update(each for each in named if isinstance(each, (int, str)))
+    return found
+
+
+def _stateless(
+    begin: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
+) -> list[Any]:
+    """The parameters in `state` that the saved optimizer, of `params`, had none of, but of others.
 
     They had no gradient yet. A new optimizer, which tells what it will have, cannot know.
     """
@@ -200,14 +221,7 @@ def _stateless(begin: str, state: Mapping[Any, Any], groups: str, manifest: Mapp
             name = name.rpartition(".")[0]
     if not saved:
         return []
-    known: list[Any] = []
-    for name, value in manifest["values"].items():
-        if name == groups:
-            known += [group.get("params") for group in from_json(value) if isinstance(group, dict)]
-        elif name.startswith(f"{groups}.") and name.endswith(".params"):
-            known.append(from_json(value))
-    listed = {name for own in known if isinstance(own, list) for name in own if isinstance(name, (int, str))}
-    return [name for name, own in state.items() if own and name in listed and f"{begin}{name}" not in saved]
+    return [name for name, own in state.items() if own and name in params and f"{begin}{name}" not in saved]
 
 
 def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
@@ -218,13 +232,28 @@ def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str 
     _, size = rank_and_size()
     known = {name for _, names in told for name in names}
     left_out = tuple(f"{name}.rank-" for name in manifest["per_rank"] if manifest["world_size"] != size)
+    expected = {each for name in known for each in _parents(name)}
+    trained = {
+        f"{begin}state.{param}": f": where {param} is frozen, {_FIX_FROZEN}"
+        for begin, params in _params_of_optimizers(manifest).items()
+        if f"{begin}state" in expected
+        for param in params
+        if f"{begin}state.{param}" not in expected
+    }
     lines = [
         f"{name}: in the checkpoint, expected by no rank. {_FIX_NAMES}"
+        + next((trained[each] for each in _parents(name) if each in trained), "")
         for kind in ("tensors", "values", "lists")
         for name in manifest[kind]
         if name not in known and not name.startswith(left_out)
     ]
     return {0: "\n".join(lines)} if lines else {}
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
