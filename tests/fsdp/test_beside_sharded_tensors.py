@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.models import raises_on_every_rank
@@ -91,3 +92,24 @@ def test_a_sharded_parameter_is_refused_before_anything_changes_and_may_be_ignor
     for one in (model, whole):
         one[1](torch.arange(7)).square().mean().backward()
     assert_gradients_equal(model[1], whole[1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_compiled_model_looks_up_ids_of_each_rank_in_a_table_outside_of_its_graphs(dim: int) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 4))
+    eager, model = deepcopy(whole), deepcopy(whole)
+    for one in (eager, model):
+        shard_parameter(one[0], "weight", ChunkShardingSpec(dim, _places(2)))
+        fully_shard(one, layout="interleaved", ignored_params={one[0].weight})
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        ids = torch.randint(10, (2, 4))[dist.get_rank() if step else 0]
+        for one in (eager, compiled):
+            one(ids).square().mean().backward()
+    for found, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(found.grad.full_tensor(), expected.grad.full_tensor())
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="a graph holds no ShardedTensor; pass fullgraph=False"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(ids)

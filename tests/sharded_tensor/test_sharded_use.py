@@ -244,6 +244,17 @@ class _Doubled(torch.autograd.Function):
         return grad * 2
 
 
+class _First(torch.autograd.Function):
+    """Of a list; it takes the shards itself."""
+
+    @staticmethod
+    def forward(values: list[Any]) -> Tensor:
+        return values[0].local_tensor() * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+
 _doubled = _Doubled.apply  # before any sharded tensor is made
 
 
@@ -252,6 +263,8 @@ def test_a_function_of_autograd_that_would_lose_a_gradient_is_refused() -> None:
     leaf = cut(counted((4, 3)), rows(0), requires_grad=True)
     with pytest.raises(ShardingError, match=r"Function would lose the gradient of .* shape \(4, 3\).* map\("):
         _doubled(leaf * 2)
+    with pytest.raises(ShardingError, match="Function would lose the gradient"):
+        _First.apply([leaf])
     (leaf * 2).map(_doubled).sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 3), 4.0))

@@ -108,14 +108,16 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def runs_eagerly(function: Function) -> Function:
+def runs_eagerly(function: Function, why: str | None = None) -> Function:
     """Mark a function as never compiled, nor what it calls, at no cost of a call.
 
-    While a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The
-    wrapper that `torch.compiler.disable` makes costs several calls each time, in uncompiled training too.
+    A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason. While
+    a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The wrapper that
+    `torch.compiler.disable` makes costs several calls each time, in uncompiled training too.
     """
     _pass_by(function, _frames._FrameAction.SKIP)
-    cast(Any, function)._torchdynamo_disable = True  # where a tracer meets it inside another function
+    marked = cast(Any, function)
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, why
     return function
 
 

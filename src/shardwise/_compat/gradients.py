@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import attrgetter
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import utils as _functorch
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as _checkpoint
 
 # Within it, torch does not look for `__torch_function__` by name at every attribute of a tensor subclass.
@@ -58,18 +60,25 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
     node._register_hook_dict(tensor)
 
 
-def watch_functions(see: Callable[[tuple[Any, ...]], None]) -> None:
-    """Let `see` have the arguments of every `torch.autograd.Function` before its forward.
+# Off while the forward of a `torch.autograd.Function` runs, and in inference mode.
+is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
-    No public hook follows them. What `apply` calls is replaced: users keep `apply` itself under other names.
+
+def function_arguments() -> list[Any]:
+    """Arguments of the innermost `torch.autograd.Function` whose forward runs.
+
+    No hook follows them: since 2.15 `apply` is C++, and users keep it under other names. So they are found on
+    the stack, for callers that know by `is_forward_grad_enabled` that there may be any.
     """
-    unwrap = _functorch.unwrap_dead_wrappers
-
-    def seen(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        see(args)
-        return unwrap(args)
-
-    _functorch.unwrap_dead_wrappers = seen
+    frame = None if torch.is_inference_mode_enabled() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            names, variadic, _, found = inspect.getargvalues(frame)
+            own = [found.get(name) for name in (*names, variadic) if name]
+            if own and not hasattr(type(own[0]), "forward"):  # no method, as of a module
+                return pytree.tree_leaves(own)
+        frame = frame.f_back
+    return []
 
 
 # What ends a recomputation from within, where it has all that backward needs; it passes through operations.

@@ -80,7 +80,6 @@ class ShardedTensor(ShardedTensorBase):
             anchor: an empty tensor of the same dtype that connects a rank without shards to the autograd
                 graph; needed where shards are results of differentiable operations.
         """
-        _watch_functions()
         properties = metadata.tensor_properties
         if anchor is None:
             anchor = torch.empty(
@@ -104,6 +103,8 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             ShardingError: what they were to be made by failed on this rank.
         """
+        if not _compat.is_forward_grad_enabled():
+            _refuse_functions()
         failure.raise_here(self._failures)
         return self._shards
 
@@ -113,8 +114,7 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             ShardingError: this rank holds several shards or none, or failed to make it.
         """
-        failure.raise_here(self._failures)
-        if len(self._shards) != 1:
+        if len(self.local_shards()) != 1:
             raise ShardingError(
                 f"{here()}: local_tensor() needs one local shard, found {len(self._shards)} of"
                 f" {self._name()}; use local_shards()"
@@ -264,8 +264,11 @@ class ShardedTensor(ShardedTensorBase):
     # ------------------------------------------------------------ as torch tensors
 
     @classmethod
+    @functools.partial(_compat.runs_eagerly, why="a graph holds no ShardedTensor; pass fullgraph=False")
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
+        if not _compat.is_forward_grad_enabled():
+            _refuse_functions()
         if handler is not None:
             return failure.run(handler, func, args, kwargs or {})
         if func in PLAIN:
@@ -331,17 +334,10 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
     return torch.device("cpu")
 
 
-@functools.cache
-def _watch_functions() -> None:
-    _compat.watch_functions(_refuse_functions)
-
-
-def _refuse_functions(args: tuple[Any, ...]) -> None:
-    """Raise where a `torch.autograd.Function` would lose a gradient: autograd does not see the wrapper."""
-    if not torch.is_grad_enabled():
-        return
-    for arg in args:
-        if isinstance(arg, ShardedTensor) and arg.requires_grad:
+def _refuse_functions() -> None:
+    """Raise in a `torch.autograd.Function` that would lose a gradient: autograd does not see the wrapper."""
+    for arg in _compat.function_arguments():
+        if isinstance(arg, ShardedTensor) and any(x.requires_grad for x in (arg._anchor, *arg.tensors)):
             raise ShardingError(
                 f"{here()}: a torch.autograd.Function would lose the gradient of {arg._name()}, which"
                 " autograd knows by its local shards. Where it treats every element alike use"
