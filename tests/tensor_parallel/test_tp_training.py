@@ -216,14 +216,16 @@ class Statistics(nn.Module):
 
 
 @on_ranks(2)
-def test_steps_with_buffers_that_the_program_writes_are_the_whole_models():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_with_buffers_that_the_program_writes_are_the_whole_models(compiled: bool):
     x, weights = torch.randn(4, 3, 6, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
     model, mine, parameters = both(Statistics, {"a": COL, "b": ROW, "up": COL, "down": ROW}, x)
+    runs = model, torch.compile(mine, backend="aot_eager") if compiled else mine
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, mine)]
     for _ in range(3):
-        for m, optimizer in zip((model, mine), optimizers, strict=True):
+        for run, optimizer in zip(runs, optimizers, strict=True):
             optimizer.zero_grad()
-            (m(x) * weights).sum().backward()
+            (run(x) * weights).sum().backward()
             optimizer.step()
         check_gradients(model, mine, parameters)
     found = dict(mine.named_buffers())
@@ -273,6 +275,7 @@ def test_the_operators_are_sound():
     for op, args in (
         (operators.repeated, (x, 0, [0, 2, 1, 3, 1, 3], 4, group)),
         (operators.once, (x, dist.get_rank())),
+        (operators.unwritten, (x,)),
         (operators.summed, (x, y.detach())),
         (operators.gathered, (x, whole, dist.get_rank())),
     ):

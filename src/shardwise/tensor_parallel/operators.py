@@ -12,6 +12,10 @@ gradients that they have of them are terms of a sum. Here one becomes the other:
     scattered    the result of a reduce-scatter is a part of the sum: each term has that of all parts
     untrainable  none of these were asked for: there is no right gradient
 
+And backward needs buffers as forward read them:
+
+    unwritten    what a buffer was before the program wrote to it
+
 None communicates going forward: collectives are nodes of their own, whose inputs are detached. Going
 backward, replicated, repeated and scattered are collective over the group, and ranks come to them in one
 order: autograd goes through a program from its end to its beginning.
@@ -80,6 +84,12 @@ def scattered(term: Tensor, share: Tensor, ranks: int, group: str) -> Tensor:
     return share.clone()
 
 
+@torch.library.custom_op("shardwise::unwritten", mutates_args=())
+def unwritten(x: Tensor) -> Tensor:
+    """A copy of `x`; of a plain clone torch.compile saves the original, though it is written to."""
+    return x.clone()
+
+
 @torch.library.custom_op("shardwise::untrainable", mutates_args=())
 def untrainable(x: Tensor) -> Tensor:
     """A copy of `x`, which has no gradient: asking for it raises ShardingError."""
@@ -138,6 +148,7 @@ def _all_parts(gradient: Tensor, shape: torch.Size, ranks: int, group: str) -> T
 _add_backward(replicated, lambda gradient, _, group: _sum(gradient, group))
 _add_backward(repeated, _sum_shared)
 _add_backward(once, lambda gradient, _, rank: gradient if rank == 0 else torch.zeros_like(gradient))
+_add_backward(unwritten, lambda gradient, _: gradient)
 _add_backward(untrainable, lambda gradient, _: refused(gradient))
 _add_backward(summed, lambda gradient, _: gradient, copies=1)
 _add_backward(gathered, lambda gradient, own, rank: gradient.narrow(0, rank * own[0], own[0]), copies=1)

@@ -202,7 +202,7 @@ class _Pass:
     def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
         """A copy of `buffer` for all who read it: the program writes to it at its end, before backward."""
         with self.p.graph.inserting_before(before):
-            made = self.p.emit(aten.clone.default, buffer)
+            made = self.p.emit(ops.unwritten.default, buffer)
         name_source(made, buffer)
         buffer.replace_all_uses_with(made, lambda user: user is not made)
 
