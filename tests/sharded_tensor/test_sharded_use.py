@@ -271,6 +271,17 @@ def test_a_function_of_autograd_that_would_lose_a_gradient_is_refused() -> None:
     assert torch.equal(_doubled(leaf.detach()).full_tensor(), counted((4, 3)) * 2)
 
 
+@on_ranks(2)
+def test_a_compiled_function_calls_methods_between_its_graphs() -> None:
+    def function(value: Tensor) -> Tensor:
+        doubled = (value * 2).reshard(rows(0, 1, dim=1)).map(torch.sin)
+        return (doubled.full_tensor() * doubled.local_tensor().sum()).cos()
+
+    torch.compiler.reset()
+    found = torch.compile(function, backend="eager")(cut(counted((4, 3)), rows(0, 1)))
+    assert torch.equal(found, function(cut(counted((4, 3)), rows(0, 1))))
+
+
 @on_ranks(3)
 def test_activation_checkpoints_are_made_again_with_sharded_tensors() -> None:
     torch.manual_seed(0)

@@ -15,6 +15,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from shardwise import _compat
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 
@@ -38,9 +40,15 @@ def handles(*funcs: Any) -> Callable[[_H], _H]:
     return register
 
 
+def between_graphs(function: _F) -> _F:
+    """Mark a function as not to be traced: ranks agree in it on what they read of each other's values."""
+    return _compat.runs_eagerly(function, why="a graph holds no ShardedTensor; pass fullgraph=False")
+
+
 def declared(method: _F) -> _F:
     """A method or function whose signature and documentation are here, and which a module above does."""
 
+    @between_graphs
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         return _METHODS[call](*args, **kwargs)

@@ -15,7 +15,6 @@ Autograd sees the local shards: gradients are theirs, and `.grad` shows them as 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
@@ -30,7 +29,7 @@ from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, declared
+from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, between_graphs, declared
 from shardwise.sharded_tensor.spec import ShardingSpec
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ class ShardedTensor(ShardedTensorBase):
         raise NotImplementedError
 
     @classmethod
+    @between_graphs
     def wrap(
         cls,
         shards: Sequence[Shard],
@@ -97,6 +97,7 @@ class ShardedTensor(ShardedTensorBase):
 
     # ------------------------------------------------------------ what it is
 
+    @between_graphs
     def local_shards(self) -> list[Shard]:
         """This rank's shards, in the order of the metadata; none on some ranks. Local.
 
@@ -108,6 +109,7 @@ class ShardedTensor(ShardedTensorBase):
         failure.raise_here(self._failures)
         return self._shards
 
+    @between_graphs
     def local_tensor(self) -> Tensor:
         """The one local shard's tensor. Local.
 
@@ -136,6 +138,7 @@ class ShardedTensor(ShardedTensorBase):
         """An empty tensor that, on a rank without shards, takes their place in the autograd graph."""
         return self._anchor
 
+    @between_graphs
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
         """For every other rank, references over torch RPC to its shards; needs `init_rrefs=True`. Local.
 
@@ -212,6 +215,7 @@ class ShardedTensor(ShardedTensorBase):
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
 
+    @between_graphs
     def with_tensors(
         self,
         tensors: Sequence[Tensor],
@@ -252,6 +256,7 @@ class ShardedTensor(ShardedTensorBase):
             made._failures = self._failures
         return made
 
+    @between_graphs
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """`function`, which treats every element alike, of every local shard. Local; differentiable."""
         return cast(ShardedTensor, failure.run(_mapped, function, (self,), {}))
@@ -264,7 +269,7 @@ class ShardedTensor(ShardedTensorBase):
     # ------------------------------------------------------------ as torch tensors
 
     @classmethod
-    @functools.partial(_compat.runs_eagerly, why="a graph holds no ShardedTensor; pass fullgraph=False")
+    @between_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
         if not _compat.is_forward_grad_enabled():
