@@ -63,6 +63,8 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             group.update(before)
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
+    if hasattr(optimizer, "allocate_state"):  # it took no step
+        return told
     for group, before in zip(told["param_groups"], options, strict=True):
         group.update({key: before[key] for key in group.keys() & before.keys() - {"params"}})
         for name in group["params"]:

@@ -232,6 +232,14 @@ def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str 
     _, size = rank_and_size()
     known = {name for _, names in told for name in names}
     left_out = tuple(f"{name}.rank-" for name in manifest["per_rank"] if manifest["world_size"] != size)
+    unexpected = [
+        name
+        for kind in ("tensors", "values", "lists")
+        for name in manifest[kind]
+        if name not in known and not name.startswith(left_out)
+    ]
+    if not unexpected:
+        return {}
     expected = {each for name in known for each in _parents(name)}
     trained = {
         f"{begin}state.{param}": f": where {param} is frozen, {_FIX_FROZEN}"
@@ -243,11 +251,9 @@ def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str 
     lines = [
         f"{name}: in the checkpoint, expected by no rank. {_FIX_NAMES}"
         + next((trained[each] for each in _parents(name) if each in trained), "")
-        for kind in ("tensors", "values", "lists")
-        for name in manifest[kind]
-        if name not in known and not name.startswith(left_out)
+        for name in unexpected
     ]
-    return {0: "\n".join(lines)} if lines else {}
+    return {0: "\n".join(lines)}
 
 
 def _parents(name: str) -> Iterator[str]:
