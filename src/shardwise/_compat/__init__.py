@@ -50,6 +50,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise._compat.compiler import *
+from shardwise._compat.device import *
 from shardwise._compat.gradients import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
@@ -262,6 +263,12 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor)
 def is_fake(tensor: Tensor) -> bool:
     """Does `tensor` have a shape but no memory?"""
     return isinstance(tensor, FakeTensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Is it memory and a shape, and no subclass that computes in its own way? (Of simulated devices too.)"""
+    kind = type(tensor)
+    return kind is Tensor or issubclass(kind, FakeTensor) or getattr(kind, "is_plain_memory", False)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class RowsParam(ShardedParam):
                 f"{here()}: '{self.name}' is complex, which the contiguous layout cannot gather in place. Use"
                 ' layout="interleaved", or a real parameter and torch.view_as_complex in forward'
             )
-        if type(self.whole) is not Tensor and not _compat.is_fake(self.whole):
+        if not _compat.is_plain(self.whole):
             raise ShardingError(
                 f"{here()}: '{self.name}' is a {type(self.whole).__name__}; the contiguous layout gathers"
                 f" plain memory in place and cannot call {PRE} and {POST} of tensor subclasses. Use"

@@ -30,7 +30,7 @@ from shardwise.mesh import smaller_shards
 
 # Methods of a process group, with the operators of `comm.kinds` whose arguments they have.
 # `dist.all_gather_into_tensor` reaches the group by the first name from torch 2.13 on, else by the second.
-_COLLECTIVES = {
+COLLECTIVES = {
     "all_gather_single": "_allgather_base_",
     "_allgather_base": "_allgather_base_",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
@@ -100,7 +100,7 @@ def _finish_at_once(group: NoopGroup, *args: Any, **kwargs: Any) -> dist.Work:
     return group._finished
 
 
-for _name in _COLLECTIVES:
+for _name in COLLECTIVES:
     setattr(NoopGroup, _name, _finish_at_once)
 
 
@@ -127,12 +127,12 @@ def listening(
 
         return tell
 
-    for name, operator in _COLLECTIVES.items():
+    for name, operator in COLLECTIVES.items():
         setattr(NoopGroup, name, telling(operator))
     try:
         yield
     finally:
-        for name in _COLLECTIVES:
+        for name in COLLECTIVES:
             setattr(NoopGroup, name, _finish_at_once)
 
 

@@ -1,0 +1,73 @@
+"""Who runs after whom: vector clocks of streams, events and the host.
+
+A stream runs what it is given one after another. It is ordered after another stream only by waits:
+
+    stream.wait_event(event)      after all that came before the event on its stream, and what that waited for
+    event.synchronize(), .item()  the host waits; whatever it issues later comes after
+
+A clock says how many operations of each line (a stream, or the host) surely come before. An operation comes
+after another if its line's clock has the other's tick. This file knows no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+HOST = 0
+Clock = dict[int, int]  # ticks by line
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation of a line."""
+
+    line: int
+    tick: int
+    name: str
+    place: str  # in the code
+    stream: str  # the line's name
+    job: Any = None  # where operations are put off: what runs it
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.stream} ({self.place})"
+
+
+def merge(into: Clock, other: Clock) -> None:
+    """Let `into` come after all that `other` comes after."""
+    for line, tick in other.items():
+        if into.get(line, 0) < tick:
+            into[line] = tick
+
+
+def comes_after(clock: Clock, operation: Operation) -> bool:
+    """Is `operation` before whatever `clock` belongs to?"""
+    return clock.get(operation.line, 0) >= operation.tick
+
+
+def latest(operations: Iterable[Operation]) -> dict[int, Operation]:
+    """The last operation of each line."""
+    found: dict[int, Operation] = {}
+    for operation in operations:
+        known = found.get(operation.line)
+        if known is None or known.tick < operation.tick:
+            found[operation.line] = operation
+    return found
+
+
+@dataclass(eq=False)
+class Line:
+    """A stream's, or the host's, own clock."""
+
+    number: int
+    name: str
+    clock: Clock = field(default_factory=dict)
+    last: Operation | None = None
+
+    def issue(self, name: str, place: str, host: Clock) -> Operation:
+        """The next operation; the host issues it, so it comes after all that the host waited for."""
+        merge(self.clock, host)
+        tick = self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        self.last = Operation(self.number, tick, name, place, self.name)
+        return self.last

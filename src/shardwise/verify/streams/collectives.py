@@ -1,0 +1,180 @@
+"""Collectives of a simulated device: on which stream they run, and until when.
+
+A synchronous one runs on the current stream. An asynchronous one runs on a stream of its group, after what
+the current stream was given so far; `wait` on its work lets the stream that is current then go on after it,
+and its tensors are kept alive until then, as NCCL's process group does. Under a no-op group every rank is
+taken to be like this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise._compat import resolve_process_group
+from shardwise.comm.count import tensors_in
+from shardwise.comm.kinds import NATIVE, WAIT
+from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
+from shardwise.verify.streams.clocks import Line, merge
+from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, memory_of, on_device, on_tensors
+
+# Of these methods the first argument is written and the second read; of all others every tensor is both.
+_TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
+
+
+class _Work:
+    """In the place of the work of an asynchronous collective."""
+
+    def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor], work: Any) -> None:
+        self._collectives, self._line, self._tensors, self._work = collectives, line, tensors, work
+        self._clock = dict(line.clock)
+
+    def wait(self, timeout: Any = None) -> bool:
+        current = self._collectives.simulation.timeline.current()
+        merge(current.line.clock, self._collectives.simulation.timeline.host.clock)
+        merge(current.line.clock, self._clock)
+        self._tensors = []
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class Collectives:
+    """Tells a simulation of all collectives on its tensors."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self._lines: dict[str, Line] = {}
+        self._functional: dict[int, dict[int, int]] = {}  # clocks to wait for, by address
+
+    def line_of(self, group: dist.ProcessGroup) -> Line:
+        name = group.group_name
+        if name not in self._lines:
+            ranks = f"process group of {group.size()} ranks ({name})"
+            self._lines[name] = self.simulation.timeline.line(f"asynchronous stream of the {ranks}")
+        return self._lines[name]
+
+    def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A process group's method in its place."""
+
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            tensors = list(tensors_in((args, tuple(kwargs.values()))))
+            if not any(isinstance(one, SimTensor) for one in tensors):
+                return original(group, *args, **kwargs)
+            options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
+            asynchronous = bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
+            asynchronous = asynchronous or name in ("send", "recv")
+            self.issue(name, group, args, tensors, asynchronous=asynchronous)
+            work = original(group, *args, **kwargs)
+            if isinstance(group, NoopGroup):
+                _as_if_alike(name, args, group.size())
+            if not asynchronous:
+                return work
+            if not isinstance(group, NoopGroup):
+                work.wait()  # what runs when is the simulation's to say
+            return _Work(self, self.line_of(group), tensors, work)
+
+        return call
+
+    def issue(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        args: Any,
+        tensors: list[Tensor],
+        *,
+        asynchronous: bool,
+        written: list[Tensor] | None = None,
+    ) -> None:
+        """Tell the simulation of one collective."""
+        simulation, stream = self.simulation, self.simulation.timeline.current()
+        line = stream.line
+        if asynchronous:
+            line = self.line_of(group)
+            merge(line.clock, stream.line.clock)
+        operation = simulation.timeline.issue(line, name)
+        read = tensors
+        if written is not None:
+            pass
+        elif any(word in name for word in _TWO_SIDED) and len(args) > 1:
+            written, read = list(tensors_in(args[0])), list(tensors_in(args[1]))
+        elif name == "send":
+            written = []
+        elif name == "recv":
+            written, read = tensors, []
+        else:
+            written = tensors
+        for group_of, writes in ((read, False), (written, True)):
+            for tensor in group_of:
+                if isinstance(tensor, SimTensor):
+                    simulation.touch(tensor, operation, line, writes=writes)
+
+    def functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A functional collective, which is asynchronous until `wait_tensor`."""
+        simulation = self.simulation
+        namespace, _, name = func.name().partition("::")
+        bare = on_tensors(args, bare_of)
+        result = func(*bare, **on_tensors(kwargs, bare_of))
+        if namespace == NATIVE:
+            return on_tensors(result, on_device)  # the method of a process group has been told of
+        if name == WAIT:
+            clock = self._functional.pop(args[0].untyped_storage().data_ptr(), {})
+            merge(simulation.timeline.current().line.clock, clock)
+            return args[0]
+        given = {t.untyped_storage().data_ptr() for t in tensors_in(bare)}
+        made = [t for t in tensors_in(result) if t.untyped_storage().data_ptr() not in given]
+        for tensor in made:
+            simulation.allocated(tensor.untyped_storage(), f"{tuple(tensor.shape)} of {name}")
+        group = resolve_process_group(args[-1])
+        tensors = [one for one in tensors_in(args) if isinstance(one, SimTensor)]
+        if isinstance(group, NoopGroup):
+            for out, source in zip(tensors_in(result), tensors, strict=False):
+                _fill(name, bare_of(out), memory_of(source), group.size())
+        in_place = name.partition(".")[0].endswith(("_", "_out"))
+        self.issue(name, group, (), tensors, asynchronous=True, written=tensors if in_place else [on_device(t) for t in made])
+        for tensor in made or tensors:
+            self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock)
+        return on_tensors(result, on_device) if made else args[0]
+
+
+def _as_if_alike(name: str, args: Any, ranks: int) -> None:
+    """Under a no-op group: results as of ranks that all send what this one does."""
+    if len(args) > 1 and any(word in name for word in ("gather", "scatter", "all_to_all", "alltoall")):
+        outs, sources = list(tensors_in(args[0])), list(tensors_in(args[1]))
+        for index, out in enumerate(outs):
+            _fill(name, bare_of(out), bare_of(sources[index % len(sources)]), ranks)
+
+
+def _fill(name: str, out: Tensor, source: Tensor, ranks: int) -> None:
+    flat, given = out.reshape(-1), source.reshape(-1)
+    if out.data_ptr() == source.data_ptr() and out.numel() == source.numel():
+        return
+    if "gather" in name and flat.numel() == ranks * given.numel():
+        flat.view(ranks, -1).copy_(given.clone())
+    elif "scatter" in name and given.numel() == ranks * flat.numel():
+        flat.copy_(given[: flat.numel()])
+    elif flat.numel() == given.numel():
+        flat.copy_(given)
+
+
+@contextmanager
+def told_to(simulation: Simulation) -> Iterator[Collectives]:
+    """Tell `simulation` of all collectives meanwhile."""
+    collectives = Collectives(simulation)
+    simulation.functional = collectives.functional
+    kept: list[tuple[type, str, Any]] = []
+    for kind in (dist.ProcessGroup, NoopGroup):
+        for name in (*COLLECTIVES, "all_to_all_single", "allgather_coalesced", "recv_anysource"):
+            if name in vars(kind):
+                kept.append((kind, name, vars(kind)[name]))
+                setattr(kind, name, collectives.method(name, vars(kind)[name]))
+    try:
+        yield collectives
+    finally:
+        for kind, name, original in kept:
+            setattr(kind, name, original)

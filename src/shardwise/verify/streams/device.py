@@ -1,0 +1,284 @@
+"""A simulated accelerator: tensors of a device of their own over CPU memory, so that all code takes its way.
+
+    torch.device("sim")   with streams, events, pinned memory, copies from and to the host
+    SimTensor             a tensor there; each operator runs at once, on the CPU, and is told to the `Simulation`
+
+The device is registered with torch for the rest of the process, and counts as available only while a
+simulation runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise._compat import TorchDispatchMode
+from shardwise.errors import ShardwiseError
+from shardwise.verify.streams import operators
+from shardwise.verify.streams.clocks import Line, Operation
+from shardwise.verify.streams.memory import Block, Memory
+from shardwise.verify.streams.streams import Timeline, place_in_code
+
+NAME = "sim"
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+class SimTensor(Tensor):
+    """A tensor of the simulated device."""
+
+    is_plain_memory = True  # for `_compat.is_plain`
+    __torch_function__ = _compat.NO_TORCH_FUNCTION
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:
+            return torch.device(NAME, 0)
+        return running().run(func, args, kwargs or {})
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The CPU memory of a tensor of the device, as a tensor."""
+    bare = torch.empty(0, dtype=tensor.dtype)
+    return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def on_device(memory: Tensor) -> Tensor:
+    """CPU memory as a tensor of the device."""
+    found: Tensor = _compat.as_device_tensor(SimTensor, memory, torch.device(NAME, 0))
+    return found
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from the first to behind the last element."""
+    if not tensor.numel():
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    low = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return low, low + reach * tensor.element_size()
+
+
+class Simulation:
+    """What the device does, operator by operator.
+
+    Attributes:
+        memory: of the device; `host` is what of the CPU's copies run from or to.
+        put_off: called with an operation, the function that does it over again, and what it reads and writes;
+            for those who run operations in another order.
+    """
+
+    def __init__(self, report: Callable[[Operation, Operation, Block, bool], None]) -> None:
+        self.timeline = Timeline()
+        self.memory, self.host = Memory(report), Memory(report)
+        self.put_off: Callable[..., None] | None = None
+        self.functional: Callable[[Any, Any, dict[str, Any]], Any] = _no_collectives
+        self.asked_for: Callable[[Tensor, Tensor], None] | None = None  # a value that the host reads
+        self.looks_away = False  # from what computes shapes
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.mode = _Mode(self)
+
+    # Memory
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        return self.memory.at(span(tensor)[0])
+
+    def allocated(self, storage: torch.UntypedStorage, made: str) -> None:
+        """A storage has memory now, given out on the current stream."""
+        block = None
+        if storage.nbytes():
+            owner = self.timeline.current().line.number
+            block = self.memory.allocate(storage.data_ptr(), storage.nbytes(), owner=owner, made=made)
+        key = id(storage)
+        self._seen[key] = weakref.ref(storage, lambda _: self._freed(key)), block
+
+    def _freed(self, key: int) -> None:
+        _, block = self._seen.pop(key, (None, None))
+        if block is not None:
+            self.memory.free(block, self.timeline.lines[block.owner].last)
+
+    def resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """`UntypedStorage.resize_`: memory is given back, other memory taken, on the current stream."""
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            known = self._seen.get(id(storage))
+            if known is None or storage.nbytes() == size:
+                return resize(storage, size)
+            if storage.nbytes() and known[1] is not None:
+                self.memory.free(known[1], self.timeline.lines[known[1].owner].last)
+            result = resize(storage, size)
+            self.allocated(storage, f"resized to {size} bytes at {place_in_code()}")
+            return result
+
+        return resize_
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        pinned = tensor.clone()
+        self._pinned.add(pinned.untyped_storage())
+        return pinned
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self._pinned
+
+    def _host_memory(self, tensor: Tensor) -> None:
+        """From now on what the host does with this memory is looked at."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and self.host.at(storage.data_ptr()) is None:
+            block = self.host.allocate(storage.data_ptr(), storage.nbytes(), owner=0, made="memory of the host")
+            weakref.finalize(storage, self.host.free, block, None)
+
+    # Operators
+
+    def unseen(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that computes shapes, of which nothing is told."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self.looks_away = self.looks_away, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.looks_away = before
+
+        return call
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator of which some tensor, or its result, is on the device."""
+        how = operators.of(func)
+        if how.communicates:
+            return self.functional(func, args, kwargs)
+        if how.reshapes:
+            _compat.take_over(args[0], on_device(func(*on_tensors(args, bare_of), **on_tensors(kwargs, bare_of))))
+            return args[0]
+        wanted = kwargs.get("device")
+        leaves = wanted is not None and torch.device(wanted).type != NAME
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        if wanted is not None and not leaves:
+            kwargs["device"] = torch.device("cpu")
+        return self._compute(how, func, args, kwargs, leaves=leaves)
+
+    def _compute(self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool) -> Any:
+        bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
+        again = self.put_off is not None and not how.only_views
+        before = _rng(func) if again else None
+        result = func(*bare_args, **bare_kwargs)
+        reads, writes = how.accesses(args, kwargs)
+        given = {t.untyped_storage().data_ptr() for t in _tensors((bare_args, bare_kwargs)) if t.numel()}
+        made = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in given]
+        if how.only_views and not made:
+            return on_tensors(result, on_device)
+        blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
+        copies = leaves or any(not isinstance(t, SimTensor) and t.ndim for t in (*reads, *writes))
+        stream = self.timeline.current()
+        for tensor in made if not leaves else ():
+            self.allocated(tensor.untyped_storage(), f"{tuple(tensor.shape)} of {how.name} at {place_in_code()}")
+        operation = None
+        if not how.only_allocates:
+            operation = self.timeline.issue(stream.line, how.name)
+            for tensors, does_write in ((reads, False), ([*writes, *made], True)):
+                for tensor in tensors:
+                    self.touch(tensor, operation, stream.line, writes=does_write, copies=copies and not blocking)
+        outcome = how.returned(args, kwargs, result, (lambda t: t) if leaves else on_device)
+        if again and operation is not None:
+            self.put_off(operation, func, (args, kwargs, bare_kwargs), outcome, before)  # type: ignore[misc]
+        if operation is not None and (how.waits or (copies and blocking)):
+            self.timeline.host_waits(dict(stream.line.clock))
+        return outcome
+
+    def touch(
+        self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
+    ) -> None:
+        """An operation of `line` reads or writes a tensor; or, with `copies`, copies it while the host goes on."""
+        low, high = span(tensor)
+        on_host = not isinstance(tensor, SimTensor) and self.memory.at(low) is None
+        if on_host:
+            if not copies or not (writes or self.is_pinned(tensor)):
+                return  # the host waits for the copy, or has copied what it reads before it goes on
+            self._host_memory(tensor)
+        memory = self.host if on_host else self.memory
+        memory.access(low, high, operation, line.clock, writes=writes)
+
+    def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator of the host; memory that copies run from or to is looked at."""
+        pins = kwargs.get("pin_memory")
+        if pins:
+            kwargs = kwargs | {"pin_memory": False}
+        result = func(*args, **kwargs)
+        if pins:
+            self._pinned.add(result.untyped_storage())
+        how = operators.of(func)
+        if not how.only_views:
+            operation = None
+            for tensors, does_write in zip(how.accesses(args, kwargs), (False, True), strict=True):
+                for tensor in tensors:
+                    low, high = span(tensor)
+                    if self.host.at(low) is None:
+                        continue
+                    operation = operation or self.timeline.issue(self.timeline.host, how.name)
+                    self.host.access(low, high, operation, self.timeline.host.clock, writes=does_write)
+        return result
+
+
+class _Mode(TorchDispatchMode):
+    """Sees operators that no tensor of the device is given to: those that make some, and the host's."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.simulation = simulation
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:
+            return args[0].device if not isinstance(args[0], SimTensor) else torch.device(NAME, 0)
+        if self.simulation.looks_away:
+            return func(*args, **(kwargs or {}))
+        if any(kind is not SimTensor and operators.runs_its_own(kind) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        wanted = kwargs.get("device")
+        made_there = wanted is not None and torch.device(wanted).type == NAME
+        if made_there or any(isinstance(t, SimTensor) for t in _tensors((args, kwargs))):
+            return self.simulation.run(func, args, kwargs)
+        return self.simulation.on_host(func, args, kwargs)
+
+
+def bare_of(tensor: Tensor) -> Tensor:
+    return memory_of(tensor) if isinstance(tensor, SimTensor) else tensor
+
+
+def _rng(func: Any) -> Tensor | None:
+    return torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def on_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([on_tensors(item, function) for item in value])
+    if isinstance(value, dict):
+        return {key: on_tensors(item, function) for key, item in value.items()}
+    return value
+
+
+def _no_collectives(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise ShardwiseError(f"{func} is a collective, and the simulation is not told of any")
+
+
+_running: list[Simulation] = []
+
+
+def running() -> Simulation:
+    """The simulation that runs, or ran last: its tensors may outlive it."""
+    return _running[-1]

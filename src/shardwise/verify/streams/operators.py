@@ -1,0 +1,127 @@
+"""What an operator of torch reads, writes and returns, by its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._compat import FakeTensor
+from shardwise.comm.kinds import NAMESPACES
+
+_ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
+_RESHAPE = ("set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "resize_", "swapdims_")
+_WAIT = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim")
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One overload.
+
+    Attributes:
+        returns: by result, the argument that it is (a position or a keyword), or None if it is another tensor.
+        only_views: it touches no memory.
+        only_allocates: its result has no values yet.
+        reshapes: it changes its first argument's shape or memory, and no values.
+        waits: the host does, for its result.
+    """
+
+    name: str
+    reads: tuple[int | str, ...]
+    writes: tuple[int | str, ...]
+    returns: tuple[int | str | None, ...]
+    only_views: bool
+    only_allocates: bool
+    reshapes: bool
+    communicates: bool
+    waits: bool
+
+    def accesses(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that are read, and those that are written."""
+        if self.only_allocates or self.only_views:
+            return [], []
+        found = tuple([t for at in places for t in _tensors_at(at, args, kwargs)] for places in (self.reads, self.writes))
+        return found[0], found[1]
+
+    def returned(self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]) -> Any:
+        """The result, in which written arguments are the arguments themselves."""
+        if not isinstance(result, (list, tuple)):
+            known = self.returns[0] if self.returns else None
+            if known is not None:
+                return _argument(known, args, kwargs)
+            return wrap(result) if isinstance(result, Tensor) else result
+        places = self.returns if len(self.returns) == len(result) else (None,) * len(result)
+        return type(result)(
+            [
+                _wrapped(one, wrap) if at is None else _argument(at, args, kwargs)
+                for one, at in zip(result, places, strict=True)
+            ]
+        )
+
+
+def _wrapped(value: Any, wrap: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_wrapped(item, wrap) for item in value])
+    return wrap(value) if isinstance(value, Tensor) else value
+
+
+def _argument(at: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(at, str):
+        return kwargs.get(at)
+    return args[at] if at < len(args) else None
+
+
+def _tensors_at(at: int | str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    value = _argument(at, args, kwargs)
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, Tensor)]
+
+
+@cache
+def of(func: Any) -> Operator:
+    """What an overload does."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    reads: list[int | str] = []
+    writes: list[int | str] = []
+    written: dict[str, int | str] = {}
+    for position, argument in enumerate(schema.arguments):
+        at: int | str = argument.name if argument.kwarg_only else position
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            writes.append(at)
+            if not argument.is_out:
+                reads.append(at)
+            for one in alias.before_set:
+                written[one] = at
+        else:
+            reads.append(at)
+    returns: list[int | str | None] = []
+    for one in schema.returns:
+        alias = one.alias_info
+        known = None if alias is None or not alias.is_write else next(iter(alias.before_set), None)
+        returns.append(None if known is None else written.get(known))
+    views = bool(schema.returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in schema.returns
+    )
+    return Operator(
+        name,
+        tuple(reads),
+        tuple(writes),
+        tuple(returns),
+        only_views=views and not writes,
+        only_allocates=name in _ALLOCATE,
+        reshapes=name in _RESHAPE and bool(writes),
+        communicates=schema.name.partition("::")[0] in NAMESPACES,
+        waits=name in _WAIT,
+    )
+
+
+@cache
+def runs_its_own(kind: type) -> bool:
+    """Is it a tensor class that wraps others and computes with them, or has no memory?"""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or issubclass(kind, FakeTensor)
