@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# What a functional collective returns outside of compilers: it waits when it is first read.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
 # Tensors of a class with these are no hosts of user's overrides: operators come one level lower.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
@@ -55,3 +60,13 @@ def node_number(node: Any) -> int:
 def next_node_number() -> int:
     """What the next node that forward makes will have."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+@contextmanager
+def tensors_begin_on_cpu() -> Iterator[None]:
+    """Let `torch.tensor(..., device=...)` copy to the device by an operator that modes see; else it cannot."""
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)

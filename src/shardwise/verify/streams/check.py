@@ -96,6 +96,7 @@ def simulated() -> Iterator[Findings]:
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
+            stack.enter_context(_compat.tensors_begin_on_cpu())
             stack.enter_context(collectives.told_to(simulation))
             stack.enter_context(simulation.mode)
             yield found

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._compat import resolve_process_group
+from shardwise._compat import AsyncCollectiveTensor, resolve_process_group
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
@@ -26,10 +26,11 @@ from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, memo
 _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 
 
-class _Work:
+class _Work(dist.Work):
     """In the place of the work of an asynchronous collective."""
 
     def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor], work: Any) -> None:
+        super().__init__()
         self._collectives, self._line, self._tensors, self._work = collectives, line, tensors, work
         self._clock = dict(line.clock)
 
@@ -40,8 +41,14 @@ class _Work:
         self._tensors = []
         return True
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
 
 
 class Collectives:
@@ -118,11 +125,13 @@ class Collectives:
         """A functional collective, which is asynchronous until `wait_tensor`."""
         simulation = self.simulation
         namespace, _, name = func.name().partition("::")
+        if name.partition(".")[0] == "_wrap_tensor_autograd":
+            return AsyncCollectiveTensor(args[0])
         bare = on_tensors(args, bare_of)
         result = func(*bare, **on_tensors(kwargs, bare_of))
         if namespace == NATIVE:
             return on_tensors(result, on_device)  # the method of a process group has been told of
-        if name == WAIT:
+        if name.partition(".")[0] == WAIT:
             clock = self._functional.pop(args[0].untyped_storage().data_ptr(), {})
             merge(simulation.timeline.current().line.clock, clock)
             return args[0]

@@ -38,6 +38,8 @@ class SimTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
             return torch.device(NAME, 0)
+        if any(kind is not SimTensor and operators.runs_its_own(kind) for kind in types):
+            return NotImplemented
         return running().run(func, args, kwargs or {})
 
 

@@ -1,0 +1,322 @@
+"""Trains a small model on the simulated device, over a no-op group, as a case says."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import checkpoint as checkpoints
+from shardwise import optim
+from shardwise.comm import DefaultAllGather, DefaultReduceScatter
+from shardwise.fsdp.module_state import state_of
+from shardwise.fsdp.rows import ShardedParameter
+from shardwise.planner.noop_group import NoopGroup, make_smaller_shards, noop_world
+from shardwise.verify.streams import Findings, simulated
+
+Case = dict[str, Any]
+WIDTH, ROWS = 6, 2
+
+
+class Block(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.again = case.get("checkpointing", False)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again:
+            return x + checkpoint(self.inside, x, use_reentrant=False)
+        return x + self.inside(x)
+
+
+class Net(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(case) for _ in range(case.get("blocks", 3)))
+        self.head = nn.Linear(WIDTH, 5)
+        if case.get("frozen"):
+            self.blocks[1].up.requires_grad_(False)
+        if case.get("tied"):
+            self.first.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.blocks[0].tied = self.first.weight  # registered twice under other modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OwnAllGather(DefaultAllGather):
+    """Keeps two buffers of each size in turn, as symmetric memory does."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, list[Tensor]] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffers = self.kept.setdefault((tuple(size), dtype), [])
+        if len(buffers) < 2:
+            buffers.append(torch.empty(size, dtype=dtype, device=device))
+        buffers.append(buffers.pop(0))
+        return buffers[-1]
+
+
+class OwnReduceScatter(DefaultReduceScatter):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class Run:
+    """One training; `api` is ours or torch's."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.api: ModuleType = torch_fsdp if case.get("api") == "fsdp2" else shardwise
+        self.ours = self.api is shardwise
+        self.world = case.get("world", 4)
+        torch.manual_seed(case.get("seed", 0))
+        self.mesh = self.mesh_of()
+        self.model: Any = Net(case).to("sim")
+        if case.get("tensor_parallel"):
+            self.cut_tensors()
+        self.shard()
+        self.settings()
+        self.optimizers = self.optimizer()
+        self.hooks()
+
+    def mesh_of(self) -> DeviceMesh:
+        case = self.case
+        if case.get("tensor_parallel"):
+            self.whole = init_device_mesh("sim", (self.world // 2, 2), mesh_dim_names=("shard", "tensor"))
+            return self.whole["shard"]
+        if case.get("mesh") == "two":
+            shape = (2, self.world // 2)
+            return init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh("sim", (self.world,), mesh_dim_names=("shard",))
+
+    def cut_tensors(self) -> None:
+        for block in self.model.blocks:
+            block.up, block.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+            block.to("sim")
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, self.whole["tensor"], plan)
+
+    def options(self) -> dict[str, Any]:
+        case, api = self.case, self.api
+        policy = {"param": None, "reduce": None} | case.get("mp", {})
+        dtypes = {f"{k}_dtype": None if v is None else getattr(torch, v) for k, v in policy.items()}
+        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": api.MixedPrecisionPolicy(**dtypes)}
+        if "reshard" in case:
+            options["reshard_after_forward"] = case["reshard"]
+        if "offload" in case:
+            options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=case["offload"] == "pinned")
+        if case.get("layout") == "contiguous":
+            options["layout"] = "contiguous"
+            if "strategy" in case:
+                options["strategy"] = case["strategy"]
+        return options
+
+    def shard(self) -> None:
+        options = self.options()
+        self.model.requires_grad_  # noqa: B018
+        for block in self.model.blocks:
+            self.api.fully_shard(block, **options)
+        if self.case.get("two_roots"):
+            halves = [nn.Sequential(self.model.first, *self.model.blocks[:1]), nn.Sequential(*self.model.blocks[1:], self.model.head)]
+            for half in halves:
+                self.api.fully_shard(half, **options)
+            self.halves = halves
+            if self.case["two_roots"] == "shared":
+                self.api.share_comm_ctx(halves)
+            self.model = nn.ModuleList(halves)
+        else:
+            self.api.fully_shard(self.model, **options)
+
+    def each(self) -> Iterator[Any]:
+        return (m for m in self.model.modules() if isinstance(m, self.api.FSDPModule))
+
+    def settings(self) -> None:
+        case = self.case
+        each = list(self.each())
+        for name, value in case.get("set", {}).items():
+            for module in each if not self.case.get("two_roots") and "manual" not in name else self.roots():
+                getattr(module, name)(value)
+        blocks = [m for m in each if isinstance(m, Block)]
+        if case.get("prefetch") in ("forward", "both"):
+            for i, block in enumerate(blocks[:-1]):
+                block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+        if case.get("prefetch") in ("backward", "both"):
+            for i, block in enumerate(blocks[1:], 1):
+                block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
+        for module in each:
+            if case.get("comm") in ("own", "gather"):
+                module.set_custom_all_gather(OwnAllGather())
+            if case.get("comm") in ("own", "scatter"):
+                module.set_custom_reduce_scatter(OwnReduceScatter())
+            if "reduce_hook" in case:
+                stream = torch.Stream(device="sim") if case["reduce_hook"] == "stream" else None
+                module.set_all_reduce_hook(lambda shard: shard.mul_(0.5), stream=stream)
+            if "async_unshard" in case:
+                module._set_unshard_async_op(True)
+            if "slices" in case and self.ours:
+                state = state_of(module)
+                assert state is not None
+                for group in state.groups:
+                    group.settings.staging_bytes = case["slices"]
+
+    def roots(self) -> list[Any]:
+        return self.halves if self.case.get("two_roots") else [self.model]
+
+    # ---------------------------------------------------------------- optimizers
+
+    def optimizer(self) -> list[torch.optim.Optimizer]:
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        name = self.case.get("optimizer", "adamw")
+        device = "cpu" if "offload" in self.case else "sim"
+        kinds: dict[str, Callable[[], torch.optim.Optimizer]] = {
+            "sgd": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+            "adamw": lambda: torch.optim.AdamW(params, lr=0.01, foreach=True),
+            "each": lambda: torch.optim.AdamW(params, lr=0.01, foreach=False),
+            "fused": lambda: torch.optim.AdamW(params, lr=0.01, fused=device == "sim"),
+            "flat": lambda: optim.flat(torch.optim.AdamW, self.model, lr=0.01),
+            "muon": lambda: optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
+            "8bit": lambda: optim.AdamW8bit(params, lr=0.01),
+            "sharded": lambda: optim.ShardedOptimizer(dict(self.model.named_parameters()), torch.optim.AdamW, lr=0.01),
+        }
+        if name != "in_backward":
+            return [kinds[name]()]
+        each = {param: torch.optim.SGD([param], lr=0.1, foreach=False) for param in params}
+
+        def step(param: Tensor) -> None:
+            each[param].step()
+            each[param].zero_grad()
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(step)
+        return []
+
+    def hooks(self) -> None:
+        if self.case.get("gradient_hook"):
+            for param in self.model.parameters():
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+
+    # ---------------------------------------------------------------- steps
+
+    def batch(self) -> Tensor:
+        return torch.randn(ROWS, WIDTH, device="sim")
+
+    def forward(self) -> Tensor:
+        x = self.batch()
+        for root in self.roots():
+            x = root(x)
+        return x
+
+    def backward(self) -> None:
+        case = self.case
+        between = case.get("between")
+        if case.get("forwards", 1) > 1:
+            outputs = [self.forward() for _ in range(case["forwards"])]
+            loss = sum((out.square().mean() for out in outputs), torch.zeros((), device="sim"))
+        else:
+            loss = self.forward().square().mean()
+        if between == "eval":
+            with torch.no_grad():
+                self.forward()
+        if between in ("unshard", "unshard_async"):
+            block = next(m for m in self.each() if isinstance(m, Block))
+            handle = block.unshard(async_op=between == "unshard_async")
+            if handle is not None:
+                handle.wait()
+        assert isinstance(loss, Tensor)
+        loss.backward()
+
+    def step(self, number: int) -> None:
+        case = self.case
+        before = case.get("before")
+        if before in ("unshard", "unshard_async"):
+            for module in list(self.each())[:2]:
+                handle = module.unshard(async_op=before == "unshard_async")
+                if handle is not None and number % 2:
+                    handle.wait()
+        if before == "eval":
+            with torch.no_grad():
+                self.forward()
+        if before == "state_dict":
+            state = self.model.state_dict()
+            held = {name: value.full_tensor() for name, value in state.items() if hasattr(value, "full_tensor")}
+            del held
+        micro = case.get("micro", 1)
+        for index in range(micro):
+            last = index == micro - 1
+            for root in self.roots():
+                if case.get("sync") == "no_sync":
+                    root.set_requires_gradient_sync(last)
+                elif case.get("sync") == "all_reduce":
+                    root.set_requires_all_reduce(last)
+                if case.get("is_last"):
+                    root.set_is_last_backward(last)
+            self.backward()
+        if "manual" in case:
+            for root in self.roots():
+                handle = root.finalize_backward(async_op=case["manual"] == "async")
+                if handle is not None:
+                    handle.wait()
+        if case.get("clip") == "ours" and self.ours:
+            optim.clip_grad_norm_(self.model.parameters(), 1.0)
+        elif case.get("clip"):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        if case.get("gradients_read"):
+            self.seen = [p.grad.to_local().clone() if hasattr(p.grad, "to_local") else p.grad for p in self.model.parameters() if p.grad is not None]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if case.get("post_optim_event"):
+            event = torch.accelerator.current_stream().record_event()
+            for root in self.roots():
+                root.set_post_optim_event(event)
+        zero = case.get("zero", "none")
+        for optimizer in self.optimizers:
+            if zero != "kept":
+                optimizer.zero_grad(set_to_none=zero == "none")
+
+    def train(self) -> None:
+        for number in range(self.case.get("steps", 3)):
+            self.step(number)
+            if self.case.get("reads_loss"):
+                torch.accelerator.synchronize()
+
+
+@contextlib.contextmanager
+def running(case: Case) -> Iterator[tuple[Findings, Run]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with simulated() as found, noop_world(case.get("world", 4)):
+            if isinstance(case.get("reshard"), int) and not isinstance(case["reshard"], bool):
+                pass
+            yield found, Run(case)
+
+
+def findings(case: Case) -> list[str]:
+    """What races in a training, in words."""
+    with running(case) as (found, run):
+        run.train()
+        torch.accelerator.synchronize()
+    return [str(one) for one in found.findings]
