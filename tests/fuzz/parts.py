@@ -40,5 +40,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp_part", {}),
     "sharded_tensor": ("sharded_tensor_part", {"batch": 100}),
     "compiled": ("compiled_part", {"limit": 40.0, "batch": 10}),
+    "streams": ("streams_part", {}),
     "disagree": ("disagree_part", {"limit": 40.0, "batch": 1, "breaks_group": True}),
 }

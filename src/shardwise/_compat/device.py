@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -17,21 +18,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor as A
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 
-def register_device(name: str, module: ModuleType, is_available: Any) -> None:
-    """Let torch know a device of this name, for the rest of the process; there is no public way from Python."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as set_up
+@cache
+def register_device(make: Callable[[], ModuleType]) -> None:
+    """Give torch's device type "lazy" a module, for the rest of the process.
 
-    class Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
-        def is_available(self) -> bool:
-            return bool(is_available())
+    Of the types that no backend serves it alone has a guard, which autograd asks for, runs its backward in
+    the calling thread, and is never taken for the machine's accelerator.
+    """
+    from torch._lazy import ts_backend
 
-        def has_primary_context(self, device_index: int) -> bool:
-            return True
-
-        def is_built(self) -> bool:
-            return True
-
-    set_up(rename=name, backend_module=module, hook=Hook())
+    ts_backend.init()
+    torch._register_device_module("lazy", make())
 
 
 def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -> Any:
@@ -63,10 +60,17 @@ def next_node_number() -> int:
 
 
 @contextmanager
-def tensors_begin_on_cpu() -> Iterator[None]:
-    """Let `torch.tensor(..., device=...)` copy to the device by an operator that modes see; else it cannot."""
+def device_is_known() -> Iterator[None]:
+    """Let "lazy" be a device as good as others, meanwhile.
+
+    Lists of who has foreach and fused kernels name a device that is not torch's own by this function. And
+    `torch.tensor(..., device=...)` copies to the device by an operator that modes see; else it cannot.
+    """
+    named = torch._C._get_privateuse1_backend_name
+    torch._C._get_privateuse1_backend_name = lambda: "lazy"
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         yield
     finally:
+        torch._C._get_privateuse1_backend_name = named
         torch._C._set_only_lift_cpu_tensors(False)

@@ -206,17 +206,19 @@ class Reduction:
         return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
 
+Input = tuple[Tensor, torch.Event]  # of a reduce-scatter, and when it may be freed
+
+
 @dataclass(slots=True)
 class ReduceResult:
     """A reduction's outcome, with what running streams still use."""
 
     shard: Tensor | None  # 1-D sharded gradient in result_dtype; None if only accumulated
     partial: Tensor | None  # reduce-scattered but not yet all-reduced, for the next backward
-    input: Tensor  # the reduce-scatter's input
-    input_event: torch.Event | None  # it may be freed after this
+    inputs: Sequence[Input]  # accelerator: of the reduce-scatter
     staged: Tensor  # the shard in the reduction's dtype
-    event: torch.Event | None  # the shard may be read after this
-    stream: torch.Stream | None  # on which `shard` was made, and on which to read it before `event`
+    # On which `shard` was made. Whoever works on with it does so there, and records an event after that.
+    stream: torch.Stream | None
 
 
 def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: int) -> None:
@@ -271,8 +273,9 @@ def foreach_reduce(
     reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
     rows.clear()
-    shard, input_event = reduce_scatter(reduce_input, how)
-    return finish_reduction(shard, how, reduce_input=reduce_input, input_event=input_event, partial=partial)
+    shard, event = reduce_scatter(reduce_input, how)
+    inputs = () if event is None else ((reduce_input, event),)
+    return finish_reduction(shard, how, inputs=inputs, partial=partial)
 
 
 def reduce_scatter(
@@ -307,12 +310,7 @@ def reduce_scatter(
 
 
 def finish_reduction(
-    shard: Tensor,
-    how: Reduction,
-    *,
-    reduce_input: Tensor,
-    input_event: torch.Event | None,
-    partial: Tensor | None,
+    shard: Tensor, how: Reduction, *, inputs: Sequence[Input], partial: Tensor | None
 ) -> ReduceResult:
     """Reduce a reduce-scattered shard over the replicate axis, divide it and cast it.
 
@@ -325,15 +323,12 @@ def finish_reduction(
                 shard += partial
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
-            return ReduceResult(None, shard, reduce_input, input_event, shard, input_event, stream)
+            return ReduceResult(None, shard, inputs, shard, stream)
     stream, reduced = None, shard
     if streams is not None or how.replicate_group is not None or how.hook is not None:
         reduced, stream = _reduce_over_replicas(shard, how)
-    if stream is None:
-        return ReduceResult(_divide(reduced, how), None, reduce_input, input_event, shard, None, None)
-    with stream:
-        result, event = _divide(reduced, how), record_event(stream)
-    return ReduceResult(result, None, reduce_input, input_event, shard, event, stream)
+    with nullcontext() if stream is None else stream:
+        return ReduceResult(_divide(reduced, how), None, inputs, shard, stream)
 
 
 def _divide(shard: Tensor, how: Reduction) -> Tensor:
@@ -383,9 +378,10 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
                     output_tensor=shard, input_tensor=whole, group=how.replicate_group, op=op
                 )
     if how.hook is not None:
-        if streams is not None:
+        before = stream
+        if streams is not None and before is not None:
             stream = how.hook_stream or streams.all_reduce
-            stream.wait_stream(streams.reduce_scatter)
+            stream.wait_stream(before)
         with nullcontext() if stream is None else stream:
             how.hook(shard)
     return shard, stream

@@ -51,20 +51,25 @@ class CommStreams:
         """
         self._freed.append((owner, storages, record_event(current)))
 
-    def reclaim(self, owner: Any = None, *, keep: int) -> None:
+    def reclaim(self, owner: Any = None, *, keep: int) -> bool:
         """Free what waits, but for the `keep` latest; and let `owner`, who gathers again, have its own back.
 
         What the all-gather stream does next runs after the computation that used that memory.
+
+        Returns:
+            Does `owner` have its memory still?
         """
-        waiting = self._freed
+        waiting, has_memory = self._freed, False
         for place in reversed(range(len(waiting))):
             if waiting[place][0] is owner:  # never by ==, which would compare tensors
                 self.all_gather.wait_event(waiting.pop(place)[2])
+                has_memory = True
         while len(waiting) > keep:
             _, storages, event = waiting.pop(0)
             self.all_gather.wait_event(event)
             for storage in storages:
                 storage.resize_(0)
+        return has_memory
 
 
 def record_event(stream: torch.Stream) -> torch.Event:

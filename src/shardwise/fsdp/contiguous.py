@@ -188,16 +188,17 @@ class ContiguousGroup(ParamGroup):
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult:
         self.streams = streams
         comm, group = self.settings.all_gather, self.gather_group
-        if self.refresh_group is not None or group is None:
-            self._refresh(comm)
-        if group is None:
-            return DONE
-        if streams is not None:
-            streams.reclaim(self.buffers, keep=1)
+        if streams is not None and group is not None:
+            if streams.reclaim(self.buffers, keep=1):
+                self.holds_memory = True
             with streams.all_gather:
                 result = self._start_gather(async_op, None)
                 self.streams, result = streams, replace(result, event=record_event(streams.all_gather))
             return result
+        if self.refresh_group is not None or group is None:
+            self._refresh(comm)
+        if group is None:
+            return DONE
         if comm is not self._comm:
             self._comm, self._in_place = comm, allocates_as(comm, DefaultAllGather)
         if self.form is _POST_FORWARD:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -22,7 +23,7 @@ from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
-from shardwise.comm.foreach import Reduction, current_stream, finish_reduction, reduce_scatter
+from shardwise.comm.foreach import Input, Reduction, current_stream, finish_reduction, reduce_scatter
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.fast import allocates_as
@@ -151,11 +152,12 @@ class ContiguousReducer(GradReducer):
         if members.numel <= limit or plan.shard_group is None:
             reduce_input = self._copy_in(members, grads, complete, plan)
             shard, event = reduce_scatter(reduce_input, plan)
+            inputs = [] if event is None else [(reduce_input, event)]
             kept = members.staging
             if kept is not None and kept.storage is not None and reduce_input is kept.buffer:
                 kept.storage.resize_(0)
         else:
-            reduce_input, shard, event = self._reduce_in_slices(members, grads, plan, limit)
+            shard, inputs = self._reduce_in_slices(members, grads, plan, limit)
         if plan.ends_with_scatter and not self.partials:
             self._assign(members, params, shard)
             return None
@@ -163,7 +165,7 @@ class ContiguousReducer(GradReducer):
         if partial is not None:
             earlier = self._partly.pop(index)
             params = [param for param in members.params if param in earlier or param in params]
-        result = finish_reduction(shard, plan, reduce_input=reduce_input, input_event=event, partial=partial)
+        result = finish_reduction(shard, plan, inputs=inputs, partial=partial)
         if result.shard is None:
             assert result.partial is not None
             self.partials[index] = result.partial
@@ -273,18 +275,18 @@ class ContiguousReducer(GradReducer):
 
     def _reduce_in_slices(
         self, members: _Members, grads: list[Tensor | None], plan: Reduction, limit: int
-    ) -> tuple[Tensor, Tensor, torch.Event | None]:
-        """Reduce-scatter the same range of every rank's shard at a time."""
+    ) -> tuple[Tensor, list[Input]]:
+        """Reduce-scatter the same range of every rank's shard at a time; the shard, and what is in flight."""
         ranks = plan.shard_ranks
         width = members.numel // ranks
         step = max(1, limit // ranks)
-        shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
+        # Of the stream that writes it, which goes on with it after this returns.
+        with nullcontext() if plan.streams is None else plan.streams.reduce_scatter:
+            shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]
-        event: torch.Event | None = None
-        reduce_input = shard
-        pending: list[tuple[Tensor, torch.Event]] = []
+        pending: list[Input] = []
         for begin in range(0, width, step):
             size = min(step, width - begin)
             while len(pending) > 1:  # accelerators: at most two slices in flight
@@ -294,7 +296,7 @@ class ContiguousReducer(GradReducer):
             _, event = reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
             if event is not None:
                 pending.append((reduce_input, event))
-        return reduce_input, shard, event
+        return shard, pending
 
 
 def _fill_slice(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from shardwise.comm import AllGatherResult, CommStreams
 from shardwise.comm.auto import transport
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import Event, Order, event_for
+from shardwise.comm.streams import record_event
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
@@ -79,6 +81,7 @@ class ParamGroup(ABC):
         shards: the shard buffers, by segment.
         buffers: the unsharded buffers, by segment, from the first gather.
         smaller_shards: POST_FORWARD: this rank's pieces over the smaller mesh, by segment.
+        smaller_ready: accelerators: when computation has written them.
         streams: on which the unsharded buffers are allocated; None: on the current one.
         holds_memory: though resharded; a storage that is resized moves, to the same size too.
         gathered_at: the count of optimizer steps when last gathered.
@@ -90,7 +93,7 @@ class ParamGroup(ABC):
         "__weakref__", "_changes", "_cut", "_has_unsharded", "_is_packed", "_placed", "_whole", "buffers",
         "device", "extended", "form", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
         "info", "layout", "layout_words", "members", "name", "offload", "orders", "params", "policy",
-        "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_shards",
+        "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_ready", "smaller_shards",
         "strategy", "streams", "traced",
     )  # fmt: skip
     params: Sequence[ShardedParam]
@@ -123,6 +126,7 @@ class ParamGroup(ABC):
         self.shards: list[Tensor] = []
         self.buffers = []
         self.smaller_shards: list[Tensor] = []
+        self.smaller_ready: torch.Event | None = None
         self.extended: dict[ShardedParam, Any] = {}  # parameters that keep memory of their own
         self.streams: CommStreams | None = None
         self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
@@ -364,7 +368,7 @@ class ParamGroup(ABC):
         return shard.pin_memory() if pins and not shard.is_meta else shard
 
     def _make_unsharded(self) -> None:
-        """Make the unsharded parameters, over memory that the first gather allocates.
+        """Make the unsharded parameters, over memory that every gather allocates anew, where it writes it.
 
         Gathers write through `data` aliases, which share memory but not version counters: refilling a
         buffer is no modification to autograd, whose saved tensors see the same values again.
@@ -398,9 +402,15 @@ class ParamGroup(ABC):
             return
         if self.orders and self.gathers:
             self.announce_gather()
-        if not self._has_unsharded:
-            self._make_unsharded()
+        if not self._has_unsharded:  # what is not allocated by gathers is first written by this one
+            with nullcontext() if streams is None else streams.all_gather:
+                self._make_unsharded()
+            for buffer in self.buffers:
+                if buffer.storage is not None:
+                    buffer.storage.resize_(0)
         self.gathered_at = seen.steps
+        if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
+            streams.wait(self.smaller_ready)
         self.gather = self._start_gather(async_op, streams)
 
     def wait_for_unshard(self) -> AllGatherResult | None:
@@ -479,10 +489,12 @@ class ParamGroup(ABC):
         if self.form is _UNSHARDED:
             self.reshard()
 
-    def reshard_to_smaller(self, mesh: FSDPMeshInfo) -> None:
+    def reshard_to_smaller(self, mesh: FSDPMeshInfo, *, streams: CommStreams | None) -> None:
         """After forward: register this rank's pieces over a smaller mesh. Local."""
         if self.form is _UNSHARDED:
             self.smaller_shards = self._smaller(mesh)
+            if streams is not None:
+                self.smaller_ready = record_event(current_stream(self.device))
             self._free_unsharded()
             self.form = Form.POST_FORWARD
 

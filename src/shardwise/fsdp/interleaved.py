@@ -17,8 +17,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
-from shardwise.comm.foreach import current_stream
-from shardwise.comm.streams import record_event
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.group import Form, ParamGroup
@@ -53,7 +51,6 @@ class InterleavedGroup(ParamGroup):
         self.rank = self.info.shard_mesh_rank if isinstance(self.info, FSDPMeshInfo) else 0
         self.main: Exchange | None = None
         self.smaller: Exchange | None = None  # over the post-forward mesh
-        self.smaller_ready: torch.Event | None = None  # accelerators: its shards have been written
         for param in params:
             if stays_out_of_buffer(param):
                 self._settle_alone(param)
@@ -153,8 +150,6 @@ class InterleavedGroup(ParamGroup):
         plan = self.main
         if self.form is Form.POST_FORWARD:
             plan = self.smaller
-            if streams is not None and self.smaller_ready is not None:
-                streams.wait(self.smaller_ready)
         assert plan is not None
         inputs, dtypes = self.smaller_shards or self.shards, plan.dtypes
         if self.extended:
@@ -228,8 +223,6 @@ class InterleavedGroup(ParamGroup):
             for param, local in zip(members, mine, strict=True):
                 param.register(self._smaller_param(param, local, info))
             shards.append(shard)
-        if self.device.type != "cpu":
-            self.smaller_ready = record_event(current_stream(self.device))
         return shards
 
     def _smaller_param(self, param: EvenParam, local: Tensor, info: FSDPMeshInfo) -> nn.Parameter:

@@ -272,11 +272,12 @@ class ModuleState:
 
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""
+        streams = None if self.schedule is None else self.schedule.streams
         for group in self.groups:
             if group.post_forward_mesh is group.info:
                 group.reshard()
             elif group.post_forward_mesh is not None:
-                group.reshard_to_smaller(group.post_forward_mesh)
+                group.reshard_to_smaller(group.post_forward_mesh, streams=streams)
 
     # Gathering
 
@@ -294,8 +295,13 @@ class ModuleState:
 
     def prefetch(self, state: ModuleState | None, schedule: Schedule) -> None:
         """Start another state's gathers; it waits for them when it runs."""
-        if state is None:
+        if (
+            state is None or state.schedule is None
+        ):  # under a root that has not run, which settles its streams
             return
+        if state.schedule is not schedule:
+            schedule = state.schedule
+            schedule.follow_computation()
         for group in state.groups:
             if group.settings.unshard_in_backward:
                 # Without streams only an asynchronous gather runs beside computation.

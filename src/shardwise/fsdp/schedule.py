@@ -48,7 +48,7 @@ class Schedule:
     copying_gather: tuple[AllGatherResult, torch.Event] | None = None
     reduce_inputs: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # in flight
     max_reduce_inputs: int = 1
-    # Reduced shards that the all-reduce's stream may still use, though another stream allocated them.
+    # Reduced shards that a stream may still use, though another one allocated them.
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
     reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)  # when the latest will have ended
     orders: list[Order] = field(default_factory=list)  # of the ranks that communicate, each once
@@ -68,10 +68,20 @@ class Schedule:
         """Let gathers start only after the optimizer step that came before."""
         if self.streams is None:
             return
+        root = self.root() if self.reduced else None  # reductions that the end of backward did not wait for
+        if root is not None and any(p.has_grad_hooks for group, _ in root.all_groups for p in group.params):
+            for event in self.reduced.values():  # hooks may be optimizers, which write what is gathered next
+                self.streams.wait(event)
+                current_stream(self.device).wait_event(event)
         if self.post_optim_event is not None:
             self.streams.wait(self.post_optim_event)
             self.post_optim_event = None
         else:
+            self.follow_computation()
+
+    def follow_computation(self) -> None:
+        """Let gathers start only after what the current stream was given so far."""
+        if self.streams is not None:
             self.streams.wait(record_event(current_stream(self.device)))
 
     def finish_gather(self, result: AllGatherResult, *, forward: bool) -> None:
@@ -105,12 +115,14 @@ class Schedule:
         """Keep the buffers of running reductions from being reused."""
         assert self.streams is not None
         for result in results:
-            if result.input_event is not None:
-                self.reduce_inputs.append((result.input, result.input_event))
-            if result.stream is not self.streams.reduce_scatter:
+            self.reduce_inputs += result.inputs
+            # A rank alone, or one that all-reduces, goes on with the input itself.
+            is_input = any(tensor is result.staged for tensor, _ in result.inputs)
+            if is_input or result.stream is not self.streams.reduce_scatter:
                 self.reduce_shards.append(result.staged)
-            if result.stream is not None and result.event is not None:
-                self.reduced[result.stream] = result.event
+            if result.stream is not None:
+                # After all that was done with the result there: gradients added, hooks, an optimizer's step.
+                self.reduced[result.stream] = record_event(result.stream)
 
     def wait_for_reductions(self) -> None:
         """Let the current stream wait for every reduction, and free their buffers."""

@@ -25,7 +25,7 @@ from shardwise.comm import DefaultAllGather, DefaultReduceScatter
 from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.rows import ShardedParameter
 from shardwise.planner.noop_group import NoopGroup, make_smaller_shards, noop_world
-from shardwise.verify.streams import Findings, simulated
+from shardwise.verify.streams import DEVICE, Findings, simulated
 
 Case = dict[str, Any]
 WIDTH, ROWS = 6, 2
@@ -94,7 +94,7 @@ class Run:
         self.world = case.get("world", 4)
         torch.manual_seed(case.get("seed", 0))
         self.mesh = self.mesh_of()
-        self.model: Any = Net(case).to("sim")
+        self.model: Any = Net(case).to(DEVICE)
         if case.get("tensor_parallel"):
             self.cut_tensors()
         self.shard()
@@ -105,17 +105,17 @@ class Run:
     def mesh_of(self) -> DeviceMesh:
         case = self.case
         if case.get("tensor_parallel"):
-            self.whole = init_device_mesh("sim", (self.world // 2, 2), mesh_dim_names=("shard", "tensor"))
+            self.whole = init_device_mesh(DEVICE, (self.world // 2, 2), mesh_dim_names=("shard", "tensor"))
             return self.whole["shard"]
         if case.get("mesh") == "two":
             shape = (2, self.world // 2)
-            return init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard"))
-        return init_device_mesh("sim", (self.world,), mesh_dim_names=("shard",))
+            return init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(DEVICE, (self.world,), mesh_dim_names=("shard",))
 
     def cut_tensors(self) -> None:
         for block in self.model.blocks:
             block.up, block.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-            block.to("sim")
+            block.to(DEVICE)
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, self.whole["tensor"], plan)
 
@@ -140,7 +140,10 @@ class Run:
         for block in self.model.blocks:
             self.api.fully_shard(block, **options)
         if self.case.get("two_roots"):
-            halves = [nn.Sequential(self.model.first, *self.model.blocks[:1]), nn.Sequential(*self.model.blocks[1:], self.model.head)]
+            halves = [
+                nn.Sequential(self.model.first, *self.model.blocks[:1]),
+                nn.Sequential(*self.model.blocks[1:], self.model.head),
+            ]
             for half in halves:
                 self.api.fully_shard(half, **options)
             self.halves = halves
@@ -172,7 +175,7 @@ class Run:
             if case.get("comm") in ("own", "scatter"):
                 module.set_custom_reduce_scatter(OwnReduceScatter())
             if "reduce_hook" in case:
-                stream = torch.Stream(device="sim") if case["reduce_hook"] == "stream" else None
+                stream = torch.Stream(device=DEVICE) if case["reduce_hook"] == "stream" else None
                 module.set_all_reduce_hook(lambda shard: shard.mul_(0.5), stream=stream)
             if "async_unshard" in case:
                 module._set_unshard_async_op(True)
@@ -190,16 +193,18 @@ class Run:
     def optimizer(self) -> list[torch.optim.Optimizer]:
         params = [p for p in self.model.parameters() if p.requires_grad]
         name = self.case.get("optimizer", "adamw")
-        device = "cpu" if "offload" in self.case else "sim"
+        device = "cpu" if "offload" in self.case else DEVICE
         kinds: dict[str, Callable[[], torch.optim.Optimizer]] = {
             "sgd": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
             "adamw": lambda: torch.optim.AdamW(params, lr=0.01, foreach=True),
             "each": lambda: torch.optim.AdamW(params, lr=0.01, foreach=False),
-            "fused": lambda: torch.optim.AdamW(params, lr=0.01, fused=device == "sim"),
+            "fused": lambda: torch.optim.AdamW(params, lr=0.01, fused=device == DEVICE),
             "flat": lambda: optim.flat(torch.optim.AdamW, self.model, lr=0.01),
             "muon": lambda: optim.Muon([p for p in params if p.ndim == 2], lr=0.01),
             "8bit": lambda: optim.AdamW8bit(params, lr=0.01),
-            "sharded": lambda: optim.ShardedOptimizer(dict(self.model.named_parameters()), torch.optim.AdamW, lr=0.01),
+            "sharded": lambda: optim.ShardedOptimizer(
+                dict(self.model.named_parameters()), torch.optim.AdamW, lr=0.01
+            ),
         }
         if name != "in_backward":
             return [kinds[name]()]
@@ -222,7 +227,7 @@ class Run:
     # ---------------------------------------------------------------- steps
 
     def batch(self) -> Tensor:
-        return torch.randn(ROWS, WIDTH, device="sim")
+        return torch.randn(ROWS, WIDTH, device=DEVICE)
 
     def forward(self) -> Tensor:
         x = self.batch()
@@ -235,7 +240,7 @@ class Run:
         between = case.get("between")
         if case.get("forwards", 1) > 1:
             outputs = [self.forward() for _ in range(case["forwards"])]
-            loss = sum((out.square().mean() for out in outputs), torch.zeros((), device="sim"))
+            loss = sum((out.square().mean() for out in outputs), torch.zeros((), device=DEVICE))
         else:
             loss = self.forward().square().mean()
         if between == "eval":
@@ -262,7 +267,9 @@ class Run:
                 self.forward()
         if before == "state_dict":
             state = self.model.state_dict()
-            held = {name: value.full_tensor() for name, value in state.items() if hasattr(value, "full_tensor")}
+            held = {
+                name: value.full_tensor() for name, value in state.items() if hasattr(value, "full_tensor")
+            }
             del held
         micro = case.get("micro", 1)
         for index in range(micro):
@@ -285,7 +292,11 @@ class Run:
         elif case.get("clip"):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         if case.get("gradients_read"):
-            self.seen = [p.grad.to_local().clone() if hasattr(p.grad, "to_local") else p.grad for p in self.model.parameters() if p.grad is not None]
+            self.seen = [
+                p.grad.to_local().clone() if hasattr(p.grad, "to_local") else p.grad
+                for p in self.model.parameters()
+                if p.grad is not None
+            ]
         for optimizer in self.optimizers:
             optimizer.step()
         if case.get("post_optim_event"):

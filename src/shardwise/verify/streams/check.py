@@ -1,8 +1,8 @@
 """Run code on a simulated device, and say which of its operations race.
 
-    with simulated() as found:
-        ...                     # any code, on torch.device("sim")
-    found.findings
+with simulated() as found:
+    ...                     # any code, on torch.device("sim")
+found.findings
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -40,10 +39,14 @@ class Finding:
     again: bool
 
     def __str__(self) -> str:
-        how = "is still used, after it was freed and may have been given out again, by" if self.again else "by"
+        how = (
+            "is still used, after it was freed and may have been given out again, by" if self.again else "by"
+        )
         missing = f"let {self.later.stream} wait for {self.earlier.stream} in between"
         if self.again:
-            missing = f"keep it, or let {self.later.stream} wait for {self.earlier.stream} before it allocates"
+            missing = (
+                f"keep it, or let {self.later.stream} wait for {self.earlier.stream} before it allocates"
+            )
         return f"{self.what} {how} {self.earlier}; then {self.later} does not wait for that: {missing}"
 
 
@@ -65,7 +68,7 @@ class Findings:
 @contextmanager
 def simulated() -> Iterator[Findings]:
     """Simulate a device: inside, `torch.device("sim")` is there, and everything on it is looked at."""
-    _register()
+    _compat.register_device(_module)
     found = Findings()
     found.simulation = simulation = Simulation(found.report)
     _running.append(simulation)
@@ -96,7 +99,7 @@ def simulated() -> Iterator[Findings]:
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
-            stack.enter_context(_compat.tensors_begin_on_cpu())
+            stack.enter_context(_compat.device_is_known())
             stack.enter_context(collectives.told_to(simulation))
             stack.enter_context(simulation.mode)
             yield found
@@ -104,9 +107,8 @@ def simulated() -> Iterator[Findings]:
         simulation.timeline.stop()
 
 
-@cache
-def _register() -> None:
-    """Once: what torch asks of a device's module."""
+def _module() -> types.ModuleType:
+    """What torch asks of a device's module."""
     module: Any = types.ModuleType(f"torch.{NAME}")
 
     @contextmanager
@@ -139,7 +141,7 @@ def _register() -> None:
     module.set_stream = lambda stream: active().set(stream)
     module.stream, module.device = on_stream, device
     module.Stream, module.Event = Stream, Event
-    _compat.register_device(NAME, module, module.is_available)
+    return cast(types.ModuleType, module)
 
 
 def _running_now() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._compat import AsyncCollectiveTensor, resolve_process_group
+from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, storage_id
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
@@ -135,8 +135,8 @@ class Collectives:
             clock = self._functional.pop(args[0].untyped_storage().data_ptr(), {})
             merge(simulation.timeline.current().line.clock, clock)
             return args[0]
-        given = {t.untyped_storage().data_ptr() for t in tensors_in(bare)}
-        made = [t for t in tensors_in(result) if t.untyped_storage().data_ptr() not in given]
+        given = {storage_id(t) for t in tensors_in(bare)}
+        made = [t for t in tensors_in(result) if storage_id(t) not in given]
         for tensor in made:
             simulation.allocated(tensor.untyped_storage(), f"{tuple(tensor.shape)} of {name}")
         group = resolve_process_group(args[-1])
@@ -145,7 +145,14 @@ class Collectives:
             for out, source in zip(tensors_in(result), tensors, strict=False):
                 _fill(name, bare_of(out), memory_of(source), group.size())
         in_place = name.partition(".")[0].endswith(("_", "_out"))
-        self.issue(name, group, (), tensors, asynchronous=True, written=tensors if in_place else [on_device(t) for t in made])
+        self.issue(
+            name,
+            group,
+            (),
+            tensors,
+            asynchronous=True,
+            written=tensors if in_place else [on_device(t) for t in made],
+        )
         for tensor in made or tensors:
             self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock)
         return on_tensors(result, on_device) if made else args[0]

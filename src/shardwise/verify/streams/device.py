@@ -1,6 +1,6 @@
 """A simulated accelerator: tensors of a device of their own over CPU memory, so that all code takes its way.
 
-    torch.device("sim")   with streams, events, pinned memory, copies from and to the host
+    torch.device(NAME)    with streams, events, pinned memory, copies from and to the host
     SimTensor             a tensor there; each operator runs at once, on the CPU, and is told to the `Simulation`
 
 The device is registered with torch for the rest of the process, and counts as available only while a
@@ -24,7 +24,7 @@ from shardwise.verify.streams.clocks import Line, Operation
 from shardwise.verify.streams.memory import Block, Memory
 from shardwise.verify.streams.streams import Timeline, place_in_code
 
-NAME = "sim"
+NAME = "lazy"  # a type of torch's that nothing else here serves: `_compat.register_device`
 _DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -108,15 +108,26 @@ class Simulation:
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             known = self._seen.get(id(storage))
-            if known is None or storage.nbytes() == size:
+            if known is None:
                 return resize(storage, size)
-            if storage.nbytes() and known[1] is not None:
-                self.memory.free(known[1], self.timeline.lines[known[1].owner].last)
+            before, kept = known[1], min(size, storage.nbytes())
+            moves = before is not None and kept
+            if moves:  # to the same size too: the device copies what was there
+                operation = self.timeline.issue(self.timeline.current().line, "resize_")
+                self._access(storage.data_ptr(), kept, operation, writes=False)
             result = resize(storage, size)
+            if before is not None:
+                self.memory.free(before, self.timeline.lines[before.owner].last)
             self.allocated(storage, f"resized to {size} bytes at {place_in_code()}")
+            if moves:
+                self._access(storage.data_ptr(), kept, operation, writes=True)
             return result
 
         return resize_
+
+    def _access(self, low: int, nbytes: int, operation: Operation, *, writes: bool) -> None:
+        clock = self.timeline.lines[operation.line].clock
+        self.memory.access(low, low + nbytes, operation, clock, writes=writes)
 
     def pin(self, tensor: Tensor) -> Tensor:
         pinned = tensor.clone()
@@ -130,7 +141,9 @@ class Simulation:
         """From now on what the host does with this memory is looked at."""
         storage = tensor.untyped_storage()
         if storage.nbytes() and self.host.at(storage.data_ptr()) is None:
-            block = self.host.allocate(storage.data_ptr(), storage.nbytes(), owner=0, made="memory of the host")
+            block = self.host.allocate(
+                storage.data_ptr(), storage.nbytes(), owner=0, made="memory of the host"
+            )
             weakref.finalize(storage, self.host.free, block, None)
 
     # Operators
@@ -153,7 +166,9 @@ class Simulation:
         if how.communicates:
             return self.functional(func, args, kwargs)
         if how.reshapes:
-            _compat.take_over(args[0], on_device(func(*on_tensors(args, bare_of), **on_tensors(kwargs, bare_of))))
+            _compat.take_over(
+                args[0], on_device(func(*on_tensors(args, bare_of), **on_tensors(kwargs, bare_of)))
+            )
             return args[0]
         wanted = kwargs.get("device")
         leaves = wanted is not None and torch.device(wanted).type != NAME
@@ -168,21 +183,25 @@ class Simulation:
         before = _rng(func) if again else None
         result = func(*bare_args, **bare_kwargs)
         reads, writes = how.accesses(args, kwargs)
-        given = {t.untyped_storage().data_ptr() for t in _tensors((bare_args, bare_kwargs)) if t.numel()}
-        made = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in given]
+        given = {_compat.storage_id(t) for t in _tensors((bare_args, bare_kwargs))}
+        made = [t for t in _tensors(result) if _compat.storage_id(t) not in given]
         if how.only_views and not made:
             return on_tensors(result, on_device)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
         copies = leaves or any(not isinstance(t, SimTensor) and t.ndim for t in (*reads, *writes))
         stream = self.timeline.current()
         for tensor in made if not leaves else ():
-            self.allocated(tensor.untyped_storage(), f"{tuple(tensor.shape)} of {how.name} at {place_in_code()}")
+            self.allocated(
+                tensor.untyped_storage(), f"{tuple(tensor.shape)} of {how.name} at {place_in_code()}"
+            )
         operation = None
         if not how.only_allocates:
             operation = self.timeline.issue(stream.line, how.name)
             for tensors, does_write in ((reads, False), ([*writes, *made], True)):
                 for tensor in tensors:
-                    self.touch(tensor, operation, stream.line, writes=does_write, copies=copies and not blocking)
+                    self.touch(
+                        tensor, operation, stream.line, writes=does_write, copies=copies and not blocking
+                    )
         outcome = how.returned(args, kwargs, result, (lambda t: t) if leaves else on_device)
         if again and operation is not None:
             self.put_off(operation, func, (args, kwargs, bare_kwargs), outcome, before)  # type: ignore[misc]

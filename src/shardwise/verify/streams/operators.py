@@ -44,10 +44,15 @@ class Operator:
         """The tensors that are read, and those that are written."""
         if self.only_allocates or self.only_views:
             return [], []
-        found = tuple([t for at in places for t in _tensors_at(at, args, kwargs)] for places in (self.reads, self.writes))
+        found = tuple(
+            [t for at in places for t in _tensors_at(at, args, kwargs)]
+            for places in (self.reads, self.writes)
+        )
         return found[0], found[1]
 
-    def returned(self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]) -> Any:
+    def returned(
+        self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]
+    ) -> Any:
         """The result, in which written arguments are the arguments themselves."""
         if not isinstance(result, (list, tuple)):
             known = self.returns[0] if self.returns else None

@@ -42,8 +42,10 @@ class Stream:
 
     def __init__(self, device: Any = None, *, priority: int = 0, name: str = "", **_: Any) -> None:
         self.timeline = active()
-        self.line = self.timeline.line(name or f"stream {len(self.timeline.lines)}, made at {place_in_code()}")
-        self.device, self.priority = torch.device("sim", 0), priority
+        self.line = self.timeline.line(
+            name or f"stream {len(self.timeline.lines)}, made at {place_in_code()}"
+        )
+        self.device, self.priority = torch.device("lazy", 0), priority
 
     @property
     def stream_id(self) -> int:
@@ -153,10 +155,10 @@ class Timeline:
     def _note_nodes(self) -> None:
         """The current stream changes: the nodes made since it last did were made on it."""
         numbers, streams = self._made
-        now = _compat.next_node_number()
+        now, current = _compat.next_node_number(), self.current()
         if not numbers or now > numbers[-1]:
             numbers.append(now)
-            streams.append(self.current())
+            streams.append(current)
 
     def _stream_of(self, node: Any) -> Stream:
         numbers, streams = self._made
