@@ -250,10 +250,11 @@ class FSDPState(ModuleState):
                 self.gather(group, schedule, forward=False)
             elif group.read_guard is not None:
                 group.read_guard.open()  # backward reads nothing, but torch may look
+        ahead = self._next_in_backward(schedule)  # which takes this one out of the order
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
                 self.prefetch(ref(), schedule)
-        elif (ahead := self._next_in_backward(schedule)) is not None:
+        elif ahead is not None:
             self.prefetch(ahead, schedule)
         return grad
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,12 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import checkpoint as checkpoints
 from shardwise import optim
 from shardwise.comm import DefaultAllGather, DefaultReduceScatter
 from shardwise.fsdp.module_state import state_of
-from shardwise.fsdp.rows import ShardedParameter
-from shardwise.planner.noop_group import NoopGroup, make_smaller_shards, noop_world
+from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, simulated
 
 Case = dict[str, Any]

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.verify.streams import collectives
 from shardwise.verify.streams.clocks import Operation
-from shardwise.verify.streams.device import NAME, Simulation, SimTensor, _running
+from shardwise.verify.streams.device import NAME, SimTensor, Simulation, _running
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.streams import Event, Stream, active
 
