@@ -120,6 +120,12 @@ def verify(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write every difference to this file.")
     ] = None,
+    streams: Annotated[
+        bool,
+        typer.Option(
+            "--streams", help="Train on a simulated accelerator instead, and look for waits that are missing."
+        ),
+    ] = False,
     show_tracebacks: Traceback = False,
 ) -> None:
     """Compare training on one process with the same training sharded over local ranks, step by step."""
@@ -128,7 +134,11 @@ def verify(
     from shardwise import verify as verification
 
     console = Console()
-    layouts = ["interleaved", "contiguous"] if layout is Layout.both else [layout.value if layout else None]
+    layouts: list[str | None] = [layout.value if layout else None]
+    if layout is Layout.both:
+        layouts = ["interleaved", "contiguous"]
+    if streams:
+        raise typer.Exit(_verify_streams(case, layouts, ranks=ranks, steps=steps, replicas=hsdp, seed=seed))
     results = []
     try:
         for asked in layouts:
@@ -157,6 +167,22 @@ def verify(
     if json_path is not None:
         verification.write_json(json_path, results)
     raise typer.Exit(OK if all(result.ok for result in results) else FOUND)
+
+
+def _verify_streams(case: str, layouts: list[str | None], **how: Any) -> int:
+    from shardwise.verify.case import CaseError
+    from shardwise.verify.streams import check_streams
+
+    status = OK
+    for layout in layouts:
+        try:
+            result = check_streams(case, layout=layout, **how)
+        except CaseError as error:
+            _print_failure(error, error.traceback)
+            return NOT_RUN
+        print(f"{layout}: {result.describe()}" if layout else result.describe())
+        status = status if result.ok else FOUND
+    return status
 
 
 @app.command(

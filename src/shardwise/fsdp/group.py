@@ -93,8 +93,8 @@ class ParamGroup(ABC):
         "__weakref__", "_changes", "_cut", "_has_unsharded", "_is_packed", "_placed", "_whole", "buffers",
         "device", "extended", "form", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
         "info", "layout", "layout_words", "members", "name", "offload", "orders", "params", "policy",
-        "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_ready", "smaller_shards",
-        "strategy", "streams", "traced",
+        "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_ready",
+        "smaller_shards", "strategy", "streams", "traced",
     )  # fmt: skip
     params: Sequence[ShardedParam]
     members: Sequence[Sequence[ShardedParam]]

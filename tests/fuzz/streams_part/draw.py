@@ -39,7 +39,6 @@ CHOICES: list[tuple[str, float, list[Any]]] = [
     ("gradients_read", 0.3, [True]),
     ("synchronizes", 0.1, [True]),
     ("extension", 0.1, [True]),
-    ("table", 0.1, [True]),
     ("optimizer", 0.7, ["sgd", "each", "fused", "in_backward", "muon", "8bit", "sharded", "flat"]),
 ]  # fmt: skip
 SETTINGS: list[tuple[str, float, list[Any]]] = [
@@ -76,12 +75,12 @@ def draw(rng: random.Random) -> Case:
 
 def mended(case: Case) -> Case:
     """Without what the library forbids."""
-    world = case.get("world", 4)
     rows = case.get("layout") == "contiguous"
+    world = 1 if case.get("before") in ("save", "save_async", "host") else case.get("world", 4)
     if (case.get("mesh") == "two" or case.get("tensor_parallel")) and world % 2:
         case.pop("world")
     if case.get("tensor_parallel"):
-        for name in ("mesh", "two_roots", "table", "extension", "frozen"):
+        for name in ("mesh", "two_roots", "extension", "frozen"):
             case.pop(name, None)
         if case.get("strategy") in ("hsdp", "hierarchical_fsdp"):
             case.pop("strategy")
@@ -91,6 +90,8 @@ def mended(case: Case) -> Case:
         case.pop("frozen", None)
     if case.get("optimizer") == "in_backward":
         case.pop("manual", None)
+    if case.get("before") in ("save", "save_async", "host"):
+        case["world"] = 1  # ranks that do not exist tell nothing
     if not rows:
         for name in ("strategy", "slices"):
             case.pop(name, None)
@@ -116,9 +117,8 @@ def mended(case: Case) -> Case:
         case.get("strategy") in ("ddp", "zero1", "zero2")
         or case.get("tensor_parallel")
         or case.get("extension")
-    ):
-        if case.get("reshard") == 2:
-            case["reshard"] = True
+    ) and case.get("reshard") == 2:
+        case["reshard"] = True
     shards = world // (2 if case.get("mesh") == "two" else 1)
     if case.get("reshard") == 2 and shards % 2:
         case["reshard"] = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise import checkpoint as checkpoints
 from shardwise import optim
 from shardwise.comm import DefaultAllGather, DefaultReduceScatter
 from shardwise.fsdp.module_state import state_of
@@ -79,11 +82,25 @@ class OwnReduceScatter(DefaultReduceScatter):
         return torch.empty(size, dtype=dtype, device=device)
 
 
+def halves_of(local: Tensor, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+    """A hook for the all-gather that sends two tensors which it makes."""
+    return (local.mul(0.5), local.to(torch.bfloat16)), None
+
+
+def joined(outputs: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    half, whole = outputs
+    if out is None:
+        made = half + 0.5 * whole
+        return made, (made, half, whole)
+    return torch.add(half, whole, alpha=0.5, out=out.data)
+
+
 class Run:
     """One training; `api` is ours or torch's."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.folder = tempfile.TemporaryDirectory()
         self.api: ModuleType = torch_fsdp if case.get("api") == "fsdp2" else shardwise
         self.ours = self.api is shardwise
         self.world = case.get("world", 4)
@@ -180,6 +197,12 @@ class Run:
                 for group in state.groups:
                     group.settings.staging_bytes = case["slices"]
 
+        if case.get("extension"):
+            for block in blocks:
+                local = block.up.weight._local_tensor
+                local.fsdp_pre_all_gather = partial(halves_of, local)
+                local.fsdp_post_all_gather = joined
+
     def roots(self) -> list[Any]:
         return self.halves if self.case.get("two_roots") else [self.model]
 
@@ -260,6 +283,8 @@ class Run:
         if before == "eval":
             with torch.no_grad():
                 self.forward()
+        if before in ("save", "save_async", "host"):
+            self.save(before, number)
         if before == "state_dict":
             state = self.model.state_dict()
             held = {
@@ -303,10 +328,19 @@ class Run:
             if zero != "kept":
                 optimizer.zero_grad(set_to_none=zero == "none")
 
+    def save(self, how: str, number: int) -> None:
+        state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+        if how == "host":
+            self.memory = getattr(self, "memory", None) or checkpoints.HostMemory(self.folder.name)
+            self.memory.save(state, step=number)
+        else:
+            save = checkpoints.save if how == "save" else checkpoints.save_async
+            save(self.folder.name, state, step=number)
+
     def train(self) -> None:
         for number in range(self.case.get("steps", 3)):
             self.step(number)
-            if self.case.get("reads_loss"):
+            if self.case.get("synchronizes"):
                 torch.accelerator.synchronize()
 
 

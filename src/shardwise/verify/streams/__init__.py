@@ -1,6 +1,11 @@
-"""Does every operation on an accelerator's streams wait for what it needs? Found out without one."""
+"""Does every operation on an accelerator's streams wait for what it needs? Found out without one.
+
+clocks.py knows who runs after whom, memory.py who touches what; streams.py, device.py and collectives.py are
+a simulated device that tells them; check.py runs code on it, training.py a script's `Case`.
+"""
 
 from .check import Finding, Findings, simulated
 from .device import NAME as DEVICE
+from .training import StreamsResult, check_streams
 
-__all__ = ["DEVICE", "Finding", "Findings", "simulated"]
+__all__ = ["DEVICE", "Finding", "Findings", "StreamsResult", "check_streams", "simulated"]

@@ -1,7 +1,7 @@
 """Run code on a simulated device, and say which of its operations race.
 
 with simulated() as found:
-    ...                     # any code, on torch.device("sim")
+    ...                     # any code, with tensors on torch.device(DEVICE)
 found.findings
 """
 
@@ -15,14 +15,15 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import _compat
-from shardwise.verify.streams import collectives
+from shardwise.comm.streams import CommStreams
+from shardwise.verify.streams import collectives, names
 from shardwise.verify.streams.clocks import Operation
-from shardwise.verify.streams.device import NAME, SimTensor, Simulation, _running
+from shardwise.verify.streams.device import Simulation, running_in
 from shardwise.verify.streams.memory import Block
-from shardwise.verify.streams.streams import Event, Stream, active
+from shardwise.verify.streams.streams import Event, Stream, active, is_active
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Finding:
     """Two operations on the same memory, one of them a write, without an order between them.
 
     Attributes:
+        what: the memory: a parameter, a gradient, a group's buffer, or where it was made.
         again: the memory was freed after `earlier`, and given out again before `later`.
     """
 
@@ -39,77 +41,119 @@ class Finding:
     again: bool
 
     def __str__(self) -> str:
-        how = (
-            "is still used, after it was freed and may have been given out again, by" if self.again else "by"
-        )
-        missing = f"let {self.later.stream} wait for {self.earlier.stream} in between"
-        if self.again:
-            missing = (
-                f"keep it, or let {self.later.stream} wait for {self.earlier.stream} before it allocates"
+        first, second = self.earlier, self.later
+        if not self.again:
+            return (
+                f"{self.what}: {first} and then {second} have no order. Let {second.stream} wait for"
+                f" {first.stream} between them"
             )
-        return f"{self.what} {how} {self.earlier}; then {self.later} does not wait for that: {missing}"
+        return (
+            f"{self.what}: {second} may be given memory that {first} still uses, as it was freed before that"
+            f" ended. Keep it until {second.stream} has waited for {first.stream}, or free it after that"
+        )
 
 
 @dataclass
 class Findings:
-    """What a simulation found."""
+    """What a simulation found.
 
-    simulation: Any = None
+    Attributes:
+        findings: each pair of places once.
+        models: whose parameters are called by their names, beside those of sharded modules.
+    """
+
+    simulation: Simulation = field(init=False)
     findings: list[Finding] = field(default_factory=list)
-    names: list[Callable[[int], str]] = field(default_factory=list)  # what lies at an address, in words
+    models: list[nn.Module] = field(default_factory=list)
+    _known: set[tuple[str, str, str, str, bool]] = field(default_factory=set)
 
-    def report(self, earlier: Operation, later: Operation, block: Block, again: bool) -> None:
-        found = next(filter(None, (name(block.low) for name in self.names)), "") or block.made
-        finding = Finding(earlier, later, found, again)
-        if str(finding) not in {str(one) for one in self.findings}:
-            self.findings.append(finding)
+    @property
+    def operations(self) -> int:
+        """How many were looked at."""
+        timeline = self.simulation.timeline
+        return sum(line.clock.get(line.number, 0) for line in timeline.lines)
+
+    def report(self, earlier: Operation, later: Operation, block: Block, address: int, again: bool) -> None:
+        """Take note of a race."""
+        if (key := (earlier.name, earlier.place, later.name, later.place, again)) not in self._known:
+            self._known.add(key)
+            what = names.name_at(address, self.models) or block.made
+            self.findings.append(Finding(earlier, later, what, again))
 
 
 @contextmanager
 def simulated() -> Iterator[Findings]:
-    """Simulate a device: inside, `torch.device("sim")` is there, and everything on it is looked at."""
+    """Simulate a device: inside, `torch.device(DEVICE)` has streams, and what is done on it is looked at.
+
+    Streams, events, pinned memory and `torch.accelerator.current_stream` are the device's. Compiled functions
+    run uncompiled. The device type stays registered with torch for the rest of the process.
+
+    Raises:
+        LifecycleError: a simulation runs already.
+    """
     _compat.register_device(_module)
     found = Findings()
     found.simulation = simulation = Simulation(found.report)
-    _running.append(simulation)
-    simulation.timeline.start()
-    resize = torch.UntypedStorage.resize_
+    with ExitStack() as stack:
+        stack.enter_context(running_in(simulation))
+        for patch in _patches(simulation):
+            stack.enter_context(patch)
+        stack.enter_context(_compat.device_is_known())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(collectives.told_to(simulation))
+        stack.enter_context(simulation.mode)
+        yield found
 
-    def is_pinned_here(tensor: Tensor, device: Any = None) -> bool:
+
+def _patches(simulation: Simulation) -> list[Any]:
+    def is_pinned(tensor: Tensor, device: Any = None) -> bool:
         return simulation.is_pinned(tensor)
+
+    def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+        return simulation.pin(tensor)
 
     def record_stream(tensor: Tensor, stream: Stream) -> None:
         if (block := simulation.block_of(tensor)) is not None:
             block.guarded.add(stream.line.number)
 
-    patches = [
-        mock.patch.object(torch.UntypedStorage, "resize_", simulation.resize(resize)),
-        mock.patch.object(Tensor, "pin_memory", lambda tensor, device=None: simulation.pin(tensor)),
-        mock.patch.object(Tensor, "is_pinned", is_pinned_here),
+    def current_stream(device: Any = None) -> Stream:
+        return active().current()
+
+    create, kind, name = CommStreams.create, *_compat.SHAPES_OF_DTENSORS
+
+    def named(device: torch.device) -> CommStreams | None:
+        made = create(device)
+        for each in ("copy_in", "all_gather", "reduce_scatter", "all_reduce") if made is not None else ():
+            stream: Any = getattr(made, each)
+            stream.line.name = f"the {each.replace('_', '-')} stream"
+        return made
+
+    return [
+        mock.patch.object(torch.UntypedStorage, "resize_", simulation.resize(torch.UntypedStorage.resize_)),
+        mock.patch.object(Tensor, "pin_memory", pin_memory),
+        mock.patch.object(Tensor, "is_pinned", is_pinned),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch, "Stream", Stream),
         mock.patch.object(torch, "Event", Event),
-        mock.patch.object(torch.accelerator, "current_stream", lambda device=None: active().current()),
-        mock.patch.object(torch.accelerator, "set_stream", lambda stream: active().set(stream)),
-        mock.patch.object(torch.accelerator, "synchronize", lambda device=None: active().synchronize()),
+        mock.patch.object(torch.accelerator, "current_stream", current_stream),
+        mock.patch.object(torch.accelerator, "set_stream", _set_stream),
+        mock.patch.object(torch.accelerator, "synchronize", _synchronize),
+        mock.patch.object(kind, name, simulation.unseen(getattr(kind, name))),
+        mock.patch.object(CommStreams, "create", staticmethod(named)),
     ]
-    kind, name = _compat.SHAPES_OF_DTENSORS
-    patches.append(mock.patch.object(kind, name, simulation.unseen(getattr(kind, name))))
-    try:
-        with ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
-            stack.enter_context(_compat.device_is_known())
-            stack.enter_context(collectives.told_to(simulation))
-            stack.enter_context(simulation.mode)
-            yield found
-    finally:
-        simulation.timeline.stop()
+
+
+def _set_stream(stream: Stream) -> None:
+    active().set(stream)
+
+
+def _synchronize(device: Any = None) -> None:
+    active().synchronize()
 
 
 def _module() -> types.ModuleType:
     """What torch asks of a device's module."""
-    module: Any = types.ModuleType(f"torch.{NAME}")
+    module: Any = types.ModuleType("torch.lazy")
 
     @contextmanager
     def on_stream(stream: Stream | None) -> Iterator[None]:
@@ -126,28 +170,21 @@ def _module() -> types.ModuleType:
     def number(value: int) -> Callable[..., int]:
         return lambda *args: value
 
-    module.is_available = module.is_initialized = lambda: bool(_running_now())
+    def nothing(*args: Any) -> None:
+        pass
+
+    module.is_available = module.is_initialized = is_active
     module.is_bf16_supported = lambda *args: True
     module._is_in_bad_fork = lambda: False
     module.current_device, module.device_count = number(0), number(1)
     module.memory_allocated = module.memory_reserved = module.max_memory_allocated = number(0)
-    module.set_device = module.manual_seed = module.manual_seed_all = module.empty_cache = lambda *args: None
+    module.set_device = module.manual_seed = module.manual_seed_all = module.empty_cache = nothing
     module.get_rng_state = lambda *args: torch.get_rng_state()
     module.set_rng_state = lambda state, *args: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.current_stream = lambda *args: active().current()
     module.default_stream = lambda *args: active().computation
-    module.synchronize = lambda *args: active().synchronize()
-    module.set_stream = lambda stream: active().set(stream)
+    module.set_stream, module.synchronize = _set_stream, _synchronize
     module.stream, module.device = on_stream, device
     module.Stream, module.Event = Stream, Event
     return cast(types.ModuleType, module)
-
-
-def _running_now() -> bool:
-    from shardwise.verify.streams.streams import _active
-
-    return bool(_active)
-
-
-__all__ = ["Finding", "Findings", "SimTensor", "simulated"]

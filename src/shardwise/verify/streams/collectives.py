@@ -8,7 +8,7 @@ taken to be like this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,10 +93,10 @@ class Collectives:
         name: str,
         group: dist.ProcessGroup,
         args: Any,
-        tensors: list[Tensor],
+        tensors: Sequence[Tensor],
         *,
         asynchronous: bool,
-        written: list[Tensor] | None = None,
+        written: Sequence[Tensor] | None = None,
     ) -> None:
         """Tell the simulation of one collective."""
         simulation, stream = self.simulation, self.simulation.timeline.current()
@@ -184,7 +184,8 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
     collectives = Collectives(simulation)
     simulation.functional = collectives.functional
     kept: list[tuple[type, str, Any]] = []
-    for kind in (dist.ProcessGroup, NoopGroup):
+    kinds: tuple[type, ...] = (dist.ProcessGroup, NoopGroup)
+    for kind in kinds:
         for name in (*COLLECTIVES, "all_to_all_single", "allgather_coalesced", "recv_anysource"):
             if name in vars(kind):
                 kept.append((kind, name, vars(kind)[name]))

@@ -1,7 +1,7 @@
 """A simulated accelerator: tensors of a device of their own over CPU memory, so that all code takes its way.
 
     torch.device(NAME)    with streams, events, pinned memory, copies from and to the host
-    SimTensor             a tensor there; each operator runs at once, on the CPU, and is told to the `Simulation`
+    SimTensor             a tensor there; each operator runs at once, on the CPU, and the `Simulation` is told
 
 The device is registered with torch for the rest of the process, and counts as available only while a
 simulation runs.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from shardwise._compat import TorchDispatchMode
 from shardwise.errors import ShardwiseError
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Line, Operation
-from shardwise.verify.streams.memory import Block, Memory
+from shardwise.verify.streams.memory import Block, Memory, Report
 from shardwise.verify.streams.streams import Timeline, place_in_code
 
 NAME = "lazy"  # a type of torch's that nothing else here serves: `_compat.register_device`
@@ -35,7 +36,9 @@ class SimTensor(Tensor):
     __torch_function__ = _compat.NO_TORCH_FUNCTION
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _DEVICE_OF:
             return torch.device(NAME, 0)
         if any(kind is not SimTensor and operators.runs_its_own(kind) for kind in types):
@@ -59,8 +62,10 @@ def span(tensor: Tensor) -> tuple[int, int]:
     """The addresses from the first to behind the last element."""
     if not tensor.numel():
         return 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    low = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    reach = 1 + sum(
+        (int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    low = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
     return low, low + reach * tensor.element_size()
 
 
@@ -73,7 +78,7 @@ class Simulation:
             for those who run operations in another order.
     """
 
-    def __init__(self, report: Callable[[Operation, Operation, Block, bool], None]) -> None:
+    def __init__(self, report: Report) -> None:
         self.timeline = Timeline()
         self.memory, self.host = Memory(report), Memory(report)
         self.put_off: Callable[..., None] | None = None
@@ -212,7 +217,7 @@ class Simulation:
     def touch(
         self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
     ) -> None:
-        """An operation of `line` reads or writes a tensor; or, with `copies`, copies it while the host goes on."""
+        """An operation of `line` reads or writes a tensor; `copies` it while the host goes on."""
         low, high = span(tensor)
         on_host = not isinstance(tensor, SimTensor) and self.memory.at(low) is None
         if on_host:
@@ -297,9 +302,17 @@ def _no_collectives(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     raise ShardwiseError(f"{func} is a collective, and the simulation is not told of any")
 
 
-_running: list[Simulation] = []
+_latest: list[Simulation] = []
 
 
 def running() -> Simulation:
     """The simulation that runs, or ran last: its tensors may outlive it."""
-    return _running[-1]
+    return _latest[-1]
+
+
+@contextmanager
+def running_in(simulation: Simulation) -> Iterator[None]:
+    """Let operators on the device be this simulation's."""
+    _latest[:] = [simulation]
+    with simulation.timeline.used():
+        yield

@@ -15,8 +15,8 @@ from operator import attrgetter
 
 from shardwise.verify.streams.clocks import Clock, Operation, comes_after, latest
 
-# The earlier operation, the later one, the block, and was the memory given out again between them?
-Report = Callable[[Operation, Operation, "Block", bool], None]
+# The earlier operation, the later one, the block, an address in it, and was it given out again between them?
+Report = Callable[[Operation, Operation, "Block", int, bool], None]
 _LOW = attrgetter("low")
 
 
@@ -45,7 +45,6 @@ class Block:
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
     guarded: set[int] = field(default_factory=set)  # lines that the allocator was told of (`record_stream`)
-    name: str = ""
 
 
 class Memory:
@@ -93,7 +92,7 @@ class Memory:
         for earlier in list(block.needs.values()):
             if not comes_after(clock, earlier):
                 del block.needs[earlier.line]
-                self._report(earlier, operation, block, True)
+                self._report(earlier, operation, block, low, True)
         kept = []
         for known in block.accesses:
             if known.low >= high or low >= known.high or known.operation is operation:
@@ -101,7 +100,7 @@ class Memory:
                 continue
             ordered = comes_after(clock, known.operation)
             if (writes or known.writes) and not ordered:
-                self._report(known.operation, operation, block, False)
+                self._report(known.operation, operation, block, max(low, known.low), False)
             covered = low <= known.low and known.high <= high
             replaced = writes or (not known.writes and known.operation.line == operation.line)
             if not (covered and replaced):

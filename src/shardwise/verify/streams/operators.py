@@ -22,7 +22,7 @@ class Operator:
     """One overload.
 
     Attributes:
-        returns: by result, the argument that it is (a position or a keyword), or None if it is another tensor.
+        returns: by result, the argument that it is (a position or a keyword), None for another tensor.
         only_views: it touches no memory.
         only_allocates: its result has no values yet.
         reshapes: it changes its first argument's shape or memory, and no values.
@@ -128,4 +128,6 @@ def of(func: Any) -> Operator:
 @cache
 def runs_its_own(kind: type) -> bool:
     """Is it a tensor class that wraps others and computes with them, or has no memory?"""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or issubclass(kind, FakeTensor)
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ or issubclass(
+        kind, FakeTensor
+    )

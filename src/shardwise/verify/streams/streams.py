@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,9 +44,7 @@ class Stream:
 
     def __init__(self, device: Any = None, *, priority: int = 0, name: str = "", **_: Any) -> None:
         self.timeline = active()
-        self.line = self.timeline.line(
-            name or f"stream {len(self.timeline.lines)}, made at {place_in_code()}"
-        )
+        self.line = self.timeline.line(name or f"the stream made at {place_in_code()}")
         self.device, self.priority = torch.device("lazy", 0), priority
 
     @property
@@ -114,13 +114,17 @@ class Timeline:
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
         self._nexts: tuple[int, ...] = ()  # to whom the one that runs gives gradients
 
-    def start(self) -> None:
-        """From now on streams are made here."""
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Make streams here, meanwhile."""
+        if _active:
+            raise LifecycleError("a device is simulated already")
         _active.append(self)
-        self.computation = self._node_stream = Stream(name="computation")
-
-    def stop(self) -> None:
-        _active.remove(self)
+        self.computation = self._node_stream = Stream(name="the computing stream")
+        try:
+            yield
+        finally:
+            _active.remove(self)
 
     # The current stream
 
@@ -215,6 +219,11 @@ def _key(node: Any) -> int:
 
 
 _active: list[Timeline] = []
+
+
+def is_active() -> bool:
+    """Is a device simulated now?"""
+    return bool(_active)
 
 
 def active() -> Timeline:
