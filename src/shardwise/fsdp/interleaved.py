@@ -7,6 +7,7 @@ per parameter. See `layout/group_layout.py` for where things lie.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -154,8 +155,9 @@ class InterleavedGroup(ParamGroup):
         inputs, dtypes = self.smaller_shards or self.shards, plan.dtypes
         if self.extended:
             inputs, dtypes = list(inputs), list(dtypes)
+            where = nullcontext() if streams is None or async_op else streams.copy_in
             for extended in self.extended.values():
-                with torch.no_grad():
+                with torch.no_grad(), where:
                     pieces = extended.inputs()
                 inputs += pieces
                 dtypes += [t.dtype for t in pieces]
