@@ -44,11 +44,22 @@ class RowsParam(ShardedParam):
                 ' layout="interleaved", or a real parameter and torch.view_as_complex in forward'
             )
         if not _compat.is_plain(self.whole):
-            raise ShardingError(
-                f"{here()}: '{self.name}' is a {type(self.whole).__name__}; the contiguous layout gathers"
-                f" plain memory in place and cannot call {PRE} and {POST} of tensor subclasses. Use"
-                ' layout="interleaved" for this module'
-            )
+            raise ShardingError(self._why_no_hooks(f"is a {type(self.whole).__name__}"))
+
+    def _why_no_hooks(self, what: str) -> str:
+        return (
+            f"{here()}: '{self.name}' {what}, but the contiguous layout gathers plain memory in place: each"
+            f" rank sends the rows that it holds, which may be none, and {PRE} would need an equal share on"
+            f' every rank. Use layout="interleaved" for this module; others may stay contiguous. Weights of'
+            " torchao's float8 training may too, with enable_fsdp_float8_all_gather=False: they are then plain,"
+            " and cast after the gather"
+        )
+
+    def check_data(self) -> None:
+        super().check_data()
+        local = self.sharded._local_tensor
+        if hasattr(local, PRE) or hasattr(local, POST):
+            raise ShardingError(self._why_no_hooks("has local rows with hooks for the all-gather"))
 
     def _check_placement(self, placement: ParamPlacement | None) -> RaggedShard | Owned:
         if isinstance(placement, (RaggedShard, Owned)):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from types import MethodType
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,6 @@ from torch.distributed.tensor import Shard
 
 from fsdp.models import Net, raises_on_every_rank, sharded_net, step
 from fsdp.parity.extension import Narrowed, Quantized, wrap_weights
-from fsdp.parity.models import RESIDUAL
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, fully_shard
 from shardwise.layout import Box, Owned, RaggedShard
@@ -43,9 +45,23 @@ def test_a_cut_on_another_dim_than_0_is_refused_before_anything_is_sharded(dim: 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [Narrowed, Quantized])
 def test_tensor_subclasses_that_choose_what_is_gathered_are_refused_by_name(kind: type) -> None:
-    model = RESIDUAL.but(wrap_weights(kind)).build()
+    model = Net()
+    wrap_weights(kind)(model)
     message = raises_on_every_rank(ShardingError, lambda: contiguous(model.blocks[0]))
     mentions(message, kind.__name__, "weight'", "fsdp_pre_all_gather", 'layout="interleaved"')
+    mentions(message, "an equal share on every rank", "enable_fsdp_float8_all_gather=False")
+    for block in model.blocks:  # as it says
+        fully_shard(block)
+    assert math.isfinite(step(contiguous(model)).item())
+
+
+@on_ranks(2)
+def test_hooks_set_on_local_rows_are_refused_and_not_passed_over() -> None:
+    model = contiguous(Net())
+    local = model.head.weight._local_tensor
+    local.fsdp_pre_all_gather = MethodType(lambda self, mesh: ((self,), None), local)
+    message = raises_on_every_rank(ShardingError, lambda: step(model))
+    mentions(message, "'head.weight' has local rows with hooks", 'layout="interleaved"')
 
 
 @on_ranks(2)
