@@ -92,6 +92,8 @@ def mended(case: Case) -> Case:
         case.pop("manual", None)
     if case.get("before") in ("save", "save_async", "host"):
         case["world"] = 1  # ranks that do not exist tell nothing
+    if case.get("extension"):
+        case.pop("mp", None)  # whose inputs would not be cast as the hooks' results are
     if not rows:
         for name in ("strategy", "slices"):
             case.pop(name, None)

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise import _compat, optim
 from shardwise import checkpoint as checkpoints
-from shardwise import optim
 from shardwise.comm import DefaultAllGather, DefaultReduceScatter
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
@@ -27,6 +28,7 @@ from shardwise.verify.streams import DEVICE, Findings, simulated
 
 Case = dict[str, Any]
 WIDTH, ROWS = 6, 2
+SAVES = ("save", "save_async", "host")
 
 
 class Block(nn.Module):
@@ -101,6 +103,7 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.folder = tempfile.TemporaryDirectory()
+        self.saving: Any = None
         self.api: ModuleType = torch_fsdp if case.get("api") == "fsdp2" else shardwise
         self.ours = self.api is shardwise
         self.world = case.get("world", 4)
@@ -328,6 +331,14 @@ class Run:
             if zero != "kept":
                 optimizer.zero_grad(set_to_none=zero == "none")
 
+    def end(self) -> None:
+        torch.accelerator.synchronize()
+        if hasattr(self, "memory"):
+            self.memory.clear()
+        if self.saving is not None:
+            self.saving.wait()
+        self.folder.cleanup()
+
     def save(self, how: str, number: int) -> None:
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
         if how == "host":
@@ -335,7 +346,8 @@ class Run:
             self.memory.save(state, step=number)
         else:
             save = checkpoints.save if how == "save" else checkpoints.save_async
-            save(self.folder.name, state, step=number)
+            saved = save(self.folder.name, state, step=number)
+            self.saving = saved if how == "save_async" else None
 
     def train(self) -> None:
         for number in range(self.case.get("steps", 3)):
@@ -345,18 +357,31 @@ class Run:
 
 
 @contextlib.contextmanager
+def world_of(case: Case) -> Iterator[None]:
+    """Of ranks that do not exist; of one that does where ranks tell each other something on the host."""
+    if case.get("before") not in SAVES:
+        with noop_world(case.get("world", 4)):
+            yield
+        return
+    with _compat.no_process_groups():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        yield
+
+
+@contextlib.contextmanager
 def running(case: Case) -> Iterator[tuple[Findings, Run]]:
+    """A run to train, on a simulated device, and what is found meanwhile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with simulated() as found, noop_world(case.get("world", 4)):
-            if isinstance(case.get("reshard"), int) and not isinstance(case["reshard"], bool):
-                pass
-            yield found, Run(case)
+        with simulated() as found, world_of(case):
+            run = Run(case)
+            found.models.append(run.model)
+            yield found, run
+            run.end()
 
 
 def findings(case: Case) -> list[str]:
     """What races in a training, in words."""
     with running(case) as (found, run):
         run.train()
-        torch.accelerator.synchronize()
     return [str(one) for one in found.findings]

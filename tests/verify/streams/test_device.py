@@ -1,0 +1,270 @@
+"""The simulated device: what its rules are, each in a program that keeps it and one that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from shardwise.errors import LifecycleError
+from shardwise.planner.noop_group import noop_world
+from shardwise.verify.streams import DEVICE, Findings, simulated
+
+
+def races(program: Callable[[], object], *, ranks: int = 2) -> list[str]:
+    with simulated() as found, noop_world(ranks):
+        program()
+    return [str(one) for one in found.findings]
+
+
+def side() -> torch.Stream:
+    return torch.Stream(device=DEVICE)
+
+
+def current() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+def ones() -> Tensor:
+    return torch.ones(8, device=DEVICE)
+
+
+# ---------------------------------------------------------------- streams and events
+
+
+def test_a_stream_must_wait_for_what_another_wrote() -> None:
+    def program(*, waits: bool) -> None:
+        x, stream = ones(), side()
+        if waits:
+            stream.wait_stream(current())
+        with stream:
+            x.add_(1)
+
+    assert not races(lambda: program(waits=True))
+    [found] = races(lambda: program(waits=False))
+    assert "add_ on the stream made at" in found
+    assert "wait for the computing stream" in found
+    assert "test_device.py" in found
+
+
+def test_an_event_orders_what_came_before_it_and_not_what_came_after() -> None:
+    def program(*, early: bool) -> None:
+        x, stream = ones(), side()
+        event = current().record_event()
+        x.mul_(2)
+        if not early:
+            event = current().record_event()
+        stream.wait_event(event)
+        with stream:
+            x.clone()
+
+    assert not races(lambda: program(early=False))
+    assert len(races(lambda: program(early=True))) == 1
+
+
+def test_the_host_orders_what_it_issues_after_what_it_waited_for() -> None:
+    def program(wait: Callable[[Tensor, torch.Event], object]) -> None:
+        x, stream = ones(), side()
+        event = current().record_event()
+        wait(x, event)
+        with stream:
+            x.add_(1)
+
+    assert not races(lambda: program(lambda x, event: event.synchronize()))
+    assert not races(lambda: program(lambda x, event: x.sum().item()))
+    assert not races(lambda: program(lambda x, event: x.cpu()))
+    assert not races(lambda: program(lambda x, event: torch.accelerator.synchronize()))
+    assert len(races(lambda: program(lambda x, event: event.query()))) == 1
+
+
+def test_disjoint_parts_of_a_tensor_do_not_race_and_other_storages_over_it_do() -> None:
+    def program(of: Callable[[Tensor], Tensor]) -> None:
+        x, stream = ones(), side()
+        stream.wait_stream(current())
+        x[:4].add_(1)
+        with stream:
+            of(x).add_(1)
+
+    def own(x: Tensor) -> Tensor:
+        return torch.empty(0, device=DEVICE).set_(x.untyped_storage()[:16], 0, (4,), (1,))
+
+    assert not races(lambda: program(lambda x: x[4:]))
+    assert len(races(lambda: program(lambda x: x[3:5]))) == 1
+    assert len(races(lambda: program(own))) == 1
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_memory_that_another_stream_still_reads_must_be_kept_or_told_of() -> None:
+    def program(how: str) -> None:
+        x, stream = ones(), side()
+        stream.wait_stream(current())
+        with stream:
+            y = x * 2
+        if how == "told":
+            x.record_stream(stream)
+        if how == "waits":
+            current().wait_stream(stream)
+        kept = x if how == "kept" else None
+        del x
+        ones()
+        del y, kept
+
+    assert [bool(races(lambda how=how: program(how))) for how in ("kept", "told", "waits", "freed")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_storage_without_memory_is_given_out_again() -> None:
+    def program(*, waits: bool) -> None:
+        x, stream = ones(), side()
+        stream.wait_stream(current())
+        with stream:
+            x.sum()
+        if waits:
+            current().wait_stream(stream)
+        x.untyped_storage().resize_(0)
+        ones()
+
+    assert not races(lambda: program(waits=True))
+    assert len(races(lambda: program(waits=False))) == 1
+
+
+# ---------------------------------------------------------------- host and device
+
+
+def test_the_host_reads_a_copy_after_it_has_ended() -> None:
+    def program(*, waits: bool) -> None:
+        found = ones().to("cpu", non_blocking=True)
+        if waits:
+            current().record_event().synchronize()
+        found.sum()
+
+    assert not races(lambda: program(waits=True))
+    [found] = races(lambda: program(waits=False))
+    assert "on the host" in found
+    assert not races(lambda: ones().to("cpu").sum())
+
+
+def test_pinned_memory_is_read_until_the_copy_ends_and_other_memory_is_read_at_once() -> None:
+    def program(*, pinned: bool, blocks: bool = False) -> None:
+        x = torch.ones(8)
+        x = x.pin_memory() if pinned else x
+        assert x.is_pinned() == pinned
+        y = x.to(DEVICE, non_blocking=not blocks)
+        x.zero_()
+        assert y.device.type == DEVICE
+
+    assert len(races(lambda: program(pinned=True))) == 1
+    assert not races(lambda: program(pinned=True, blocks=True))
+    assert not races(lambda: program(pinned=False))
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def test_an_asynchronous_collective_is_waited_for_and_a_synchronous_one_is_of_its_stream() -> None:
+    def program(*, asynchronous: bool, waits: bool = False) -> None:
+        x, out = ones(), torch.empty(16, device=DEVICE)
+        work = dist.all_gather_into_tensor(out, x, async_op=asynchronous)
+        if waits:
+            work.wait()
+        out.sum()
+
+    assert not races(lambda: program(asynchronous=False))
+    assert not races(lambda: program(asynchronous=True, waits=True))
+    [found] = races(lambda: program(asynchronous=True))
+    assert "of the process group of 2 ranks" in found
+
+
+def test_functional_collectives_are_waited_for_when_they_are_read() -> None:
+    def program(*, waits: bool) -> None:
+        total = torch.ops._c10d_functional.all_reduce(ones(), "sum", dist.group.WORLD.group_name)
+        if waits:
+            total = torch.ops._c10d_functional.wait_tensor(total)
+        total.sum()
+
+    assert not races(lambda: program(waits=True))
+    assert any("all_reduce" in found for found in races(lambda: program(waits=False)))
+    assert not races(lambda: functional.all_reduce(ones(), "sum", dist.group.WORLD).sum())
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def test_backward_runs_on_the_streams_of_forward_and_waits_between_them() -> None:
+    def program(hook: Callable[[Tensor], object] | None = None) -> None:
+        x, stream = ones().requires_grad_(), side()
+        stream.wait_stream(current())
+        with stream:
+            y = x * 2
+            if hook is not None:
+                y.register_hook(hook)
+        current().wait_stream(stream)
+        (y * 3).sum().backward()
+        assert x.grad is not None
+        x.grad.clone()
+
+    def apart(grad: Tensor) -> None:
+        with side():
+            grad.clone()
+
+    assert not races(program)
+    assert len(races(lambda: program(apart))) >= 1
+
+
+def test_an_error_in_backward_is_the_programs() -> None:
+    def fails(grad: Tensor) -> None:
+        raise KeyError("mine")
+
+    def program() -> None:
+        y = ones().requires_grad_() * 2
+        y.register_hook(fails)
+        y.sum().backward()
+
+    with pytest.raises(KeyError, match="mine"):
+        races(program)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def test_the_device_is_there_only_while_it_is_simulated() -> None:
+    with simulated():
+        assert torch.get_device_module(DEVICE).is_available()
+        with pytest.raises(LifecycleError, match="simulated already"), simulated():
+            pass
+    assert not torch.get_device_module(DEVICE).is_available()
+    assert not torch.accelerator.is_available()
+    assert torch.Stream.__module__ == "torch"
+    with pytest.raises(LifecycleError, match="none is simulated"):
+        torch.get_device_module(DEVICE).current_stream()
+
+
+def test_values_are_those_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(4, 5, generator=generator), torch.randn(5, 6, generator=generator)
+    with simulated():
+        found = torch.relu(a.to(DEVICE) @ b.to(DEVICE)).cumsum(0).cpu()
+    assert torch.equal(found, torch.relu(a @ b).cumsum(0))
+
+
+def test_findings_name_parameters() -> None:
+    with simulated() as found:
+        layer = torch.nn.Linear(4, 4).to(DEVICE)
+        found.models.append(layer)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+            with side():
+                layer.weight.add_(1)
+    assert isinstance(found, Findings)
+    assert [one.what for one in found.findings] == ["parameter 'weight'"]
+    assert found.operations > 1
