@@ -1,13 +1,14 @@
 """All-gather through symmetric memory: buffers at equal addresses of all ranks, registered once.
 
 NCCL (2.27 and later) gathers such buffers with copy engines or symmetric kernels. Registration is
-collective and slow, so buffers of one size are kept and used again; at most two gathers are in
-flight, hence two buffers per size.
+collective and slow, so buffers are kept. One is used again, for a gather of the same size, when nothing
+refers to what was last handed out of it: as the allocator would, and so in the order of the same streams.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,6 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm.api import DefaultAllGather
 from shardwise.errors import ShardingError, here
-
-BUFFERS = 2
 
 
 class SymmetricAllGather(DefaultAllGather):
@@ -37,13 +36,17 @@ class SymmetricAllGather(DefaultAllGather):
             )
         _compat.use_symmetric_memory(backend)
         self.group = group
-        self.buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self.turn: dict[tuple[int, torch.dtype], int] = {}
+        # By size and dtype: buffers, each with what was last handed out of it.
+        self.buffers: dict[tuple[int, torch.dtype], list[tuple[Tensor, weakref.ref[Tensor]]]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (math.prod(size), dtype)
         buffers = self.buffers.setdefault(key, [])
-        if len(buffers) < BUFFERS:
-            buffers.append(_compat.symmetric_empty(key[0], dtype, device, self.group))
-        self.turn[key] = (self.turn.get(key, -1) + 1) % len(buffers)
-        return buffers[self.turn[key]]
+        free = next((place for place, (_, given) in enumerate(buffers) if given() is None), None)
+        if free is None:  # on all ranks alike, as they gather alike
+            buffer = _compat.symmetric_empty(key[0], dtype, device, self.group)
+        else:
+            buffer, _ = buffers.pop(free)
+        given = buffer.view(-1)
+        buffers.append((buffer, weakref.ref(given)))
+        return given

@@ -68,13 +68,16 @@ class Schedule:
         """Let gathers start only after the optimizer step that came before."""
         if self.streams is None:
             return
-        root = self.root() if self.reduced else None  # reductions that the end of backward did not wait for
-        if root is not None and any(p.has_grad_hooks for group, _ in root.all_groups for p in group.params):
+        groups = [group for group, _ in root.all_groups] if (root := self.root()) is not None else []
+        # Reductions that the end of backward did not wait for.
+        if self.reduced and any(param.has_grad_hooks for group in groups for param in group.params):
             for event in self.reduced.values():  # hooks may be optimizers, which write what is gathered next
                 self.streams.wait(event)
                 current_stream(self.device).wait_event(event)
         if self.post_optim_event is not None:
             self.streams.wait(self.post_optim_event)
+            if not all(group.gathers for group in groups):  # some are brought up to date by computation
+                current_stream(self.device).wait_event(self.post_optim_event)
             self.post_optim_event = None
         else:
             self.follow_computation()

@@ -21,7 +21,8 @@ CHOICES: list[tuple[str, float, list[Any]]] = [
     ("is_last", 0.2, [True]),
     ("zero", 0.4, ["zeros", "kept"]),
     ("prefetch", 0.4, ["forward", "backward", "both"]),
-    ("before", 0.4, ["unshard", "unshard_async", "eval", "state_dict", "save", "save_async", "host"]),
+    ("before", 0.25, ["unshard", "unshard_async", "eval", "inference", "state_dict"]),
+    ("before", 0.15, ["save", "save_async", "host"]),
     ("between", 0.3, ["unshard", "unshard_async", "eval"]),
     ("offload", 0.2, ["pinned", "pageable"]),
     ("gradient_hook", 0.15, [True]),
@@ -38,6 +39,8 @@ CHOICES: list[tuple[str, float, list[Any]]] = [
     ("tensor_parallel", 0.1, [True]),
     ("gradients_read", 0.3, [True]),
     ("synchronizes", 0.1, [True]),
+    ("stream", 0.2, ["all", "optimizer"]),
+    ("raises", 0.15, ["forward", "backward"]),
     ("extension", 0.1, [True]),
     ("optimizer", 0.7, ["sgd", "each", "fused", "in_backward", "muon", "8bit", "sharded", "flat"]),
 ]  # fmt: skip
@@ -76,9 +79,15 @@ def draw(rng: random.Random) -> Case:
 def mended(case: Case) -> Case:
     """Without what the library forbids."""
     rows = case.get("layout") == "contiguous"
-    world = 1 if case.get("before") in ("save", "save_async", "host") else case.get("world", 4)
+    if case.get("before") in ("save", "save_async", "host"):  # ranks that do not exist tell nothing
+        case["world"] = 1
+        for name in ("mesh", "tensor_parallel"):
+            case.pop(name, None)
+        if case.get("strategy") in ("hsdp", "hierarchical_fsdp"):
+            case.pop("strategy")
+    world = case.get("world", 4)
     if (case.get("mesh") == "two" or case.get("tensor_parallel")) and world % 2:
-        case.pop("world")
+        world = case["world"] = 4
     if case.get("tensor_parallel"):
         for name in ("mesh", "two_roots", "extension", "frozen"):
             case.pop(name, None)
@@ -90,8 +99,6 @@ def mended(case: Case) -> Case:
         case.pop("frozen", None)
     if case.get("optimizer") == "in_backward":
         case.pop("manual", None)
-    if case.get("before") in ("save", "save_async", "host"):
-        case["world"] = 1  # ranks that do not exist tell nothing
     if case.get("extension"):
         case.pop("mp", None)  # whose inputs would not be cast as the hooks' results are
     if not rows:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import _compat, optim
 from shardwise import checkpoint as checkpoints
-from shardwise.comm import DefaultAllGather, DefaultReduceScatter
+from shardwise.comm import DefaultReduceScatter
+from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, simulated
@@ -29,6 +31,10 @@ from shardwise.verify.streams import DEVICE, Findings, simulated
 Case = dict[str, Any]
 WIDTH, ROWS = 6, 2
 SAVES = ("save", "save_async", "host")
+
+
+class Planned(Exception):  # noqa: N818 - not an error of anything tested
+    """What a case asks a pass to raise."""
 
 
 class Block(nn.Module):
@@ -65,18 +71,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class OwnAllGather(DefaultAllGather):
-    """Keeps two buffers of each size in turn, as symmetric memory does."""
+class OwnAllGather(SymmetricAllGather):
+    """Keeps buffers as symmetric memory is kept."""
 
     def __init__(self) -> None:
-        self.kept: dict[Any, list[Tensor]] = {}
+        self.buffers = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffers = self.kept.setdefault((tuple(size), dtype), [])
-        if len(buffers) < 2:
-            buffers.append(torch.empty(size, dtype=dtype, device=device))
-        buffers.append(buffers.pop(0))
-        return buffers[-1]
+        def made(numel: int, *_: Any) -> Tensor:
+            return torch.empty(numel, dtype=dtype, device=device)
+
+        self.group = dist.group.WORLD
+        with mock.patch.object(_compat, "symmetric_empty", made):
+            return super().allocate(size, dtype=dtype, device=device)
 
 
 class OwnReduceScatter(DefaultReduceScatter):
@@ -104,6 +111,7 @@ class Run:
         self.case = case
         self.folder = tempfile.TemporaryDirectory()
         self.saving: Any = None
+        self.stream = torch.Stream(device=DEVICE)
         self.api: ModuleType = torch_fsdp if case.get("api") == "fsdp2" else shardwise
         self.ours = self.api is shardwise
         self.world = case.get("world", 4)
@@ -286,6 +294,11 @@ class Run:
         if before == "eval":
             with torch.no_grad():
                 self.forward()
+        if before == "inference":
+            with torch.inference_mode():
+                self.forward()
+        if case.get("raises") and number == 1:
+            self.fail(case["raises"])
         if before in ("save", "save_async", "host"):
             self.save(before, number)
         if before == "state_dict":
@@ -320,16 +333,30 @@ class Run:
                 for p in self.model.parameters()
                 if p.grad is not None
             ]
-        for optimizer in self.optimizers:
-            optimizer.step()
+        event = self.update()
         if case.get("post_optim_event"):
-            event = torch.accelerator.current_stream().record_event()
             for root in self.roots():
                 root.set_post_optim_event(event)
         zero = case.get("zero", "none")
         for optimizer in self.optimizers:
             if zero != "kept":
                 optimizer.zero_grad(set_to_none=zero == "none")
+
+    def update(self) -> torch.Event:
+        """Step on the current stream, or on another one, which the gathers then wait for."""
+        current, stream = torch.accelerator.current_stream(), self.stream
+        if self.case.get("stream") != "optimizer":
+            for optimizer in self.optimizers:
+                optimizer.step()
+            return current.record_event()
+        stream.wait_stream(current)
+        with stream:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        event = stream.record_event()
+        if not self.case.get("post_optim_event"):
+            current.wait_event(event)
+        return event
 
     def end(self) -> None:
         torch.accelerator.synchronize()
@@ -338,6 +365,26 @@ class Run:
         if self.saving is not None:
             self.saving.wait()
         self.folder.cleanup()
+
+    def fail(self, where: str) -> None:
+        """A pass that raises on its way, after which the next one goes on."""
+
+        def raising(*_: Any) -> None:
+            raise Planned
+
+        block = next(m for m in self.each() if isinstance(m, Block)).down
+        hook = block.register_forward_hook(raising) if where == "forward" else None
+        try:
+            out = self.forward()
+            if where == "backward":
+                out.register_hook(raising)
+            out.sum().backward()
+        except Planned:
+            pass
+        if hook is not None:
+            hook.remove()
+        for root in self.roots():
+            root.reset_iter_state()
 
     def save(self, how: str, number: int) -> None:
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
@@ -350,6 +397,12 @@ class Run:
             self.saving = saved if how == "save_async" else None
 
     def train(self) -> None:
+        stream = torch.Stream(device=DEVICE)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream if self.case.get("stream") == "all" else contextlib.nullcontext():
+            self.steps()
+
+    def steps(self) -> None:
         for number in range(self.case.get("steps", 3)):
             self.step(number)
             if self.case.get("synchronizes"):
