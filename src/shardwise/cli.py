@@ -132,26 +132,27 @@ def verify(
     import torch
 
     from shardwise import verify as verification
+    from shardwise.verify.streams import check_streams
 
     console = Console()
     layouts: list[str | None] = [layout.value if layout else None]
     if layout is Layout.both:
         layouts = ["interleaved", "contiguous"]
-    if streams:
-        raise typer.Exit(_verify_streams(case, layouts, ranks=ranks, steps=steps, replicas=hsdp, seed=seed))
-    results = []
+    results: list[Any] = []
+    how: dict[str, Any] = {"ranks": ranks, "steps": steps, "replicas": hsdp, "seed": seed}
     try:
         for asked in layouts:
+            if streams:
+                results.append(check_streams(case, layout=asked, **how))
+                print(results[-1].describe())
+                continue
             result = verification.verify(
                 case,
-                ranks=ranks,
-                steps=steps,
                 tolerance=tolerance,
                 dtype=getattr(torch, dtype.value) if dtype else None,
-                replicas=hsdp,
                 layout=asked,
-                seed=seed,
                 timeout=timeout,
+                **how,
             )
             console.print(verification.table(result))
             tolerated = result.tolerance
@@ -164,25 +165,9 @@ def verify(
             json_path.write_text(json.dumps(failure, indent=1) + "\n")
         _print_failure(error, error.traceback)
         raise typer.Exit(NOT_RUN) from None
-    if json_path is not None:
+    if json_path is not None and not streams:
         verification.write_json(json_path, results)
     raise typer.Exit(OK if all(result.ok for result in results) else FOUND)
-
-
-def _verify_streams(case: str, layouts: list[str | None], **how: Any) -> int:
-    from shardwise.verify.case import CaseError
-    from shardwise.verify.streams import check_streams
-
-    status = OK
-    for layout in layouts:
-        try:
-            result = check_streams(case, layout=layout, **how)
-        except CaseError as error:
-            _print_failure(error, error.traceback)
-            return NOT_RUN
-        print(f"{layout}: {result.describe()}" if layout else result.describe())
-        status = status if result.ok else FOUND
-    return status
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""Casts for a gather run beside computation: on the stream that copies in, or that gathers. On the simulated device."""
+"""Casts on a device run where the gather does, in both layouts: on the streams that copy in and gather."""
 
 from __future__ import annotations
 

@@ -265,12 +265,6 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Is it memory and a shape, and no subclass that computes in its own way? (Of simulated devices too.)"""
-    kind = type(tensor)
-    return kind is Tensor or issubclass(kind, FakeTensor) or getattr(kind, "is_plain_memory", False)
-
-
 @contextmanager
 def fakes_convert() -> Iterator[None]:
     """Let modules of fake tensors be cast: `nn.Module._apply` swaps fakes in place, and fails, as torch keeps

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 # What a functional collective returns outside of compilers: it waits when it is first read.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
@@ -29,6 +31,12 @@ def register_device(make: Callable[[], ModuleType]) -> None:
 
     ts_backend.init()
     torch._register_device_module("lazy", make())
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Is it memory and a shape, and no subclass that computes in its own way? (Of simulated devices too.)"""
+    kind = type(tensor)
+    return kind is Tensor or issubclass(kind, FakeTensor) or getattr(kind, "is_plain_memory", False)
 
 
 def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -> Any:

@@ -249,16 +249,6 @@ class ParamGroup(ABC):
                     " whole sharded modules with .to(), and change values in place"
                 )
 
-    def check_grad_dtypes(self) -> None:
-        """Raise if the user changed one too late for gradients that are on their way."""
-        for param in self.params:
-            now, known = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
-            if now != known:
-                raise ShardingError(
-                    f"{here()}: grad_dtype of '{param.name}' was set to {param.sharded.grad_dtype} after the"
-                    f" first forward, expected {param.kept_dtype}: set it before the first forward"
-                )
-
     def describe(self) -> str:
         """The group in words, equal on ranks that will communicate alike."""
         if self.layout_words is None:

@@ -201,6 +201,16 @@ class GradReducer(ABC):
             self.offload_events.append(current_stream(self.group.device).record_event())
         return shard
 
+    def check_grad_dtypes(self) -> None:
+        """Raise if the user changed one too late for gradients that are on their way."""
+        for param in self.group.params:
+            now, known = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
+            if now != known:
+                raise ShardingError(
+                    f"{here()}: grad_dtype of '{param.name}' was set to {param.sharded.grad_dtype} after the"
+                    f" first forward, expected {param.kept_dtype}: set it before the first forward"
+                )
+
     def finish(self) -> None:
         """At the end of the last backward: wait for gradients on their way to CPU."""
         for event in self.offload_events:

@@ -62,21 +62,24 @@ class Schedule:
         if kept is not None and kept is not unless:
             kept.release()
 
+    def _groups(self) -> list[Any]:
+        root = self.root()
+        return [] if root is None else [group for group, _ in root.all_groups]
+
     # Accelerator streams only
 
     def begin_forward(self) -> None:
         """Let gathers start only after the optimizer step that came before."""
         if self.streams is None:
             return
-        groups = [group for group, _ in root.all_groups] if (root := self.root()) is not None else []
-        # Reductions that the end of backward did not wait for.
-        if self.reduced and any(param.has_grad_hooks for group in groups for param in group.params):
-            for event in self.reduced.values():  # hooks may be optimizers, which write what is gathered next
+        # Reductions that the end of backward did not wait for, with hooks that may be optimizers.
+        if self.reduced and any(param.has_grad_hooks for group in self._groups() for param in group.params):
+            for event in self.reduced.values():
                 self.streams.wait(event)
                 current_stream(self.device).wait_event(event)
         if self.post_optim_event is not None:
             self.streams.wait(self.post_optim_event)
-            if not all(group.gathers for group in groups):  # some are brought up to date by computation
+            if not all(group.gathers for group in self._groups()):  # some are brought up to date here
                 current_stream(self.device).wait_event(self.post_optim_event)
             self.post_optim_event = None
         else:

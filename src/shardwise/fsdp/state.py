@@ -327,7 +327,7 @@ class FSDPState(ModuleState):
             try:
                 results = reducer.reduce(collected, streams=schedule.streams)
             except RuntimeError as error:
-                group.check_grad_dtypes()
+                reducer.check_grad_dtypes()
                 raise explained(error, group.orders, f"reduce '{group.name}'") from error
             if schedule.streams is not None:
                 schedule.track_reductions(results)
