@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from torch._subclasses.fake_tensor import FakeTensor
 
 # What a functional collective returns outside of compilers: it waits when it is first read.

@@ -217,6 +217,7 @@ class ReduceResult:
     partial: Tensor | None  # reduce-scattered but not yet all-reduced, for the next backward
     inputs: Sequence[Input]  # accelerator: of the reduce-scatter
     staged: Tensor  # the shard in the reduction's dtype
+    added: Tensor | None  # what an earlier reduction left, and was added to it
     # On which `shard` was made. Whoever works on with it does so there, and records an event after that.
     stream: torch.Stream | None
 
@@ -323,12 +324,12 @@ def finish_reduction(
                 shard += partial
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
-            return ReduceResult(None, shard, inputs, shard, stream)
+            return ReduceResult(None, shard, inputs, shard, partial, stream)
     stream, reduced = None, shard
     if streams is not None or how.replicate_group is not None or how.hook is not None:
         reduced, stream = _reduce_over_replicas(shard, how)
     with nullcontext() if stream is None else stream:
-        return ReduceResult(_divide(reduced, how), None, inputs, shard, stream)
+        return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, stream)
 
 
 def _divide(shard: Tensor, how: Reduction) -> Tensor:

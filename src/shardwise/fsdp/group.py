@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +80,8 @@ class ParamGroup(ABC):
         members: the parameters of each segment, in the order in which they lie.
         shards: the shard buffers, by segment.
         buffers: the unsharded buffers, by segment, from the first gather.
-        smaller_shards: POST_FORWARD: this rank's pieces over the smaller mesh, by segment.
-        smaller_ready: accelerators: when computation has written them.
+        smaller_shards: POST_FORWARD: this rank's pieces over the smaller mesh, by segment; `smaller_ready`
+            on accelerators, when computation has written them.
         streams: on which the unsharded buffers are allocated; None: on the current one.
         holds_memory: though resharded; a storage that is resized moves, to the same size too.
         gathered_at: the count of optimizer steps when last gathered.
@@ -125,8 +125,7 @@ class ParamGroup(ABC):
         self.members = []
         self.shards: list[Tensor] = []
         self.buffers = []
-        self.smaller_shards: list[Tensor] = []
-        self.smaller_ready: torch.Event | None = None
+        self.smaller_shards, self.smaller_ready = list[Tensor](), cast("torch.Event | None", None)
         self.extended: dict[ShardedParam, Any] = {}  # parameters that keep memory of their own
         self.streams: CommStreams | None = None
         self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot

@@ -201,16 +201,6 @@ class GradReducer(ABC):
             self.offload_events.append(current_stream(self.group.device).record_event())
         return shard
 
-    def check_grad_dtypes(self) -> None:
-        """Raise if the user changed one too late for gradients that are on their way."""
-        for param in self.group.params:
-            now, known = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
-            if now != known:
-                raise ShardingError(
-                    f"{here()}: grad_dtype of '{param.name}' was set to {param.sharded.grad_dtype} after the"
-                    f" first forward, expected {param.kept_dtype}: set it before the first forward"
-                )
-
     def finish(self) -> None:
         """At the end of the last backward: wait for gradients on their way to CPU."""
         for event in self.offload_events:
@@ -225,6 +215,17 @@ class GradReducer(ABC):
             param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
+
+
+def check_grad_dtypes(group: ParamGroup) -> None:
+    """Raise if the user changed one too late for gradients that are on their way."""
+    for param in group.params:
+        now, known = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
+        if now != known:
+            raise ShardingError(
+                f"{here()}: grad_dtype of '{param.name}' was set to {param.sharded.grad_dtype} after the"
+                f" first forward, expected {param.kept_dtype}: set it before the first forward"
+            )
 
 
 def kind_of(params: Sequence[ShardedParam]) -> Kind:

@@ -122,10 +122,12 @@ class Schedule:
         assert self.streams is not None
         for result in results:
             self.reduce_inputs += result.inputs
-            # A rank alone, or one that all-reduces, goes on with the input itself.
+            # Where the shard axis has one rank the shard is the input itself, of computation's memory.
             is_input = any(tensor is result.staged for tensor, _ in result.inputs)
             if is_input or result.stream is not self.streams.reduce_scatter:
                 self.reduce_shards.append(result.staged)
+            if is_input and result.added is not None:
+                self.reduce_shards.append(result.added)
             if result.stream is not None:
                 # After all that was done with the result there: gradients added, hooks, an optimizer's step.
                 self.reduced[result.stream] = record_event(result.stream)

@@ -25,6 +25,7 @@ from shardwise.fsdp.group import Form
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import look_for_compiler
+from shardwise.fsdp.reduction import check_grad_dtypes
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors, with_grad_tensors
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -327,7 +328,7 @@ class FSDPState(ModuleState):
             try:
                 results = reducer.reduce(collected, streams=schedule.streams)
             except RuntimeError as error:
-                reducer.check_grad_dtypes()
+                check_grad_dtypes(group)
                 raise explained(error, group.orders, f"reduce '{group.name}'") from error
             if schedule.streams is not None:
                 schedule.track_reductions(results)

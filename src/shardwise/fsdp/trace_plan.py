@@ -32,7 +32,7 @@ from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
-from shardwise.fsdp.reduction import GradReducer
+from shardwise.fsdp.reduction import GradReducer, check_grad_dtypes
 from shardwise.fsdp.traced import Collectives, Segment
 from shardwise.layout import Gathered
 
@@ -195,7 +195,7 @@ def _assign(
     try:
         assign(grad)
     except RuntimeError:
-        owner.check_grad_dtypes()
+        check_grad_dtypes(owner)
         raise
 
 

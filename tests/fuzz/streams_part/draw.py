@@ -109,7 +109,7 @@ def mended(case: Case) -> Case:
     if case.get("optimizer") == "flat" and (not rows or case.get("offload") or case.get("two_roots")):
         case.pop("optimizer")
     if case.get("optimizer") == "in_backward":
-        for name in ("zero", "clip", "gradients_read", "gradient_hook"):
+        for name in ("zero", "clip", "gradients_read", "gradient_hook", "forwards"):
             case.pop(name, None)
         if case.get("sync"):
             case.pop("sync")

@@ -167,8 +167,8 @@ class Timeline:
     def _stream_of(self, node: Any) -> Stream:
         numbers, streams = self._made
         number = _compat.node_number(node)
-        if number >= _ACCUMULATES:
-            return self.computation
+        if number >= _ACCUMULATES:  # torch's are of the stream that first used the leaf
+            return self._outer
         at = bisect_right(numbers, number)
         return streams[at] if at < len(numbers) else self._outer
 
