@@ -15,7 +15,7 @@ CHOICES: list[tuple[str, float, list[Any]]] = [
     ]),
     ("reshard", 0.5, [True, False, 2]),
     ("blocks", 0.5, [1, 2, 4]),
-    ("world", 0.4, [1, 2, 3, 8]),
+    ("ranks", 0.4, [1, 2, 3, 8]),
     ("micro", 0.5, [2, 3]),
     ("sync", 0.5, ["no_sync", "all_reduce"]),
     ("is_last", 0.2, [True]),
@@ -56,7 +56,7 @@ SETTINGS: list[tuple[str, float, list[Any]]] = [
 
 def draw(rng: random.Random) -> Case:
     """A case: plain data, in which what is absent is ordinary."""
-    case: Case = {"part": "streams", "seed": rng.randrange(1000)}
+    case: Case = {"part": "streams", "world": 1, "seed": rng.randrange(1000)}
     if rng.random() < 0.6:
         case["layout"] = "contiguous"
         if rng.random() < 0.5:
@@ -80,14 +80,14 @@ def mended(case: Case) -> Case:
     """Without what the library forbids."""
     rows = case.get("layout") == "contiguous"
     if case.get("before") in ("save", "save_async", "host"):  # ranks that do not exist tell nothing
-        case["world"] = 1
+        case["ranks"] = 1
         for name in ("mesh", "tensor_parallel"):
             case.pop(name, None)
         if case.get("strategy") in ("hsdp", "hierarchical_fsdp"):
             case.pop("strategy")
-    world = case.get("world", 4)
+    world = case.get("ranks", 4)
     if (case.get("mesh") == "two" or case.get("tensor_parallel")) and world % 2:
-        world = case["world"] = 4
+        world = case["ranks"] = 4
     if case.get("tensor_parallel"):
         for name in ("mesh", "two_roots", "extension", "frozen"):
             case.pop(name, None)
@@ -140,7 +140,7 @@ def features(case: Case) -> list[str]:
     """What the summary counts."""
     found = [case.get("layout", "interleaved")]
     for name, value in case.items():
-        if name in ("part", "seed", "drawn", "layout"):
+        if name in ("part", "world", "seed", "drawn", "layout"):
             continue
         if isinstance(value, dict):
             found += [f"{name} {key}" for key in value]

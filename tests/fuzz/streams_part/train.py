@@ -107,14 +107,14 @@ def joined(outputs: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | No
 class Run:
     """One training; `api` is ours or torch's."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, folder: str) -> None:
         self.case = case
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = folder
         self.saving: Any = None
         self.stream = torch.Stream(device=DEVICE)
         self.api: ModuleType = torch_fsdp if case.get("api") == "fsdp2" else shardwise
         self.ours = self.api is shardwise
-        self.world = case.get("world", 4)
+        self.world = case.get("ranks", 4)
         torch.manual_seed(case.get("seed", 0))
         self.mesh = self.mesh_of()
         self.model: Any = Net(case).to(DEVICE)
@@ -354,7 +354,8 @@ class Run:
             for optimizer in self.optimizers:
                 optimizer.step()
         event = stream.record_event()
-        if not self.case.get("post_optim_event"):
+        others = {"zero", "before", "set", "tensor_parallel"} & set(self.case)  # who read on the current stream
+        if others or not self.case.get("post_optim_event"):
             current.wait_event(event)
         return event
 
@@ -364,7 +365,6 @@ class Run:
             self.memory.clear()
         if self.saving is not None:
             self.saving.wait()
-        self.folder.cleanup()
 
     def fail(self, where: str) -> None:
         """A pass that raises on its way, after which the next one goes on."""
@@ -389,11 +389,11 @@ class Run:
     def save(self, how: str, number: int) -> None:
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
         if how == "host":
-            self.memory = getattr(self, "memory", None) or checkpoints.HostMemory(self.folder.name)
+            self.memory = getattr(self, "memory", None) or checkpoints.HostMemory(self.folder)
             self.memory.save(state, step=number)
         else:
             save = checkpoints.save if how == "save" else checkpoints.save_async
-            saved = save(self.folder.name, state, step=number)
+            saved = save(self.folder, state, step=number)
             self.saving = saved if how == "save_async" else None
 
     def train(self) -> None:
@@ -413,7 +413,7 @@ class Run:
 def world_of(case: Case) -> Iterator[None]:
     """Of ranks that do not exist; of one that does where ranks tell each other something on the host."""
     if case.get("before") not in SAVES:
-        with noop_world(case.get("world", 4)):
+        with noop_world(case.get("ranks", 4)):
             yield
         return
     with _compat.no_process_groups():
@@ -426,8 +426,8 @@ def running(case: Case) -> Iterator[tuple[Findings, Run]]:
     """A run to train, on a simulated device, and what is found meanwhile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with simulated() as found, world_of(case):
-            run = Run(case)
+        with simulated() as found, world_of(case), tempfile.TemporaryDirectory() as folder:
+            run = Run(case, folder)
             found.models.append(run.model)
             yield found, run
             run.end()

@@ -167,6 +167,9 @@ class Simulation:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator of which some tensor, or its result, is on the device."""
+        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made anew
+            with torch.inference_mode(mode=False):
+                return self.run(func, args, kwargs)
         how = operators.of(func)
         if how.communicates:
             return self.functional(func, args, kwargs)
