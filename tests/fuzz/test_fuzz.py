@@ -13,7 +13,13 @@ from fuzz.shrink import shrink
 from ranks import RankPool
 
 # seed and cases
-FIXED = {"fsdp": (21, 15), "sharded_tensor": (12, 40), "compiled": (4, 2), "streams": (1, 40), "disagree": (2, 6)}
+FIXED = {
+    "fsdp": (21, 15),
+    "sharded_tensor": (12, 40),
+    "compiled": (4, 2),
+    "streams": (1, 40),
+    "disagree": (2, 6),
+}
 
 
 @pytest.mark.parametrize("part", FIXED)

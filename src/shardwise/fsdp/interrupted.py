@@ -21,12 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import _compat
+from shardwise.comm.foreach import wait_for_gather
 from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import finalization, read_guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
-from shardwise.fsdp.module_state import ModuleState
+from shardwise.fsdp.module_state import ModuleState, gathers_begun
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.schedule import Schedule
 
@@ -126,6 +127,10 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         def trained() -> set[int]:
             return {_memory(p) for options in optimizer.param_groups for p in options["params"]}
 
+        for ref in gathers_begun:
+            if (group := ref()) is not None and group.gather is not None:
+                wait_for_gather(group.gather)
+        gathers_begun.clear()
         for state in states():
             schedule = state.schedule
             if not state.is_root or schedule is None:

@@ -31,6 +31,7 @@ _LOG = logging.getLogger("shardwise")
 _KEY = "_shardwise_state"
 _UNSHARDED = Form.UNSHARDED
 _alive: weakref.WeakSet[ModuleState] = weakref.WeakSet()
+gathers_begun: list[weakref.ref[ParamGroup]] = []  # by users, since the last optimizer step; they read shards
 
 
 def live_states() -> list[ModuleState]:
@@ -316,6 +317,8 @@ class ModuleState:
             if self.training_state is TrainingState.IDLE:
                 group.drop_stale()
             group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
+            if async_op:
+                gathers_begun.append(weakref.ref(group))
 
     def wait_for_unshard(self) -> None:
         for group in self.groups:

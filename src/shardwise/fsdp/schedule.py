@@ -72,17 +72,16 @@ class Schedule:
         """Let gathers start only after the optimizer step that came before."""
         if self.streams is None:
             return
-        # Reductions that the end of backward did not wait for, with hooks that may be optimizers.
-        if self.reduced and any(param.has_grad_hooks for group in self._groups() for param in group.params):
-            for event in self.reduced.values():
-                self.streams.wait(event)
-                current_stream(self.device).wait_event(event)
-        if self.post_optim_event is not None:
-            self.streams.wait(self.post_optim_event)
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            self.streams.wait(event)
             if not all(group.gathers for group in self._groups()):  # some are brought up to date here
-                current_stream(self.device).wait_event(self.post_optim_event)
-            self.post_optim_event = None
-        else:
+                current_stream(self.device).wait_event(event)
+        # Reductions that the end of backward did not wait for, with hooks that may be optimizers.
+        pending = self.reduced and any(p.has_grad_hooks for group in self._groups() for p in group.params)
+        for reduced in self.reduced.values() if pending else ():
+            current_stream(self.device).wait_event(reduced)
+        if event is None or pending:
             self.follow_computation()
 
     def follow_computation(self) -> None:
@@ -140,7 +139,5 @@ class Schedule:
         for event in self.reduced.values():
             stream.wait_event(event)
         self.reduced.clear()
-        for _, event in self.reduce_inputs:
-            stream.wait_event(event)
-        self.reduce_inputs.clear()
+        self.reduce_inputs.clear()  # which were read before
         self.reduce_shards.clear()

@@ -40,6 +40,8 @@ CHOICES: list[tuple[str, float, list[Any]]] = [
     ("gradients_read", 0.3, [True]),
     ("synchronizes", 0.1, [True]),
     ("stream", 0.2, ["all", "optimizer"]),
+    ("after", 0.1, ["unshard", "unshard_async"]),
+    ("skips", 0.1, [True]),
     ("raises", 0.15, ["forward", "backward"]),
     ("extension", 0.1, [True]),
     ("optimizer", 0.7, ["sgd", "each", "fused", "in_backward", "muon", "8bit", "sharded", "flat"]),
@@ -95,6 +97,8 @@ def mended(case: Case) -> Case:
             case.pop("strategy")
         case.pop("optimizer", None)
         case.pop("clip", None)
+    if case.get("blocks") == 1 or case.get("two_roots"):
+        case.pop("skips", None)
     if case.get("blocks") == 1:
         case.pop("frozen", None)
     if case.get("optimizer") == "in_backward":

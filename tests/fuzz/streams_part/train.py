@@ -64,9 +64,11 @@ class Net(nn.Module):
             self.first.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
             self.blocks[0].tied = self.first.weight  # registered twice under other modules
 
+        self.skips = case.get("skips", False)
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
+        for block in self.blocks[:-1] if self.skips else self.blocks:
             x = block(x)
         return self.head(x)
 
@@ -333,6 +335,9 @@ class Run:
                 for p in self.model.parameters()
                 if p.grad is not None
             ]
+        if case.get("after"):  # gathered for nothing, as the optimizer steps
+            for module in list(self.each())[-2:]:
+                module.unshard(async_op=case["after"] == "unshard_async")
         event = self.update()
         if case.get("post_optim_event"):
             for root in self.roots():
@@ -354,7 +359,9 @@ class Run:
             for optimizer in self.optimizers:
                 optimizer.step()
         event = stream.record_event()
-        others = {"zero", "before", "set", "tensor_parallel"} & set(self.case)  # who read on the current stream
+        others = {"zero", "before", "set", "tensor_parallel"} & set(
+            self.case
+        )  # who read on the current stream
         if others or not self.case.get("post_optim_event"):
             current.wait_event(event)
         return event
