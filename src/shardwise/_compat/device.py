@@ -45,6 +45,18 @@ def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -
     )
 
 
+@contextmanager
+def below_modes() -> Iterator[None]:
+    """Operators are torch's own inside: no mode sees them, and neither autograd nor autocast takes part."""
+    with (
+        torch._C._DisableTorchDispatch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
 def take_over(tensor: Tensor, other: Tensor) -> None:
     """Let `tensor` be over `other`'s memory, with its shape; versions and autograd stay."""
     with torch._C._DisableTorchDispatch():

@@ -7,5 +7,16 @@ a simulated device that tells them; check.py runs code on it, training.py a scri
 from .check import Finding, Findings, simulated
 from .device import NAME as DEVICE
 from .training import StreamsResult, check_streams
+from .values import Difference, Order, all_orders
 
-__all__ = ["DEVICE", "Finding", "Findings", "StreamsResult", "check_streams", "simulated"]
+__all__ = [
+    "DEVICE",
+    "Difference",
+    "Finding",
+    "Findings",
+    "Order",
+    "StreamsResult",
+    "all_orders",
+    "check_streams",
+    "simulated",
+]

@@ -24,6 +24,7 @@ from shardwise.verify.streams.clocks import Operation
 from shardwise.verify.streams.device import Simulation, running_in
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.streams import Event, Stream, active, is_active
+from shardwise.verify.streams.values import Difference, Late, Order
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,13 @@ class Findings:
 
     Attributes:
         findings: each pair of places once.
+        differences: numbers that another order of operations changes, if one was asked for.
         models: whose parameters are called by their names, beside those of sharded modules.
     """
 
     simulation: Simulation = field(init=False)
     findings: list[Finding] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)
     _known: set[tuple[str, str, str, str, bool]] = field(default_factory=set)
 
@@ -77,16 +80,22 @@ class Findings:
         """Take note of a race."""
         if (key := (earlier.name, earlier.place, later.name, later.place, again)) not in self._known:
             self._known.add(key)
-            what = names.name_at(address, self.models) or block.made
-            self.findings.append(Finding(earlier, later, what, again))
+            self.findings.append(Finding(earlier, later, self.name_of(block, address), again))
+
+    def name_of(self, block: Block, address: int) -> str:
+        """What lies there, in words."""
+        return names.name_at(address, self.models) or block.made
 
 
 @contextmanager
-def simulated() -> Iterator[Findings]:
+def simulated(order: Order | None = None) -> Iterator[Findings]:
     """Simulate a device: inside, `torch.device(DEVICE)` has streams, and what is done on it is looked at.
 
     Streams, events, pinned memory and `torch.accelerator.current_stream` are the device's. Compiled functions
     run uncompiled. The device type stays registered with torch for the rest of the process.
+
+    Args:
+        order: everything also runs a second time, in this order; then there are `differences` too.
 
     Raises:
         LifecycleError: a simulation runs already.
@@ -102,7 +111,10 @@ def simulated() -> Iterator[Findings]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(collectives.told_to(simulation))
         stack.enter_context(simulation.mode)
+        late = None if order is None else Late(simulation, order, found.differences)
         yield found
+        if late is not None:
+            late.finish(found.name_of)
 
 
 def _patches(simulation: Simulation) -> list[Any]:

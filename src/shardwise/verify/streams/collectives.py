@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,9 +21,10 @@ from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, stor
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
-from shardwise.verify.streams.clocks import Line, merge
+from shardwise.verify.streams.clocks import Line, Operation, merge
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, memory_of, on_device, on_tensors
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Of these methods the first argument is written and the second read; of all others every tensor is both.
 _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 
@@ -69,6 +72,12 @@ class Collectives:
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """A process group's method in its place."""
 
+        def again(group: dist.ProcessGroup, given: Any, outcome: Any) -> None:
+            args, kwargs = given
+            _wait(original(group, *args, **kwargs))
+            if isinstance(group, NoopGroup):
+                _as_if_alike(name, args, group.size())
+
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in((args, tuple(kwargs.values()))))
             if not any(isinstance(one, SimTensor) for one in tensors):
@@ -76,10 +85,13 @@ class Collectives:
             options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
             asynchronous = bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
             asynchronous = asynchronous or name in ("send", "recv")
-            self.issue(name, group, args, tensors, asynchronous=asynchronous)
+            operation, *touched = self.issue(name, group, args, tensors, asynchronous=asynchronous)
             work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
                 _as_if_alike(name, args, group.size())
+            if self.simulation.late is not None:
+                _wait(work)
+                self.simulation.late.collective(operation, group, again, (args, kwargs), *touched)
             if not asynchronous:
                 return work
             if not isinstance(group, NoopGroup):
@@ -97,8 +109,8 @@ class Collectives:
         *,
         asynchronous: bool,
         written: Sequence[Tensor] | None = None,
-    ) -> None:
-        """Tell the simulation of one collective."""
+    ) -> tuple[Operation, Sequence[Tensor], Sequence[Tensor]]:
+        """Tell the simulation of one collective; what it reads and what it writes."""
         simulation, stream = self.simulation, self.simulation.timeline.current()
         line = stream.line
         if asynchronous:
@@ -120,6 +132,7 @@ class Collectives:
             for tensor in group_of:
                 if isinstance(tensor, SimTensor):
                     simulation.touch(tensor, operation, line, writes=writes)
+        return operation, read, written
 
     def functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A functional collective, which is asynchronous until `wait_tensor`."""
@@ -145,17 +158,32 @@ class Collectives:
             for out, source in zip(tensors_in(result), tensors, strict=False):
                 _fill(name, bare_of(out), memory_of(source), group.size())
         in_place = name.partition(".")[0].endswith(("_", "_out"))
-        self.issue(
-            name,
-            group,
-            (),
-            tensors,
-            asynchronous=True,
-            written=tensors if in_place else [on_device(t) for t in made],
-        )
+        written = tensors if in_place else [on_device(t) for t in made]
+        operation, *touched = self.issue(name, group, (), tensors, asynchronous=True, written=written)
+        if simulation.late is not None:
+            for tensor in tensors_in(result):
+                _WAIT(tensor)
+            again = partial(_functional_again, func)
+            simulation.late.collective(operation, group, again, (args, kwargs), *touched, outcome=written)
         for tensor in made or tensors:
             self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock)
         return on_tensors(result, on_device) if made else args[0]
+
+
+def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: list[Tensor]) -> None:
+    args, kwargs = given
+    name = func.name().partition("::")[2]
+    if isinstance(group, NoopGroup):
+        for out, source in zip(outcome, tensors_in(args), strict=False):
+            _fill(name, out, source, group.size())
+        return
+    for out, result in zip(outcome, tensors_in(func(*args[:-1], group.group_name, **kwargs)), strict=True):
+        out.copy_(_WAIT(result))
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _as_if_alike(name: str, args: Any, ranks: int) -> None:

@@ -74,16 +74,14 @@ class Simulation:
 
     Attributes:
         memory: of the device; `host` is what of the CPU's copies run from or to.
-        put_off: called with an operation, the function that does it over again, and what it reads and writes;
-            for those who run operations in another order.
+        late: told of everything that is done, to do it over again in another order (`values.Late`).
     """
 
     def __init__(self, report: Report) -> None:
         self.timeline = Timeline()
         self.memory, self.host = Memory(report), Memory(report)
-        self.put_off: Callable[..., None] | None = None
+        self.late: Any = None
         self.functional: Callable[[Any, Any, dict[str, Any]], Any] = _no_collectives
-        self.asked_for: Callable[[Tensor, Tensor], None] | None = None  # a value that the host reads
         self.looks_away = False  # from what computes shapes
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -94,19 +92,26 @@ class Simulation:
     def block_of(self, tensor: Tensor) -> Block | None:
         return self.memory.at(span(tensor)[0])
 
-    def allocated(self, storage: torch.UntypedStorage, made: str) -> None:
-        """A storage has memory now, given out on the current stream."""
+    def allocated(self, storage: torch.UntypedStorage, made: str, *, blank: bool = False) -> None:
+        """A storage has memory now, given out on the current stream; `blank` if it has no values yet."""
         block = None
         if storage.nbytes():
             owner = self.timeline.current().line.number
             block = self.memory.allocate(storage.data_ptr(), storage.nbytes(), owner=owner, made=made)
+            if self.late is not None:
+                self.late.allocated(block, storage, blank=blank)
         key = id(storage)
         self._seen[key] = weakref.ref(storage, lambda _: self._freed(key)), block
 
     def _freed(self, key: int) -> None:
         _, block = self._seen.pop(key, (None, None))
         if block is not None:
-            self.memory.free(block, self.timeline.lines[block.owner].last)
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        self.memory.free(block, self.timeline.lines[block.owner].last)
+        if self.late is not None:
+            self.late.freed(block)
 
     def resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """`UntypedStorage.resize_`: memory is given back, other memory taken, on the current stream."""
@@ -122,10 +127,12 @@ class Simulation:
                 self._access(storage.data_ptr(), kept, operation, writes=False)
             result = resize(storage, size)
             if before is not None:
-                self.memory.free(before, self.timeline.lines[before.owner].last)
-            self.allocated(storage, f"resized to {size} bytes at {place_in_code()}")
+                self._free(before)
+            self.allocated(storage, f"resized to {size} bytes at {place_in_code()}", blank=not kept)
             if moves:
                 self._access(storage.data_ptr(), kept, operation, writes=True)
+                if self.late is not None:
+                    self.late.moved(operation, before, self.memory.at(storage.data_ptr()), kept)
             return result
 
         return resize_
@@ -187,21 +194,19 @@ class Simulation:
 
     def _compute(self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
-        again = self.put_off is not None and not how.only_views
-        before = _rng(func) if again else None
+        before = _rng(func) if self.late is not None else None
         result = func(*bare_args, **bare_kwargs)
         reads, writes = how.accesses(args, kwargs)
-        given = {_compat.storage_id(t) for t in _tensors((bare_args, bare_kwargs))}
-        made = [t for t in _tensors(result) if _compat.storage_id(t) not in given]
+        given = {_compat.storage_id(t) for t in tensors_of((bare_args, bare_kwargs))}
+        made = [t for t in tensors_of(result) if _compat.storage_id(t) not in given]
         if how.only_views and not made:
             return on_tensors(result, on_device)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
         copies = leaves or any(not isinstance(t, SimTensor) and t.ndim for t in (*reads, *writes))
         stream = self.timeline.current()
         for tensor in made if not leaves else ():
-            self.allocated(
-                tensor.untyped_storage(), f"{tuple(tensor.shape)} of {how.name} at {place_in_code()}"
-            )
+            what = f"{tuple(tensor.shape)} of {how.name} at {place_in_code()}"
+            self.allocated(tensor.untyped_storage(), what, blank=how.only_allocates)
         operation = None
         if not how.only_allocates:
             operation = self.timeline.issue(stream.line, how.name)
@@ -211,8 +216,8 @@ class Simulation:
                         tensor, operation, stream.line, writes=does_write, copies=copies and not blocking
                     )
         outcome = how.returned(args, kwargs, result, (lambda t: t) if leaves else on_device)
-        if again and operation is not None:
-            self.put_off(operation, func, (args, kwargs, bare_kwargs), outcome, before)  # type: ignore[misc]
+        if self.late is not None and operation is not None:
+            self.late.operator(operation, func, args, kwargs, outcome, before)
         if operation is not None and (how.waits or (copies and blocking)):
             self.timeline.host_waits(dict(stream.line.clock))
         return outcome
@@ -235,13 +240,18 @@ class Simulation:
         pins = kwargs.get("pin_memory")
         if pins:
             kwargs = kwargs | {"pin_memory": False}
+        how = operators.of(func)
+        reads, writes = how.accesses(args, kwargs)
+        if self.late is not None:
+            self.late.host_reads(reads, how.name)
         result = func(*args, **kwargs)
+        if self.late is not None:
+            self.late.host_wrote(writes)
         if pins:
             self._pinned.add(result.untyped_storage())
-        how = operators.of(func)
         if not how.only_views:
             operation = None
-            for tensors, does_write in zip(how.accesses(args, kwargs), (False, True), strict=True):
+            for tensors, does_write in ((reads, False), (writes, True)):
                 for tensor in tensors:
                     low, high = span(tensor)
                     if self.host.at(low) is None:
@@ -268,7 +278,7 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         wanted = kwargs.get("device")
         made_there = wanted is not None and torch.device(wanted).type == NAME
-        if made_there or any(isinstance(t, SimTensor) for t in _tensors((args, kwargs))):
+        if made_there or any(isinstance(t, SimTensor) for t in tensors_of((args, kwargs))):
             return self.simulation.run(func, args, kwargs)
         return self.simulation.on_host(func, args, kwargs)
 
@@ -281,14 +291,14 @@ def _rng(func: Any) -> Tensor | None:
     return torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+        yield from tensors_of(tuple(value.values()))
 
 
 def on_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -12,6 +12,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from shardwise.verify.streams.clocks import Clock, Operation, comes_after, latest
 
@@ -45,6 +46,7 @@ class Block:
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
     guarded: set[int] = field(default_factory=set)  # lines that the allocator was told of (`record_stream`)
+    shadow: Any = None  # of `values`: what lies there where operations run in another order
 
 
 class Memory:
@@ -72,6 +74,10 @@ class Memory:
         pool = self._freed.get(block.owner, {})
         own = [] if last_of_owner is None or not used else [last_of_owner]
         self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *used, *own])
+
+    def living(self) -> list[Block]:
+        """What has not been freed."""
+        return list(self._blocks)
 
     def at(self, address: int) -> Block | None:
         """The block that has this address."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,6 +112,7 @@ class Timeline:
         self._began: Clock = {}  # what came before backward
         self._ended: Clock = {}  # all of what the nodes of this backward have done
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
+        self.waited: Callable[[Clock], None] | None = None  # told what the host waits for
         self._nexts: tuple[int, ...] = ()  # to whom the one that runs gives gradients
 
     @contextmanager
@@ -207,6 +208,8 @@ class Timeline:
     def host_waits(self, clock: Clock) -> None:
         """The host goes on after what `clock` comes after."""
         merge(self.host.clock, clock)
+        if self.waited is not None:
+            self.waited(clock)
 
     def synchronize(self) -> None:
         """The host waits for everything."""

@@ -1,0 +1,458 @@
+"""Do the numbers hold if a simulated device runs its operations in another order, one that its events allow?
+
+There are two worlds of memory. In the first each operator runs at once, in the order of the host: that gives
+shapes, and the numbers to compare with. In the second each block of the device has a shadow. An operation is
+put off and runs over shadows later: when all that its stream's clock comes after has run, and the `Order`
+wants it, or the host waits for it. So an operation that does not wait for another may run before it.
+
+    memory without values  is NaN, in both worlds
+    freed memory           is given out again at once, and in the worst way: when what was allocated later on
+                           the same stream is first used, the freed shadow becomes NaN; and where an operation
+                           then still writes the freed one, the other becomes NaN
+    memory of the host     that copies run from or to without the host waiting has a shadow too
+
+What the host reads is compared, bit for bit, and in the end all memory that is still there. On real ranks
+each collective runs a second time, over shadows, in a group of its own for each stream.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import _compat
+from shardwise.errors import ShardwiseError
+from shardwise.planner.noop_group import NoopGroup
+from shardwise.verify.streams import operators
+from shardwise.verify.streams.clocks import HOST, Clock, Operation, comes_after
+from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, on_tensors, span, tensors_of
+from shardwise.verify.streams.memory import Block
+
+# Twins of process groups, by default group: one that is destroyed leaves its name in the store.
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# Operators that do not read what they write, though by their schema they might.
+_OVERWRITE = ("copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_")
+_STALLS = 0.05  # of the operations
+_NO_VALUE = 255  # in every byte: NaN in each floating dtype
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which operations run as soon as they can. All others run when something that must run needs them.
+
+    Attributes:
+        early: lines (streams by number) whose operations do.
+        others: do those of all other lines, instead of these?
+        stalled: a line and a tick: this operation and what comes after it do not; everything else does.
+        seed: chooses lines, or operations that stall; and which runs first of those that are needed.
+    """
+
+    early: frozenset[int] = frozenset()
+    others: bool = False
+    stalled: tuple[int, int] | None = None
+    seed: int | None = None
+
+    @staticmethod
+    def at_once() -> Order:
+        """Everything runs as soon as it can."""
+        return Order(others=True)
+
+    @staticmethod
+    def as_needed() -> Order:
+        """Nothing runs before the host waits for it."""
+        return Order()
+
+    @staticmethod
+    def first(line: int) -> Order:
+        """What this line does runs as soon as it can, everything else as late as possible."""
+        return Order(frozenset([line]))
+
+    @staticmethod
+    def last(line: int) -> Order:
+        """What this line does runs as late as possible, everything else as soon as it can."""
+        return Order(frozenset([line]), others=True)
+
+    @staticmethod
+    def without(operation: Operation) -> Order:
+        """An operation, of an earlier run of the same code, runs as late as possible, everything else at once.
+
+        Whatever does not wait for it overtakes it, while all that it works on is there.
+        """
+        return Order(stalled=(operation.line, operation.tick))
+
+    @staticmethod
+    def of(seed: int) -> Order:
+        """Some lines are early and some late, or some operations stall."""
+        return Order(seed=seed)
+
+    def runs_at_once(self, job: _Job, stalled: list[Operation], chance: random.Random) -> bool:
+        """Is it run now? If it begins to stall others, it is put among the `stalled`."""
+        own = job.operation
+        if self.seed is None and self.stalled is None:
+            return (own.line in self.early) is not self.others
+        if self.seed is not None and self.seed % 2:
+            often = random.Random(self.seed * 1009 + own.line).choice((0.0, 0.5, 1.0))
+            return chance.random() < often
+        if self.stalled == (own.line, own.tick) or (self.seed is not None and chance.random() < _STALLS):
+            stalled.append(own)
+        return not any(comes_after(job.clock, one) for one in stalled)
+
+
+def all_orders(lines: int, *, seeds: int) -> list[Order]:
+    """Each line first and each last, all at once, all as needed, and some that seeds choose."""
+    of_lines = [order(line) for line in range(HOST + 1, lines) for order in (Order.first, Order.last)]
+    return [Order.at_once(), Order.as_needed(), *of_lines, *map(Order.of, range(seeds))]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number that is another one in this order.
+
+    Attributes:
+        what: a block of memory, or a value.
+        seen: who found it.
+        first: the operation that was the first to compute something else.
+    """
+
+    what: str
+    seen: str
+    first: Operation | None
+
+    def __str__(self) -> str:
+        begins = f"; the first operation with other numbers was {self.first}" if self.first else ""
+        return f"{self.what} is not what the CPU computes, {self.seen}{begins}"
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """An operation that was put off."""
+
+    operation: Operation
+    clock: Clock  # of what must have run before
+    begin: Callable[[], None]
+    run: Callable[[], Any]
+    uses: list[_Shadow]
+    writes: list[_Shadow]
+    begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Shadow:
+    """What lies in a block in the second world.
+
+    Attributes:
+        before: freed ones, of which something was still to run when this was allocated.
+        after: those that were allocated later and are in use.
+        waiting: the operations that are still to run on it.
+    """
+
+    block: Block
+    memory: torch.UntypedStorage
+    real: weakref.ref[torch.UntypedStorage]  # what lies there in the first world
+    before: list[_Shadow] = field(default_factory=list)
+    after: list[_Shadow] = field(default_factory=list)
+    waiting: list[_Job] = field(default_factory=list)
+
+    def forget(self) -> None:
+        self.memory.fill_(_NO_VALUE)
+
+    def may_be_given_out(self) -> bool:
+        """Has the allocator waited for all lines that it was told of (`record_stream`)?"""
+        return not any(job.operation.line in self.block.guarded for job in self.waiting)
+
+
+class Late:
+    """Runs the operations of a simulation a second time, in an order of its own."""
+
+    def __init__(self, simulation: Simulation, order: Order, differences: list[Difference]) -> None:
+        self.simulation, self.order, self.differences = simulation, order, differences
+        self._chance = random.Random(order.seed or 0)
+        self._waiting: dict[int, deque[_Job]] = {}  # by line
+        self._freed: dict[int, list[_Shadow]] = {}  # by owner, with something still to run
+        self._stalled: list[Operation] = []
+        self._first: Operation | None = None
+        simulation.late, simulation.timeline.waited = self, self.run_until
+
+    # Memory
+
+    def allocated(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
+        """A block was given out. If it has no values yet, it gets none in the first world either."""
+        if blank:
+            storage.fill_(_NO_VALUE)
+        freed = self._freed[block.owner] = [one for one in self._freed.get(block.owner, ()) if one.waiting]
+        block.shadow = _Shadow(block, torch.UntypedStorage(storage.nbytes()), weakref.ref(storage))
+        block.shadow.before = list(freed)
+        block.shadow.forget()
+
+    def freed(self, block: Block) -> None:
+        """A block goes back to where it came from."""
+        if block.shadow is not None:
+            self._freed.setdefault(block.owner, []).append(block.shadow)
+
+    def _shadow_of(self, tensor: Tensor) -> _Shadow | None:
+        low, _ = span(tensor)
+        simulation = self.simulation
+        block = (simulation.memory if isinstance(tensor, SimTensor) else simulation.host).at(low)
+        if block is None:
+            return None
+        if block.shadow is None:  # memory of the host, from now on with a world of its own
+            storage = tensor.untyped_storage()
+            block.shadow = _Shadow(block, storage.clone(), weakref.ref(storage))
+        return block.shadow  # type: ignore[no-any-return]
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """The same tensor in the second world; a copy of one of the host that is not looked at."""
+        with _compat.below_modes():
+            shadow = self._shadow_of(tensor) if tensor.numel() else None
+            if shadow is None:
+                return bare_of(tensor).clone()
+            offset = (span(tensor)[0] - shadow.block.low) // tensor.element_size()
+            twin = torch.empty(0, dtype=tensor.dtype)
+            return twin.set_(shadow.memory, offset, tensor.shape, tensor.stride())
+
+    # What is put off
+
+    def operator(
+        self, operation: Operation, func: Any, args: Any, kwargs: Any, outcome: Any, random_state: Tensor | None
+    ) -> None:
+        """An operator has run in the first world: put it off in the second."""
+        how = operators.of(func)
+        reads, writes = how.accesses(args, kwargs)
+        if how.name in _OVERWRITE:
+            reads = [t for t in reads if all(t is not one for one in writes)]
+        twin = _Memo(self._twin)
+        given, named = on_tensors(args, twin), on_tensors(kwargs, twin)
+
+        def again() -> Any:
+            if random_state is None:
+                return func(*given, **named)
+            now = torch.get_rng_state()
+            torch.set_rng_state(random_state)
+            try:
+                return func(*given, **named)
+            finally:
+                torch.set_rng_state(now)
+
+        self._put_off(operation, again, twin, reads, writes, outcome)
+
+    def collective(
+        self,
+        operation: Operation,
+        group: dist.ProcessGroup,
+        again: Callable[..., Any],
+        given: Any,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        outcome: Any = None,
+    ) -> None:
+        """A collective has run in the first world; `again(group, given, outcome)` runs it over other memory."""
+        twin = _Memo(self._twin)
+        twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
+        twin_group = self._twin_group(group, operation.line)
+        self._put_off(operation, lambda: again(twin_group, twins, results), twin, read, written, outcome)
+
+    def moved(self, operation: Operation, before: Block, block: Block, nbytes: int) -> None:
+        """A storage with values was resized."""
+        old, new = _of_bytes(before.shadow.memory)[:nbytes], _of_bytes(block.shadow.memory)[:nbytes]
+        shadows = [before.shadow, block.shadow]
+        self._wait_for_turn(operation, lambda: new.copy_(old), shadows, [block.shadow], begin=_begin([old], [new]))
+
+    def _twin_group(self, group: dist.ProcessGroup, line: int) -> dist.ProcessGroup:
+        """The same ranks, for the second world: messages of the two never meet, nor do those of two streams."""
+        if isinstance(group, NoopGroup):
+            return group
+        made = _groups.setdefault(dist.group.WORLD, {})
+        key = group.group_name, line
+        if key not in made:
+            self.run_all()  # making a group waits for the other ranks, who may wait for this one
+            ranks = dist.get_process_group_ranks(group)
+            made[key] = dist.new_group(ranks, use_local_synchronization=True)
+        return made[key]
+
+    def _put_off(
+        self,
+        operation: Operation,
+        again: Callable[[], Any],
+        twin: _Memo,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        outcome: Any,
+    ) -> None:
+        returned = [twin(t) for t in tensors_of(outcome)]
+        value = outcome if isinstance(outcome, (bool, int, float, complex)) else None
+        changed = {id(t): t for t in (*written, *tensors_of(outcome)) if t.numel()}
+        expected = [(twin(t), self._shadow_of(t) is None, _bytes(t)) for t in changed.values()]
+
+        def run() -> None:
+            try:
+                result = again()
+            except (RuntimeError, IndexError) as error:
+                return self._differs(f"what {operation} computes", f"as it fails: {error}", operation)
+            for to, made in zip(returned, tensors_of(result), strict=False):
+                if to.shape != made.shape:
+                    return self._differs(f"the shape of what {operation} computes", f"but {made.shape}", operation)
+                if to.data_ptr() != made.data_ptr():
+                    to.copy_(made)
+            if value is not None and result != value and value == value:
+                self._differs(f"what the host reads in {operation}", f"but {result} instead of {value}", operation)
+            for now, read_by_host, was in expected:
+                if not torch.equal(_bytes(now), was):
+                    self._first = self._first or operation
+                    if read_by_host:
+                        self._differs("what the host reads", f"in {operation}", operation)
+
+        kept = {id(t): twin(t) for t in read if t.numel()}
+        begin = _begin(list(kept.values()), [twin(t) for key, t in changed.items() if key not in kept])
+        uses = [shadow for t in twin.asked if t.numel() and (shadow := self._shadow_of(t))]
+        writes = [shadow for t in changed.values() if (shadow := self._shadow_of(t))]
+        self._wait_for_turn(operation, run, uses, writes, begin=begin)
+
+    def _wait_for_turn(
+        self,
+        operation: Operation,
+        run: Callable[[], Any],
+        uses: list[_Shadow],
+        writes: list[_Shadow],
+        *,
+        begin: Callable[[], None],
+    ) -> None:
+        clock = dict(self.simulation.timeline.lines[operation.line].clock)
+        job = _Job(operation, clock, begin, run, list(dict.fromkeys(uses)), list(dict.fromkeys(writes)))
+        self._waiting.setdefault(operation.line, deque()).append(job)
+        for shadow in job.uses:
+            shadow.waiting.append(job)
+        if self.order.runs_at_once(job, self._stalled, self._chance):
+            self.run_until(clock)
+        self._begin_what_can()
+
+    # Running
+
+    def run_until(self, clock: Clock) -> None:
+        """Run what comes before `clock`, and nothing else."""
+        while wanted := [
+            jobs[0]
+            for line, jobs in self._waiting.items()
+            if jobs and jobs[0].operation.tick <= clock.get(line, 0)
+        ]:
+            ready = [job for job in wanted if self._is_ready(job)]
+            if not ready:
+                raise ShardwiseError(f"operations wait for one another: {', '.join(map(str, wanted))}")
+            self._run(self._chance.choice(ready))
+
+    def run_all(self) -> None:
+        self.run_until({line: jobs[-1].operation.tick for line, jobs in self._waiting.items() if jobs})
+
+    def _is_ready(self, job: _Job) -> bool:
+        return all(
+            jobs[0] is job or jobs[0].operation.tick > job.clock.get(line, 0)
+            for line, jobs in self._waiting.items()
+            if jobs
+        )
+
+    def _begin_what_can(self) -> None:
+        """What could run now may have begun: what it will write is no value until it has."""
+        for jobs in self._waiting.values():
+            if jobs and not jobs[0].begun and self._is_ready(jobs[0]):
+                job, jobs[0].begun = jobs[0], True
+                self._use(job, job.begin)
+
+    def _run(self, job: _Job) -> None:
+        self._waiting[job.operation.line].popleft()
+        if job.operation in self._stalled:
+            self._stalled.remove(job.operation)
+        for shadow in job.uses:
+            shadow.waiting.remove(job)
+        self._use(job, job.run)
+        self._begin_what_can()
+
+    def _use(self, job: _Job, action: Callable[[], Any]) -> None:
+        with _compat.below_modes():
+            for shadow in job.uses:
+                shadow.before = [freed for freed in shadow.before if freed.waiting]
+                for freed in shadow.before:
+                    if freed.may_be_given_out():
+                        freed.forget()
+                        if shadow not in freed.after:
+                            freed.after.append(shadow)
+            action()
+            for shadow in job.writes:
+                for later in shadow.after:
+                    later.forget()
+
+    # Comparing
+
+    def host_reads(self, tensors: Iterable[Tensor], name: str) -> None:
+        """The host is about to read memory of its own."""
+        for tensor in tensors:
+            block = self.simulation.host.at(span(tensor)[0])
+            if block is not None and block.shadow is not None and not torch.equal(_bytes(self._twin(tensor)), _bytes(tensor)):
+                writers = [job.operation for job in block.shadow.waiting if block.shadow in job.writes]
+                self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
+
+    def host_wrote(self, tensors: Iterable[Tensor]) -> None:
+        """The host has written memory of its own, at once."""
+        for tensor in tensors:
+            block = self.simulation.host.at(span(tensor)[0])
+            if block is not None and block.shadow is not None:
+                with _compat.below_modes():
+                    self._twin(tensor).copy_(tensor)
+
+    def finish(self, name: Callable[[Block, int], str]) -> None:
+        """Run what is left, and compare all memory that is still there."""
+        self.run_all()
+        for block in (*self.simulation.memory.living(), *self.simulation.host.living()):
+            shadow = block.shadow
+            real = None if shadow is None else shadow.real()
+            if real is not None and not torch.equal(_of_bytes(real), _of_bytes(shadow.memory)):
+                self._differs(name(block, block.low), "in the end", self._first)
+
+    def _differs(self, what: str, seen: str, first: Operation | None) -> None:
+        self._first = self._first or first
+        self.differences.append(Difference(what, seen, self._first))
+
+
+def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
+    """What an operation has done when it has begun: destroyed what it will write, but for what it reads."""
+
+    def begin() -> None:
+        kept = [(tensor, tensor.clone()) for tensor in reads]
+        for tensor in overwrites:
+            none = torch.full((tensor.element_size(),), _NO_VALUE, dtype=torch.uint8).view(tensor.dtype)
+            tensor.copy_(none.expand(tensor.shape) if tensor.dtype != torch.bool else torch.ones_like(tensor))
+        for tensor, values in kept:
+            tensor.copy_(values)
+
+    return begin
+
+
+class _Memo:
+    """The twins of an operation's tensors, one for each."""
+
+    def __init__(self, twin: Callable[[Tensor], Tensor]) -> None:
+        self._make, self._made = twin, dict[int, Tensor]()
+        self.asked: list[Tensor] = []
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = self._make(tensor)
+            self.asked.append(tensor)
+        return self._made[id(tensor)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A copy of a tensor's values, bit for bit."""
+    with _compat.below_modes():
+        return bare_of(tensor).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _of_bytes(storage: torch.UntypedStorage) -> Tensor:
+    with _compat.below_modes():
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
