@@ -1,4 +1,4 @@
-"""Casts for a gather run beside computation: on the stream that copies in, or that gathers. On the simulated device."""
+"""Casts for a gather run beside computation, on the stream that copies in or gathers (a simulated one)."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class RowsParam(ShardedParam):
         return (
             f"{here()}: '{self.name}' {what}, but the contiguous layout gathers plain memory in place: each"
             f" rank sends the rows that it holds, which may be none, and {PRE} would need an equal share on"
-            f' every rank. Use layout="interleaved" for this module; others may stay contiguous. Weights of'
-            " torchao's float8 training may too, with enable_fsdp_float8_all_gather=False: they are then plain,"
+            ' every rank. Use layout="interleaved" for this module; others may stay contiguous. So may'
+            " weights of torchao's float8 training with enable_fsdp_float8_all_gather=False: these are plain,"
             " and cast after the gather"
         )
 
