@@ -22,6 +22,8 @@ TRIALS ?= 300
 SEED   ?= 0
 PART   ?= all
 MODE   ?= numbers
+DEVICE ?=
+MINUTES ?= 9
 
 TRAIN_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) \
 	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) \
@@ -34,7 +36,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients finetune test fuzz faults soak lint bench verify docs clean
+.PHONY: help train recommender clients finetune test fuzz faults soak lint bench gpu verify docs clean
 .DEFAULT_GOAL := help
 
 SHOWN = $(foreach name,$(sort $(shell sed -nE 's/^[a-z]+:.*## .* : //p' Makefile)),$(name)=$($(name)))
@@ -112,6 +114,9 @@ docs: $(VENV)/.installed-docs ## the documentation site, build/site/index.html; 
 
 bench: $(VENV)/.installed ## every benchmark against torch, about 20 minutes
 	$(BIN)/python benchmarks/run_all.py
+
+gpu: $(VENV)/.installed-dev ## every accelerator here, checked and measured in MINUTES; DEVICE=sim: a simulated one : DEVICE MINUTES ARGS
+	$(BIN)/python benchmarks/gpu.py $(if $(DEVICE),--device $(DEVICE)) --minutes $(MINUTES) $(ARGS)
 
 clean: ## remove what make and the tools created
 	rm -rf .venv .venv-*.*.* runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

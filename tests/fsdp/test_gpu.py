@@ -1,28 +1,42 @@
-"""The accelerator path on one real device: the same numbers as FSDP2 and as the unsharded model.
+"""The first thing to run on a new kind of device: is training on it what FSDP2 makes of it?
 
-Two NCCL ranks cannot share a device, so the world is one rank: gathers and reductions become copies,
-but streams, events, prefetching, casts and offloading run as they do in a larger job.
+    pytest tests/fsdp/test_gpu.py -m gpu      # on the accelerator that is here
+    make gpu                                  # these, then all of it on every device, with figures
+
+One rank on one device, as two NCCL ranks cannot share one: gathers and reductions become copies, but
+streams, events, prefetching, casts and offloading run as they do in a larger job. Every test runs on the
+simulated device too, where each operation must wait for what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as peer
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from fsdp.models import Net
 from ranks import on_ranks
+from shardwise.verify.streams import DEVICE, simulated
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+THERE = torch.accelerator.is_available()
+on_a_device = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "accelerator",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an accelerator")],
+        ),
+        "sim",
+    ],
+)
 
 OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "plain": lambda api: {},
@@ -32,69 +46,114 @@ OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "offloaded": lambda api: {"offload_policy": api.CPUOffloadPolicy()},
 }
+BY_ROWS = {"layout": "contiguous"}
+STEPS = {"accelerator": 10, "sim": 3}
 
 
-def train(api: Any, options: dict[str, Any], *, clip: bool = True) -> list[torch.Tensor]:
-    mesh = init_device_mesh("cuda", (1,))
-    net: nn.Module = Net(blocks=4, width=64)
+@contextmanager
+def mesh_on(device: str) -> Iterator[DeviceMesh]:
+    """A mesh of the one device. At the end of a simulation nothing must have run before what it needs."""
+    if device == "sim":
+        with simulated() as found:
+            yield init_device_mesh(DEVICE, (1,))
+        assert list(map(str, found.findings)) == []
+        return
+    there = torch.accelerator.current_accelerator()
+    assert there is not None
+    group = dist.new_group(backend=f"cpu:gloo,{there.type}:{dist.get_default_backend_for_device(there)}")
+    yield DeviceMesh.from_group(group, there.type)
+
+
+def sharded(api: Any, mesh: DeviceMesh, *, width: int, **options: Any) -> Net:
+    """A model on the mesh's device, with a group for each block and one for the rest."""
+    net = Net(blocks=4, width=width).to(mesh.device_type)
     for block in net.blocks:
         api.fully_shard(block, mesh=mesh, **options)
     api.fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def train(net: nn.Module, device: str, *, clip: bool) -> list[torch.Tensor]:
+    """Losses and whole parameters of AdamW's first steps."""
+    there = DEVICE if device == "sim" else torch.accelerator.current_accelerator()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(10):
-        loss = net(torch.randn(8, 64, generator=generator)).square().mean()
+    for _ in range(STEPS[device]):
+        loss = net(torch.randn(8, 64, generator=generator).to(there)).square().mean()
         loss.backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().cpu())
-    return [*losses, *(p.full_tensor().cpu() for p in net.parameters())]
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
+    return [*losses, *(p.detach().cpu() for p in whole)]
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_training_on_a_device_equals_torchs(options: str) -> None:
-    ours = train(shardwise, OPTIONS[options](shardwise))
-    theirs = train(peer, OPTIONS[options](peer))
+def trained(api: Any, device: str, options: dict[str, Any], *, clip: bool = True) -> list[torch.Tensor]:
+    if api is not peer:
+        with mesh_on(device) as mesh:
+            return train(sharded(api, mesh, width=64, **options), device, clip=clip)
+    with simulated() if device == "sim" else mesh_on(device) as it:  # torch's own waits are torch's
+        mesh = init_device_mesh(DEVICE, (1,)) if device == "sim" else it
+        return train(sharded(api, mesh, width=64, **options), device, clip=clip)
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other)
 
 
 @on_ranks(1)
+@on_a_device
+@pytest.mark.parametrize("options", OPTIONS)
+def test_training_on_a_device_equals_torchs(device: str, options: str) -> None:
+    ours = trained(shardwise, device, OPTIONS[options](shardwise))
+    assert_equal(ours, trained(peer, device, OPTIONS[options](peer)))
+
+
+@on_ranks(1)
+@on_a_device
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero1", "ddp"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_training_by_rows_on_a_device_equals_torchs(options: str, strategy: str) -> None:
+def test_training_by_rows_on_a_device_equals_torchs(device: str, options: str, strategy: str) -> None:
     """Without clipping, whose norm adds the parameters' squares in another order."""
-    by_rows = {"layout": "contiguous", "strategy": strategy}
-    ours = train(shardwise, OPTIONS[options](shardwise) | by_rows, clip=False)
-    theirs = train(peer, OPTIONS[options](peer), clip=False)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, other)
+    by_rows = BY_ROWS | {"strategy": strategy}
+    ours = trained(shardwise, device, OPTIONS[options](shardwise) | by_rows, clip=False)
+    assert_equal(ours, trained(peer, device, OPTIONS[options](peer), clip=False))
 
 
 @on_ranks(1)
-def test_clipped_training_by_rows_on_a_device_stays_within_rounding_of_torchs() -> None:
-    ours = train(shardwise, {"layout": "contiguous"})
-    theirs = train(peer, {})
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)  # 10 AdamW steps from a rounded norm
-
-
-@on_ranks(1)
+@on_a_device
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_device_memory_returns_to_what_is_sharded(layout: str) -> None:
-    mesh = init_device_mesh("cuda", (1,))
-    net = Net(blocks=4, width=256)
-    for block in net.blocks:
-        shardwise.fully_shard(block, mesh=mesh, layout=layout)
-    shardwise.fully_shard(net, mesh=mesh, layout=layout)
-    resting = []
-    for _ in range(5):
-        net(torch.randn(8, 256)).sum().backward()
-        net.zero_grad()
-        torch.cuda.synchronize()
-        resting.append(torch.cuda.memory_allocated())
+def test_training_on_a_device_equals_the_unsharded_models(device: str, layout: str) -> None:
+    ours = trained(shardwise, device, {"layout": layout}, clip=False)
+    with simulated() if device == "sim" else mesh_on(device):
+        there = DEVICE if device == "sim" else torch.accelerator.current_accelerator()
+        theirs = train(Net(blocks=4, width=64).to(there), device, clip=False)
+    assert_equal(ours, theirs)
+
+
+@on_ranks(1)
+@on_a_device
+def test_clipped_training_by_rows_on_a_device_stays_within_rounding_of_torchs(device: str) -> None:
+    ours = trained(shardwise, device, BY_ROWS)
+    theirs = trained(peer, device, {})
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)  # AdamW steps from a rounded norm
+
+
+@on_ranks(1)
+@on_a_device
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_device_memory_returns_to_what_is_sharded(device: str, layout: str) -> None:
+    with mesh_on(device) as mesh:
+        net = sharded(shardwise, mesh, width=256, layout=layout)
+        resting = []
+        for _ in range(5):
+            net(torch.randn(8, 256).to(mesh.device_type)).sum().backward()
+            net.zero_grad()
+            torch.accelerator.synchronize()
+            resting.append(torch.get_device_module(mesh.device_type).memory_allocated())
     assert resting[1:] == [resting[1]] * 4
