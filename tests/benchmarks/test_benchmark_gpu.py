@@ -74,7 +74,7 @@ def test_a_wait_that_is_missing_fails_though_the_numbers_are_right() -> None:
         checks, waits = checked("bf16, gradients reduced in fp32")
     assert all(check.passed for check in checks)
     assert not waits.passed
-    assert "does not wait for that" in waits.found
+    assert "do not, the first of them in" in waits.found
 
 
 def test_the_verdict_names_what_failed_and_ends_the_page() -> None:
