@@ -63,6 +63,12 @@ def take_over(tensor: Tensor, other: Tensor) -> None:
         tensor.data = other
 
 
+def wait_for_collective(tensor: Tensor) -> Tensor:
+    """What a functional collective returned, once it is there; the public form waits at other times too."""
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
+    return waited
+
+
 def autograd_node() -> Any:
     """The node that autograd runs now, None outside of backward; profilers have it, users have not."""
     return torch._C._current_autograd_node()

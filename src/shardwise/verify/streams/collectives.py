@@ -13,18 +13,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, storage_id
+from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, storage_id, wait_for_collective
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
 from shardwise.verify.streams.clocks import Line, Operation, merge
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, memory_of, on_device, on_tensors
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Of these methods the first argument is written and the second read; of all others every tensor is both.
 _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 
@@ -162,7 +160,7 @@ class Collectives:
         operation, *touched = self.issue(name, group, (), tensors, asynchronous=True, written=written)
         if simulation.late is not None:
             for tensor in tensors_in(result):
-                _WAIT(tensor)
+                wait_for_collective(tensor)
             again = partial(_functional_again, func)
             simulation.late.collective(operation, group, again, (args, kwargs), *touched, outcome=written)
         for tensor in made or tensors:
@@ -178,7 +176,7 @@ def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: 
             _fill(name, out, source, group.size())
         return
     for out, result in zip(outcome, tensors_in(func(*args[:-1], group.group_name, **kwargs)), strict=True):
-        out.copy_(_WAIT(result))
+        out.copy_(wait_for_collective(result))
 
 
 def _wait(work: Any) -> None:

@@ -35,6 +35,9 @@ class SimTensor(Tensor):
     is_plain_memory = True  # for `_compat.is_plain`
     __torch_function__ = _compat.NO_TORCH_FUNCTION
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{memory_of(self)!r} on the simulated device"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
