@@ -6,8 +6,9 @@ a simulated device that tells them; check.py runs code on it, training.py a scri
 
 from .check import Finding, Findings, simulated
 from .device import NAME as DEVICE
+from .orders import Order, all_orders
 from .training import StreamsResult, check_streams
-from .values import Difference, Order, all_orders
+from .values import Difference
 
 __all__ = [
     "DEVICE",

@@ -23,8 +23,9 @@ from shardwise.verify.streams import collectives, names
 from shardwise.verify.streams.clocks import Operation
 from shardwise.verify.streams.device import Simulation, running_in
 from shardwise.verify.streams.memory import Block
+from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.streams import Event, Stream, active, is_active
-from shardwise.verify.streams.values import Difference, Late, Order
+from shardwise.verify.streams.values import Difference, Late
 
 
 @dataclass(frozen=True)

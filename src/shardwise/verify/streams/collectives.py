@@ -70,15 +70,19 @@ class Collectives:
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """A process group's method in its place."""
 
-        def again(group: dist.ProcessGroup, given: Any, outcome: Any) -> None:
+        def again(group: dist.ProcessGroup, given: Any, outcome: Any) -> Any:
             args, kwargs = given
-            _wait(original(group, *args, **kwargs))
+            work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
                 _as_if_alike(name, args, group.size())
+            return work
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in((args, tuple(kwargs.values()))))
+            late = self.simulation.late
             if not any(isinstance(one, SimTensor) for one in tensors):
+                if late is not None:
+                    late.run_all()  # in the host's own collectives nobody answers
                 return original(group, *args, **kwargs)
             options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
             asynchronous = bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
@@ -87,9 +91,9 @@ class Collectives:
             work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
                 _as_if_alike(name, args, group.size())
-            if self.simulation.late is not None:
-                _wait(work)
-                self.simulation.late.collective(operation, group, again, (args, kwargs), *touched)
+            if late is not None:
+                late.peers.wait(work)
+                late.collective(operation, group, again, (args, kwargs), *touched)
             if not asynchronous:
                 return work
             if not isinstance(group, NoopGroup):
@@ -163,6 +167,8 @@ class Collectives:
                 wait_for_collective(tensor)
             again = partial(_functional_again, func)
             simulation.late.collective(operation, group, again, (args, kwargs), *touched, outcome=written)
+            if not isinstance(group, NoopGroup):
+                simulation.late.run_all()  # its wait cannot answer others
         for tensor in made or tensors:
             self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock)
         return on_tensors(result, on_device) if made else args[0]
@@ -177,11 +183,6 @@ def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: 
         return
     for out, result in zip(outcome, tensors_in(func(*args[:-1], group.group_name, **kwargs)), strict=True):
         out.copy_(wait_for_collective(result))
-
-
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _as_if_alike(name: str, args: Any, ranks: int) -> None:

@@ -129,13 +129,13 @@ class Simulation:
                 operation = self.timeline.issue(self.timeline.current().line, "resize_")
                 self._access(storage.data_ptr(), kept, operation, writes=False)
             result = resize(storage, size)
+            self.allocated(storage, f"resized to {size} bytes at {place_in_code()}", blank=not kept)
             if before is not None:
                 self._free(before)
-            self.allocated(storage, f"resized to {size} bytes at {place_in_code()}", blank=not kept)
             if moves:
                 self._access(storage.data_ptr(), kept, operation, writes=True)
                 if self.late is not None:
-                    self.late.moved(operation, before, self.memory.at(storage.data_ptr()), kept)
+                    self.late.moved(operation, before, self.memory.at(storage.data_ptr()), storage, kept)
             return result
 
         return resize_

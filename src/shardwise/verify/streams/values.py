@@ -30,86 +30,16 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardwiseError
-from shardwise.planner.noop_group import NoopGroup
 from shardwise.verify.streams import operators
-from shardwise.verify.streams.clocks import HOST, Clock, Operation, comes_after
+from shardwise.verify.streams.clocks import Clock, Operation
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, on_tensors, span, tensors_of
 from shardwise.verify.streams.memory import Block
+from shardwise.verify.streams.orders import Order
+from shardwise.verify.streams.peers import Peers
 
-# Twins of process groups, by default group: one that is destroyed leaves its name in the store.
-_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 # Operators that do not read what they write, though by their schema they might.
 _OVERWRITE = ("copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_")
-_STALLS = 0.05  # of the operations
 _NO_VALUE = 255  # in every byte: NaN in each floating dtype
-
-
-@dataclass(frozen=True)
-class Order:
-    """Which operations run as soon as they can. All others run when something that must run needs them.
-
-    Attributes:
-        early: lines (streams by number) whose operations do.
-        others: do those of all other lines, instead of these?
-        stalled: a line and a tick: this operation and what comes after it do not; everything else does.
-        seed: chooses lines, or operations that stall; and which runs first of those that are needed.
-    """
-
-    early: frozenset[int] = frozenset()
-    others: bool = False
-    stalled: tuple[int, int] | None = None
-    seed: int | None = None
-
-    @staticmethod
-    def at_once() -> Order:
-        """Everything runs as soon as it can."""
-        return Order(others=True)
-
-    @staticmethod
-    def as_needed() -> Order:
-        """Nothing runs before the host waits for it."""
-        return Order()
-
-    @staticmethod
-    def first(line: int) -> Order:
-        """What this line does runs as soon as it can, everything else as late as possible."""
-        return Order(frozenset([line]))
-
-    @staticmethod
-    def last(line: int) -> Order:
-        """What this line does runs as late as possible, everything else as soon as it can."""
-        return Order(frozenset([line]), others=True)
-
-    @staticmethod
-    def without(operation: Operation) -> Order:
-        """An operation, of an earlier run of the same code, runs as late as possible, everything else at once.
-
-        Whatever does not wait for it overtakes it, while all that it works on is there.
-        """
-        return Order(stalled=(operation.line, operation.tick))
-
-    @staticmethod
-    def of(seed: int) -> Order:
-        """Some lines are early and some late, or some operations stall."""
-        return Order(seed=seed)
-
-    def runs_at_once(self, job: _Job, stalled: list[Operation], chance: random.Random) -> bool:
-        """Is it run now? If it begins to stall others, it is put among the `stalled`."""
-        own = job.operation
-        if self.seed is None and self.stalled is None:
-            return (own.line in self.early) is not self.others
-        if self.seed is not None and self.seed % 2:
-            often = random.Random(self.seed * 1009 + own.line).choice((0.0, 0.5, 1.0))
-            return chance.random() < often
-        if self.stalled == (own.line, own.tick) or (self.seed is not None and chance.random() < _STALLS):
-            stalled.append(own)
-        return not any(comes_after(job.clock, one) for one in stalled)
-
-
-def all_orders(lines: int, *, seeds: int) -> list[Order]:
-    """Each line first and each last, all at once, all as needed, and some that seeds choose."""
-    of_lines = [order(line) for line in range(HOST + 1, lines) for order in (Order.first, Order.last)]
-    return [Order.at_once(), Order.as_needed(), *of_lines, *map(Order.of, range(seeds))]
 
 
 @dataclass(frozen=True)
@@ -142,6 +72,7 @@ class _Job:
     uses: list[_Shadow]
     writes: list[_Shadow]
     begun: bool = False
+    runs: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +83,7 @@ class _Shadow:
         before: freed ones, of which something was still to run when this was allocated.
         after: those that were allocated later and are in use.
         waiting: the operations that are still to run on it.
+        is_new_on_host: what was there before the operation that is put off now is not known.
     """
 
     block: Block
@@ -160,9 +92,10 @@ class _Shadow:
     before: list[_Shadow] = field(default_factory=list)
     after: list[_Shadow] = field(default_factory=list)
     waiting: list[_Job] = field(default_factory=list)
+    is_new_on_host: bool = False
 
     def forget(self) -> None:
-        self.memory.fill_(_NO_VALUE)
+        _forget(self.memory)
 
     def may_be_given_out(self) -> bool:
         """Has the allocator waited for all lines that it was told of (`record_stream`)?"""
@@ -178,6 +111,7 @@ class Late:
         self._waiting: dict[int, deque[_Job]] = {}  # by line
         self._freed: dict[int, list[_Shadow]] = {}  # by owner, with something still to run
         self._stalled: list[Operation] = []
+        self.peers = Peers()
         self._first: Operation | None = None
         simulation.late, simulation.timeline.waited = self, self.run_until
 
@@ -186,7 +120,7 @@ class Late:
     def allocated(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
         """A block was given out. If it has no values yet, it gets none in the first world either."""
         if blank:
-            storage.fill_(_NO_VALUE)
+            _forget(storage)
         freed = self._freed[block.owner] = [one for one in self._freed.get(block.owner, ()) if one.waiting]
         block.shadow = _Shadow(block, torch.UntypedStorage(storage.nbytes()), weakref.ref(storage))
         block.shadow.before = list(freed)
@@ -205,7 +139,7 @@ class Late:
             return None
         if block.shadow is None:  # memory of the host, from now on with a world of its own
             storage = tensor.untyped_storage()
-            block.shadow = _Shadow(block, storage.clone(), weakref.ref(storage))
+            block.shadow = _Shadow(block, storage.clone(), weakref.ref(storage), is_new_on_host=True)
         return block.shadow  # type: ignore[no-any-return]
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -221,7 +155,13 @@ class Late:
     # What is put off
 
     def operator(
-        self, operation: Operation, func: Any, args: Any, kwargs: Any, outcome: Any, random_state: Tensor | None
+        self,
+        operation: Operation,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        outcome: Any,
+        random_state: Tensor | None,
     ) -> None:
         """An operator has run in the first world: put it off in the second."""
         how = operators.of(func)
@@ -253,29 +193,31 @@ class Late:
         written: Sequence[Tensor],
         outcome: Any = None,
     ) -> None:
-        """A collective has run in the first world; `again(group, given, outcome)` runs it over other memory."""
+        """A collective has run in the first world; `again(group, given, outcome)` does it over again."""
         twin = _Memo(self._twin)
         twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
-        twin_group = self._twin_group(group, operation.line)
-        self._put_off(operation, lambda: again(twin_group, twins, results), twin, read, written, outcome)
+        twin_group = self.peers.twin(group, operation.line, self.run_all)
+        name = self.peers.name(twin_group)
+        clock = dict(self.simulation.timeline.lines[operation.line].clock)
 
-    def moved(self, operation: Operation, before: Block, block: Block, nbytes: int) -> None:
-        """A storage with values was resized."""
+        def run() -> None:
+            self.peers.put_off.pop(name)
+            self.peers.wait(again(twin_group, twins, results), name)
+
+        self.peers.put_off[name] = lambda: self.run_until(clock)
+        self._put_off(operation, run, twin, read, written, outcome)
+
+    def moved(
+        self, operation: Operation, before: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
+    ) -> None:
+        """A storage was resized that had values; so many bytes of them are kept."""
+        with _compat.below_modes():
+            _of_bytes(storage)[nbytes:].fill_(_NO_VALUE)
         old, new = _of_bytes(before.shadow.memory)[:nbytes], _of_bytes(block.shadow.memory)[:nbytes]
         shadows = [before.shadow, block.shadow]
-        self._wait_for_turn(operation, lambda: new.copy_(old), shadows, [block.shadow], begin=_begin([old], [new]))
-
-    def _twin_group(self, group: dist.ProcessGroup, line: int) -> dist.ProcessGroup:
-        """The same ranks, for the second world: messages of the two never meet, nor do those of two streams."""
-        if isinstance(group, NoopGroup):
-            return group
-        made = _groups.setdefault(dist.group.WORLD, {})
-        key = group.group_name, line
-        if key not in made:
-            self.run_all()  # making a group waits for the other ranks, who may wait for this one
-            ranks = dist.get_process_group_ranks(group)
-            made[key] = dist.new_group(ranks, use_local_synchronization=True)
-        return made[key]
+        self._wait_for_turn(
+            operation, lambda: new.copy_(old), shadows, [block.shadow], begin=_begin([old], [new])
+        )
 
     def _put_off(
         self,
@@ -292,23 +234,29 @@ class Late:
         expected = [(twin(t), self._shadow_of(t) is None, _bytes(t)) for t in changed.values()]
 
         def run() -> None:
+            seen = f"in {operation}"
             try:
                 result = again()
             except (RuntimeError, IndexError) as error:
-                return self._differs(f"what {operation} computes", f"as it fails: {error}", operation)
+                self._differs("what a call is given", f"{seen}, which fails: {error}", operation)
+                return
             for to, made in zip(returned, tensors_of(result), strict=False):
                 if to.shape != made.shape:
-                    return self._differs(f"the shape of what {operation} computes", f"but {made.shape}", operation)
-                if to.data_ptr() != made.data_ptr():
+                    self._differs("a shape", f"{seen}: {tuple(made.shape)}", operation)
+                elif to.data_ptr() != made.data_ptr():
                     to.copy_(made)
             if value is not None and result != value and value == value:
-                self._differs(f"what the host reads in {operation}", f"but {result} instead of {value}", operation)
+                self._differs("what the host reads", f"{seen}: {result} instead of {value}", operation)
             for now, read_by_host, was in expected:
                 if not torch.equal(_bytes(now), was):
                     self._first = self._first or operation
                     if read_by_host:
-                        self._differs("what the host reads", f"in {operation}", operation)
+                        self._differs("what the host reads", seen, operation)
 
+        for t in changed.values():
+            if (shadow := self._shadow_of(t)) is not None and shadow.is_new_on_host:
+                with _compat.below_modes():
+                    _forget_values(twin(t))
         kept = {id(t): twin(t) for t in read if t.numel()}
         begin = _begin(list(kept.values()), [twin(t) for key, t in changed.items() if key not in kept])
         uses = [shadow for t in twin.asked if t.numel() and (shadow := self._shadow_of(t))]
@@ -328,8 +276,9 @@ class Late:
         job = _Job(operation, clock, begin, run, list(dict.fromkeys(uses)), list(dict.fromkeys(writes)))
         self._waiting.setdefault(operation.line, deque()).append(job)
         for shadow in job.uses:
+            shadow.is_new_on_host = False
             shadow.waiting.append(job)
-        if self.order.runs_at_once(job, self._stalled, self._chance):
+        if self.order.runs_at_once(operation, clock, self._stalled, self._chance):
             self.run_until(clock)
         self._begin_what_can()
 
@@ -342,7 +291,9 @@ class Late:
             for line, jobs in self._waiting.items()
             if jobs and jobs[0].operation.tick <= clock.get(line, 0)
         ]:
-            ready = [job for job in wanted if self._is_ready(job)]
+            ready = [job for job in wanted if not job.runs and self._is_ready(job)]
+            if not ready and any(jobs[0].runs for jobs in self._waiting.values() if jobs):
+                return  # of what another rank wants, something waits for that rank
             if not ready:
                 raise ShardwiseError(f"operations wait for one another: {', '.join(map(str, wanted))}")
             self._run(self._chance.choice(ready))
@@ -365,12 +316,13 @@ class Late:
                 self._use(job, job.begin)
 
     def _run(self, job: _Job) -> None:
-        self._waiting[job.operation.line].popleft()
+        job.begun = job.runs = True
         if job.operation in self._stalled:
             self._stalled.remove(job.operation)
         for shadow in job.uses:
             shadow.waiting.remove(job)
         self._use(job, job.run)
+        self._waiting[job.operation.line].popleft()
         self._begin_what_can()
 
     def _use(self, job: _Job, action: Callable[[], Any]) -> None:
@@ -393,9 +345,14 @@ class Late:
         """The host is about to read memory of its own."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
-            if block is not None and block.shadow is not None and not torch.equal(_bytes(self._twin(tensor)), _bytes(tensor)):
-                writers = [job.operation for job in block.shadow.waiting if block.shadow in job.writes]
-                self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
+            if (
+                block is None
+                or block.shadow is None
+                or torch.equal(_bytes(self._twin(tensor)), _bytes(tensor))
+            ):
+                continue
+            writers = [job.operation for job in block.shadow.waiting if block.shadow in job.writes]
+            self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
 
     def host_wrote(self, tensors: Iterable[Tensor]) -> None:
         """The host has written memory of its own, at once."""
@@ -422,15 +379,30 @@ class Late:
 def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
     """What an operation has done when it has begun: destroyed what it will write, but for what it reads."""
 
+    touched = {tensor.untyped_storage().data_ptr() for tensor in overwrites}
+    same = [_once(tensor) for tensor in reads if tensor.untyped_storage().data_ptr() in touched]
+
     def begin() -> None:
-        kept = [(tensor, tensor.clone()) for tensor in reads]
+        kept = [(tensor, tensor.clone()) for tensor in same]
         for tensor in overwrites:
-            none = torch.full((tensor.element_size(),), _NO_VALUE, dtype=torch.uint8).view(tensor.dtype)
-            tensor.copy_(none.expand(tensor.shape) if tensor.dtype != torch.bool else torch.ones_like(tensor))
+            _forget_values(tensor)
         for tensor, values in kept:
             tensor.copy_(values)
 
     return begin
+
+
+def _forget_values(tensor: Tensor) -> None:
+    nothing = torch.full((tensor.element_size(),), _NO_VALUE, dtype=torch.uint8).view(tensor.dtype)
+    _once(tensor).copy_(nothing[0])
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """The same memory without the dims that repeat it."""
+    sizes = [
+        size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return tensor.as_strided(sizes, tensor.stride(), tensor.storage_offset())
 
 
 class _Memo:
@@ -456,3 +428,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _of_bytes(storage: torch.UntypedStorage) -> Tensor:
     with _compat.below_modes():
         return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _forget(storage: torch.UntypedStorage) -> None:
+    with _compat.below_modes():
+        _of_bytes(storage).fill_(_NO_VALUE)

@@ -1,0 +1,80 @@
+"""The orders in which the operations of a simulated device can run: which are early, and which late."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from shardwise.verify.streams.clocks import HOST, Clock, Operation, comes_after
+
+_STALLS = 0.05  # of the operations, where a seed chooses some
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which operations run as soon as they can. All others run when something that must run needs them.
+
+    Attributes:
+        early: lines (streams by number) whose operations do.
+        others: do those of all other lines, instead of these?
+        stalled: lines and ticks: these operations and what comes after them do not; everything else does.
+        seed: chooses lines, or operations that stall; and which runs first of those that are needed.
+    """
+
+    early: frozenset[int] = frozenset()
+    others: bool = False
+    stalled: frozenset[tuple[int, int]] = frozenset()
+    seed: int | None = None
+
+    @staticmethod
+    def at_once() -> Order:
+        """Everything runs as soon as it can."""
+        return Order(others=True)
+
+    @staticmethod
+    def as_needed() -> Order:
+        """Nothing runs before the host waits for it."""
+        return Order()
+
+    @staticmethod
+    def first(line: int) -> Order:
+        """What this line does runs as soon as it can, everything else as late as possible."""
+        return Order(frozenset([line]))
+
+    @staticmethod
+    def last(line: int) -> Order:
+        """What this line does runs as late as possible, everything else as soon as it can."""
+        return Order(frozenset([line]), others=True)
+
+    @staticmethod
+    def without(*operations: Operation) -> Order:
+        """Operations of an earlier run of the same code are as late as possible, everything else at once.
+
+        Whatever does not wait for one overtakes it, while all that it works on is there. Two that race have
+        both begun.
+        """
+        return Order(stalled=frozenset((one.line, one.tick) for one in operations))
+
+    @staticmethod
+    def of(seed: int) -> Order:
+        """Some lines are early and some late, or some operations stall."""
+        return Order(seed=seed)
+
+    def runs_at_once(
+        self, own: Operation, clock: Clock, stalled: list[Operation], chance: random.Random
+    ) -> bool:
+        """Is an operation run now, which comes after what `clock` says? One that stalls joins `stalled`."""
+        if self.seed is None and not self.stalled:
+            return (own.line in self.early) is not self.others
+        if self.seed is not None and self.seed % 2:
+            often = random.Random(self.seed * 1009 + own.line).choice((0.0, 0.5, 1.0))
+            return chance.random() < often
+        if (own.line, own.tick) in self.stalled or (self.seed is not None and chance.random() < _STALLS):
+            stalled.append(own)
+        return not any(comes_after(clock, one) for one in stalled)
+
+
+def all_orders(lines: int, *, seeds: int) -> list[Order]:
+    """Each line first and each last, all at once, all as needed, and some that seeds choose."""
+    of_lines = [order(line) for line in range(HOST + 1, lines) for order in (Order.first, Order.last)]
+    return [Order.at_once(), Order.as_needed(), *of_lines, *map(Order.of, range(seeds))]
