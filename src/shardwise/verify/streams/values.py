@@ -37,7 +37,9 @@ from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, on_t
 from shardwise.verify.streams.memory import Block
 
 # Twins of process groups, by default group: one that is destroyed leaves its name in the store.
-_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 # Operators that do not read what they write, though by their schema they might.
 _OVERWRITE = ("copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_")
 _STALLS = 0.05  # of the operations
@@ -82,7 +84,7 @@ class Order:
 
     @staticmethod
     def without(operation: Operation) -> Order:
-        """An operation, of an earlier run of the same code, runs as late as possible, everything else at once.
+        """An operation of an earlier run of the same code is as late as possible, everything else at once.
 
         Whatever does not wait for it overtakes it, while all that it works on is there.
         """
@@ -162,7 +164,7 @@ class _Shadow:
     waiting: list[_Job] = field(default_factory=list)
 
     def forget(self) -> None:
-        self.memory.fill_(_NO_VALUE)
+        _forget(self.memory)
 
     def may_be_given_out(self) -> bool:
         """Has the allocator waited for all lines that it was told of (`record_stream`)?"""
@@ -186,7 +188,7 @@ class Late:
     def allocated(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
         """A block was given out. If it has no values yet, it gets none in the first world either."""
         if blank:
-            storage.fill_(_NO_VALUE)
+            _forget(storage)
         freed = self._freed[block.owner] = [one for one in self._freed.get(block.owner, ()) if one.waiting]
         block.shadow = _Shadow(block, torch.UntypedStorage(storage.nbytes()), weakref.ref(storage))
         block.shadow.before = list(freed)
@@ -221,7 +223,13 @@ class Late:
     # What is put off
 
     def operator(
-        self, operation: Operation, func: Any, args: Any, kwargs: Any, outcome: Any, random_state: Tensor | None
+        self,
+        operation: Operation,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        outcome: Any,
+        random_state: Tensor | None,
     ) -> None:
         """An operator has run in the first world: put it off in the second."""
         how = operators.of(func)
@@ -253,7 +261,7 @@ class Late:
         written: Sequence[Tensor],
         outcome: Any = None,
     ) -> None:
-        """A collective has run in the first world; `again(group, given, outcome)` runs it over other memory."""
+        """A collective has run in the first world; `again(group, given, outcome)` does it over again."""
         twin = _Memo(self._twin)
         twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
         twin_group = self._twin_group(group, operation.line)
@@ -263,10 +271,12 @@ class Late:
         """A storage with values was resized."""
         old, new = _of_bytes(before.shadow.memory)[:nbytes], _of_bytes(block.shadow.memory)[:nbytes]
         shadows = [before.shadow, block.shadow]
-        self._wait_for_turn(operation, lambda: new.copy_(old), shadows, [block.shadow], begin=_begin([old], [new]))
+        self._wait_for_turn(
+            operation, lambda: new.copy_(old), shadows, [block.shadow], begin=_begin([old], [new])
+        )
 
     def _twin_group(self, group: dist.ProcessGroup, line: int) -> dist.ProcessGroup:
-        """The same ranks, for the second world: messages of the two never meet, nor do those of two streams."""
+        """The same ranks, for the second world: its messages never meet others, nor those of two streams."""
         if isinstance(group, NoopGroup):
             return group
         made = _groups.setdefault(dist.group.WORLD, {})
@@ -292,22 +302,24 @@ class Late:
         expected = [(twin(t), self._shadow_of(t) is None, _bytes(t)) for t in changed.values()]
 
         def run() -> None:
+            seen = f"in {operation}"
             try:
                 result = again()
             except (RuntimeError, IndexError) as error:
-                return self._differs(f"what {operation} computes", f"as it fails: {error}", operation)
+                self._differs("what a call is given", f"{seen}, which fails: {error}", operation)
+                return
             for to, made in zip(returned, tensors_of(result), strict=False):
                 if to.shape != made.shape:
-                    return self._differs(f"the shape of what {operation} computes", f"but {made.shape}", operation)
-                if to.data_ptr() != made.data_ptr():
+                    self._differs("a shape", f"{seen}: {tuple(made.shape)}", operation)
+                elif to.data_ptr() != made.data_ptr():
                     to.copy_(made)
             if value is not None and result != value and value == value:
-                self._differs(f"what the host reads in {operation}", f"but {result} instead of {value}", operation)
+                self._differs("what the host reads", f"{seen}: {result} instead of {value}", operation)
             for now, read_by_host, was in expected:
                 if not torch.equal(_bytes(now), was):
                     self._first = self._first or operation
                     if read_by_host:
-                        self._differs("what the host reads", f"in {operation}", operation)
+                        self._differs("what the host reads", seen, operation)
 
         kept = {id(t): twin(t) for t in read if t.numel()}
         begin = _begin(list(kept.values()), [twin(t) for key, t in changed.items() if key not in kept])
@@ -393,9 +405,14 @@ class Late:
         """The host is about to read memory of its own."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
-            if block is not None and block.shadow is not None and not torch.equal(_bytes(self._twin(tensor)), _bytes(tensor)):
-                writers = [job.operation for job in block.shadow.waiting if block.shadow in job.writes]
-                self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
+            if (
+                block is None
+                or block.shadow is None
+                or torch.equal(_bytes(self._twin(tensor)), _bytes(tensor))
+            ):
+                continue
+            writers = [job.operation for job in block.shadow.waiting if block.shadow in job.writes]
+            self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
 
     def host_wrote(self, tensors: Iterable[Tensor]) -> None:
         """The host has written memory of its own, at once."""
@@ -423,14 +440,19 @@ def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
     """What an operation has done when it has begun: destroyed what it will write, but for what it reads."""
 
     def begin() -> None:
-        kept = [(tensor, tensor.clone()) for tensor in reads]
+        kept = [(once, once.clone()) for once in map(_each_element_once, reads)]
         for tensor in overwrites:
             none = torch.full((tensor.element_size(),), _NO_VALUE, dtype=torch.uint8).view(tensor.dtype)
-            tensor.copy_(none.expand(tensor.shape) if tensor.dtype != torch.bool else torch.ones_like(tensor))
+            tensor.copy_(none[0] if tensor.dtype != torch.bool else torch.tensor(data=True))
         for tensor, values in kept:
             tensor.copy_(values)
 
     return begin
+
+
+def _each_element_once(tensor: Tensor) -> Tensor:
+    """A tensor without the dims along which it was expanded."""
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 class _Memo:
@@ -456,3 +478,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _of_bytes(storage: torch.UntypedStorage) -> Tensor:
     with _compat.below_modes():
         return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _forget(storage: torch.UntypedStorage) -> None:
+    with _compat.below_modes():
+        _of_bytes(storage).fill_(_NO_VALUE)
