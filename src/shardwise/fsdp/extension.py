@@ -32,7 +32,11 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 def stays_out_of_buffer(param: EvenParam) -> bool:
     """Must `param` keep memory of its own: is its local tensor a subclass, or one given the hooks?"""
     local = param.local
-    return not _compat.is_plain(local) or hasattr(local, PRE) or hasattr(local, POST)
+    return (
+        (type(local) is not Tensor and not _compat.is_plain(local))
+        or hasattr(local, PRE)
+        or hasattr(local, POST)
+    )
 
 
 class ExtendedParam:
