@@ -192,6 +192,7 @@ RUN = {  # on how many ranks; one after the other in the same folder where sever
     "docs/tensor_parallel.md": [4],
     "docs/compile.md": [1],  # which each rank compiles; on several, tests/graph does
     "docs/hf.md": [2],
+    "docs/streams.md": [2],
     "docs/plan.md": [1],
     "docs/first_steps.md": [2],
     "docs/tasks/plan.md": [1],
