@@ -50,8 +50,13 @@ def specs() -> Iterator[ShardingSpec]:
     yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
 
 
-def of(sharded: Any, whole: Any) -> None:
-    """The sharded tensor has the values, dtype and shape of the whole one, bit for bit."""
+# torch computes a tensor's last elements without vector instructions, which on some CPUs round otherwise;
+# what is last in a shard is not last in the whole.
+LAST_BITS = 3e-7
+
+
+def of(sharded: Any, whole: Any, *, rtol: float = 0) -> None:
+    """The sharded tensor has the values, dtype and shape of the whole one, bit for bit unless `rtol`."""
     assert isinstance(sharded, ShardedTensor)
     metadata = sharded.metadata()
     assert metadata.size == sharded.shape == whole.shape
@@ -60,7 +65,7 @@ def of(sharded: Any, whole: Any) -> None:
     metadata.check(range(dist.get_world_size()))
     assert metadata.held_by(dist.get_rank()) == [shard.metadata for shard in sharded.local_shards()]
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        torch.testing.assert_close(tensor, part(whole, box), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(tensor, part(whole, box), rtol=rtol, atol=0, equal_nan=True)
 
 
 def part(whole: Tensor, box: Box) -> Tensor:
@@ -81,7 +86,7 @@ def agree(function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingS
     ]
     mine = [leaf(index, value) for index, value in enumerate(operands)]
     expected, found = function(*whole), function(*mine)
-    of(found, expected)
+    of(found, expected, rtol=LAST_BITS if expected.is_floating_point() else 0)
     if not expected.requires_grad or not expected.is_floating_point():
         return
     weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype)

@@ -100,6 +100,7 @@ class ParamGroup(ABC):
     members: Sequence[Sequence[ShardedParam]]
     layout: GroupLayout
     buffers: list[Any]
+    copies_out = False  # does computation fill the unsharded buffers, from what was gathered?
 
     def __init__(
         self,
@@ -392,11 +393,10 @@ class ParamGroup(ABC):
         if self.orders and self.gathers:
             self.announce_gather()
         if not self._has_unsharded:  # what is not allocated by gathers is first written by this one
-            with nullcontext() if streams is None else streams.all_gather:
+            with nullcontext() if streams is None or self.copies_out else streams.all_gather:
                 self._make_unsharded()
-            for buffer in self.buffers:
-                if buffer.storage is not None:
-                    buffer.storage.resize_(0)
+            for storage in [one.storage for one in self.buffers if one.storage is not None]:
+                storage.resize_(0)
         self.gathered_at = seen.steps
         if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
             streams.wait(self.smaller_ready)

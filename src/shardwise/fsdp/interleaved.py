@@ -46,6 +46,7 @@ class InterleavedGroup(ParamGroup):
     params: list[EvenParam]
     members: list[list[EvenParam]]
     layout: InterleavedLayout
+    copies_out = True
 
     def __init__(self, params: list[EvenParam], **how: Any) -> None:
         super().__init__(params, **how)
