@@ -36,7 +36,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients finetune test fuzz faults soak lint bench gpu verify docs clean
+.PHONY: help train recommender clients finetune test bindings fuzz faults soak lint bench gpu verify docs clean
 .DEFAULT_GOAL := help
 
 SHOWN = $(foreach name,$(sort $(shell sed -nE 's/^[a-z]+:.*## .* : //p' Makefile)),$(name)=$($(name)))
@@ -83,6 +83,20 @@ finetune: $(VENV)/.installed-clients ## fine-tune a small Llama with LoRA on RAN
 
 test: $(if $(TORCH),$(VENV)/.installed-dev,lint) ## lint, types and every test; with TORCH=2.15.0 every test on that release : WORKERS TORCH PYTHON
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
+
+# PyPI's torch for Linux is the CUDA build. `===` takes no other build of a release, such as 2.13.0+cpu.
+BOUND = $(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))
+CUDA  = .venv-cuda-$(BOUND)
+
+$(CUDA)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA)
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(CUDA)/constraints.txt
+	echo torch===$(BOUND) >> $(CUDA)/constraints.txt
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CUDA)/constraints.txt -e . pytest
+	touch $@
+
+bindings: $(CUDA)/.installed ## what is passed to NCCL and CUDA against the bindings of TORCH's CUDA build, 6 GB; no GPU needed : TORCH PYTHON
+	$(CUDA)/bin/python -m pytest tests/comm/test_bindings.py
 
 fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process : CASES SEED PART MODE ARGS
 	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import pictures
 import pytest
 import recipes
 import torch
@@ -38,7 +39,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"^<!-- not run: .{10,} -->\n```\w+\n.*?^```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-DRAWN = ast.literal_eval(re.search(r"^NAMES = (.*)$", (ROOT / "docs/site/pictures.py").read_text(), re.M)[1])
+DRAWN = pictures.NAMES
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", ".ci")
 
 
@@ -191,6 +192,7 @@ RUN = {  # on how many ranks; one after the other in the same folder where sever
     "docs/tensor_parallel.md": [4],
     "docs/compile.md": [1],  # which each rank compiles; on several, tests/graph does
     "docs/hf.md": [2],
+    "docs/streams.md": [2],
     "docs/plan.md": [1],
     "docs/first_steps.md": [2],
     "docs/tasks/plan.md": [1],

@@ -12,10 +12,12 @@ import pictures
 import pytest
 import recipes
 import sources
+import stream_pictures
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import ShardwiseError
+from shardwise.fsdp.schedule import Schedule
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
@@ -178,3 +180,61 @@ def test_the_pictures_show_every_rank_and_every_module() -> None:
     assert step.count("<title>gather blocks.2</title>") == 1  # the last of forward stays until backward
     assert all(f"rank {rank}" in tree for rank in range(pictures.RANKS))
     assert "2: a group of 33,536 bytes" in tree
+
+
+def waits(of: list[stream_pictures.Box]) -> set[tuple[str, str]]:
+    """Who waits for whom, as the pictures show it by arrows."""
+    return {(one.words, box.words) for box in of for one in box.after}
+
+
+def test_a_block_is_gathered_beside_the_forward_before_it_and_used_after_its_gather() -> None:
+    interleaved = waits(stream_pictures.steps(of="forward"))
+    contiguous = waits(stream_pictures.steps(of="forward", layout="contiguous"))
+    assert {("copy in 1", "gather 1"), ("gather 1", "copy out 1"), ("copy out 0", "copy in 2")} <= interleaved
+    assert {("gather 1", "forward 1"), ("forward 0", "cast 2")} <= contiguous
+    assert not any(
+        ("forward 0", f"{how} 1") in interleaved | contiguous for how in ("copy in", "cast", "gather")
+    )
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_gradients_are_reduced_beside_backward_and_the_optimizer_waits_for_the_last(layout: str) -> None:
+    found = waits(stream_pictures.steps(of="backward and optimizer", layout=layout))
+    assert {("stage 2", "reduce 2"), ("reduce 2", "stage 1"), ("cast 0", "optimizer")} <= found
+    assert not any(one.startswith("reduce") and two.startswith("backward") for one, two in found)
+
+
+def test_without_the_wait_at_the_end_of_backward_its_arrow_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Schedule, "wait_for_reductions", lambda self: self.reduce_inputs.clear())
+    with pytest.raises(AssertionError, match="no order"):
+        stream_pictures.steps(of="backward and optimizer")
+    found = waits(stream_pictures.steps(of="backward and optimizer", races=True))
+    assert ("stage 0", "reduce 0") in found
+    assert not any(box == "optimizer" for _, box in found)
+
+
+def test_sums_over_replicas_and_earlier_gradients_come_after_the_reduction() -> None:
+    once = {"micro_batches": 2, "all_reduce_once": True}
+    accumulated = stream_pictures.steps(of="backward", micro_batches=2)
+    assert ("reduce 0", "all-reduce 0") in waits(stream_pictures.steps(of="backward", hsdp=True))
+    assert ("add 0", "all-reduce 0") in waits(stream_pictures.steps(of="backward", hsdp=True, **once))
+    assert {box.stream for box in accumulated if box.words.startswith("add")} == {"the reduce-scatter stream"}
+
+
+def test_the_next_gather_follows_the_optimizer_wherever_it_ran() -> None:
+    phases = "optimizer and averages and next forward"
+    assert ("averages", "copy in 0") in waits(stream_pictures.steps(of=phases, after=True))
+    assert ("optimizer", "copy in 0") in waits(stream_pictures.steps(of=phases, after=True, event=True))
+    in_backward = stream_pictures.steps(of="backward and next forward", in_backward=True)
+    assert ("step", "copy in 0") in waits(in_backward)
+
+
+def test_the_pictures_of_streams_have_a_line_for_each_and_an_arrow_for_each_wait() -> None:
+    drawn = stream_pictures.draw()
+    assert drawn.keys() == set(stream_pictures.NAMES) < set(pictures.NAMES)
+    picture = drawn["streams_hsdp.svg"]
+    assert all(f">{name}</text>" in picture for name in stream_pictures.STREAMS)
+    found = stream_pictures.steps(of="backward", hsdp=True)
+    assert picture.count('class="wait"') == sum(len(box.after) for box in found)

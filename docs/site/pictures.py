@@ -1,10 +1,11 @@
-"""The pictures of "How it works", drawn from the library's own objects.
+"""The pictures of "How it works" and "Streams", drawn from the library's own objects.
 
     python docs/site/pictures.py FOLDER
 
 lays a group of parameters out over ranks by both layouts, shards a small model and runs a step of it, on one
 process of a group that communicates nothing, and draws what the layouts, the profile of the step, the
-compiled graph and the sharded modules say. Where they change, so do the pictures.
+compiled graph and the sharded modules say; `stream_pictures.py` draws what streams are given. Where they
+change, so do the pictures.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
+import stream_pictures
 import torch
 import torch.distributed as dist
+from drawing import COLORS, Drawing
 from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
@@ -29,53 +31,7 @@ from shardwise.layout.group_layout import InterleavedLayout, ParamSpec
 from shardwise.layout.placement import EvenShard
 
 RANKS = 4
-COLORS = ("#2563c9", "#0f7b5f", "#b58900", "#c2410c", "#7c3aed", "#0e7490")
-STYLE = """
-  svg { background: #fbfbfa; font: 12px system-ui, "DejaVu Sans", sans-serif; }
-  text { fill: #3d444d; } .title { fill: #1d2126; font-size: 14px; font-weight: 600; }
-  .group { font-weight: 600; }
-  .in { fill: #fff; font-size: 11px; } .gap { fill: #d5d9de; }
-  .rule { stroke: #8a939e; stroke-dasharray: 3 3; }
-"""
-NAMES = ("layouts.svg", "step.svg", "graph.svg", "tree.svg")
-
-
-class Drawing:
-    """Rectangles and words from the top down, as SVG."""
-
-    def __init__(self, label: str, *, width: float = 960) -> None:
-        self.label, self.width, self.y = label, width, 12.0
-        self.parts: list[str] = []
-
-    def text(self, x: float, text: str, *, kind: str = "", anchor: str = "start", dy: float = 13) -> None:
-        place = f'x="{x:.1f}" y="{self.y + dy:.1f}" text-anchor="{anchor}"'
-        self.parts.append(f'<text class="{kind}" {place}>{escape(text)}</text>')
-
-    def title(self, text: str) -> None:
-        self.text(8, text, kind="title")
-        self.y += 26
-
-    def box(self, x: float, width: float, *, fill: str = "", inside: str = "", tip: str = "") -> None:
-        """A rectangle on this line; words inside it, if they fit."""
-        paint = f'fill="{fill}"' if fill else 'class="gap"'
-        self.parts.append(
-            f'<rect {paint} x="{x:.1f}" y="{self.y:.1f}" width="{max(width - 1, 1):.1f}" height="18" rx="2">'
-            f"<title>{escape(tip or inside or 'padding')}</title></rect>"
-        )
-        if inside and width > 7 * len(inside) + 4:
-            self.text(x + width / 2, inside, kind="in", anchor="middle")
-
-    def rules(self, places: list[float], top: float) -> None:
-        """Upright lines from `top` to here."""
-        self.parts += [
-            f'<line class="rule" x1="{x:.1f}" y1="{top - 4:.1f}" x2="{x:.1f}" y2="{self.y:.1f}"/>'
-            for x in places
-        ]
-
-    def svg(self) -> str:
-        size = f'viewBox="0 0 {self.width:.0f} {self.y + 8:.0f}"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(self.label)}">'
-        return "\n".join([head, f"<style>{STYLE}</style>", *self.parts, "</svg>", ""])
+NAMES = ("layouts.svg", "step.svg", "graph.svg", "tree.svg", *stream_pictures.NAMES)
 
 
 # ---------------------------------------------------------------- a group over ranks
@@ -281,6 +237,8 @@ def draw(folder: Path) -> None:
         inspect_graph(sharded("contiguous"), torch.randn(8, 32)).timeline(folder / "graph.svg")
     finally:
         dist.destroy_process_group()
+    for name, text in stream_pictures.draw().items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -182,4 +182,4 @@ def test_texts_of_any_length_and_language_arrive_by_rank() -> None:
 def test_a_groups_texts_travel_on_a_device_that_it_serves() -> None:
     fake = dist.new_group([0], backend="fake")
     for group in (dist.group.WORLD, fake, dist.new_group([0], backend="cpu:gloo")):
-        assert module._device(group) == torch.device("cpu")
+        assert module.device_of(group) == torch.device("cpu")

@@ -50,8 +50,8 @@ def specs() -> Iterator[ShardingSpec]:
     yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
 
 
-def of(sharded: Any, whole: Any) -> None:
-    """The sharded tensor has the values, dtype and shape of the whole one, bit for bit."""
+def of(sharded: Any, whole: Any, *, rtol: float = 0) -> None:
+    """The sharded tensor has the values, dtype and shape of the whole one, bit for bit unless `rtol`."""
     assert isinstance(sharded, ShardedTensor)
     metadata = sharded.metadata()
     assert metadata.size == sharded.shape == whole.shape
@@ -60,7 +60,7 @@ def of(sharded: Any, whole: Any) -> None:
     metadata.check(range(dist.get_world_size()))
     assert metadata.held_by(dist.get_rank()) == [shard.metadata for shard in sharded.local_shards()]
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        torch.testing.assert_close(tensor, part(whole, box), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(tensor, part(whole, box), rtol=rtol, atol=0, equal_nan=True)
 
 
 def part(whole: Tensor, box: Box) -> Tensor:
@@ -81,7 +81,7 @@ def agree(function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingS
     ]
     mine = [leaf(index, value) for index, value in enumerate(operands)]
     expected, found = function(*whole), function(*mine)
-    of(found, expected)
+    of(found, expected, rtol=LAST_BITS if function in ROUNDED_APART else 0)
     if not expected.requires_grad or not expected.is_floating_point():
         return
     weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype)
@@ -102,6 +102,22 @@ def agree(function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingS
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted, equal_nan=True)
 
+
+def gelu_by_tanh(x: Any) -> Any:
+    return F.gelu(x, approximate="tanh")
+
+
+def two_to(x: Any) -> Any:
+    return 2**x
+
+
+# torch computes a tensor's last elements without vector instructions, which round these otherwise (with
+# AVX2); what is last in a shard is not last in the whole.
+ROUNDED_APART = {
+    torch.sigmoid, torch.special.expit, F.gelu, gelu_by_tanh, F.silu, F.softplus, F.mish, two_to,
+    torch.atan2, torch.logaddexp,
+}  # fmt: skip
+LAST_BITS = 3e-7
 
 UNARY = [
     torch.exp,
@@ -126,11 +142,11 @@ UNARY = [
     torch.logical_not,
     torch.round,
     lambda x: F.leaky_relu(x, 0.2),
-    lambda x: F.gelu(x, approximate="tanh"),
+    gelu_by_tanh,
     lambda x: -x,
     lambda x: 2 - x,
     lambda x: 2 / x,
-    lambda x: 2**x,
+    two_to,
     lambda x: x**2,
     lambda x: 7 // x.detach(),
     lambda x: 7 % x.detach(),

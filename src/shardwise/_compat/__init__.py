@@ -12,7 +12,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Options of the process group's own collectives (below), exported nowhere else.
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
 
 # comm.count: the one subclass that cannot run below an active mode that steps aside for it.
 # hf.generate: a model that has shapes and no memory.
@@ -30,7 +29,6 @@ from torch.distributed import distributed_c10d as c10d
 
 # checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -52,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise._compat.compiler import *
 from shardwise._compat.device import *
 from shardwise._compat.gradients import *
+from shardwise._compat.groups import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
 
@@ -205,56 +204,6 @@ def reduce_scatter_single(
     return None
 
 
-def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | None:
-    """The backend that allocates communication buffers for `group`, if it has an allocator."""
-    backend = group._get_backend(device)
-    return backend if backend.supports_tensor_alloc(device) else None
-
-
-def premultiplied_sum(factor: float) -> Any:
-    """NCCL's reduction that multiplies by `factor` first; before 2.13 torch has no public name for it."""
-    made: Any = dist.ReduceOp.PREMUL_SUM
-    return made(factor) if callable(made) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
-
-
-def default_store() -> Store:
-    """What the default process group's ranks met through; whoever has none raises ValueError."""
-    return c10d._get_default_store()
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of `group` waits for other ranks."""
-    device = group._device_types[0]
-    return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
-
-
-# checkpoint.living: a process group has its number among the keys by which its ranks find each other.
-def number_groups_anew() -> None:
-    """Count process groups from 0, as one that could not be made was counted too. There must be none."""
-    c10d._world.group_count = 0
-
-
-# checkpoint.living: ranks connect within seconds, or not at all; what they send may take longer. The public
-# function is of torch 2.15.
-def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-    """Have collectives of `group`, None is the default one, wait so long for other ranks."""
-    group = group or c10d._get_default_group()
-    for device in group._device_types:
-        cast(Any, group._get_backend(device))._set_default_timeout(timeout)
-
-
-def follow_timeout(group: dist.ProcessGroup) -> None:
-    """Let a group of a mesh, which torch gives a timeout of its own default, have the default group's."""
-    whole = c10d._get_default_group()
-    if group is not whole and timeout_of(group) == default_pg_timeout:
-        set_timeout(group, timeout_of(whole))
-
-
-def device_type_of(group: dist.ProcessGroup) -> str:
-    """The kind of device whose tensors `group` moves."""
-    return group._device_types[0].type
-
-
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     """Pad, chunk and concatenate in one kernel on accelerators; there is no public name for it."""
     torch._chunk_cat(list(tensors), dim, num_chunks, out=out)
@@ -394,22 +343,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own parameters by name, the dict itself: switching them is one assignment each,
     where `setattr` costs checks that both sides of the switch have passed already."""
     return module._parameters
-
-
-def use_symmetric_memory(backend: str) -> None:
-    """Choose who allocates symmetric memory; torch has no public module for it."""
-    from torch.distributed import _symmetric_memory
-
-    _symmetric_memory.set_backend(cast(Any, backend))
-
-
-def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """An uninitialised tensor registered with every rank of `group`. Collective."""
-    from torch.distributed import _symmetric_memory
-
-    tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)
-    _symmetric_memory.rendezvous(tensor, group=group)
-    return tensor
 
 
 # sharded_tensor.rows: a tensor with a shape, dtype and device but no memory of its own.

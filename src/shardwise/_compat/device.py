@@ -32,9 +32,9 @@ def register_device(make: Callable[[], ModuleType]) -> None:
     torch._register_device_module("lazy", make())
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Is it memory and a shape, and no subclass that computes in its own way? (Of simulated devices too.)"""
-    kind = type(tensor)
+@cache
+def is_plain(kind: type[Tensor]) -> bool:
+    """Are such tensors memory and a shape, and compute in no way of their own? (Of simulated devices too.)"""
     return kind is Tensor or issubclass(kind, FakeTensor) or getattr(kind, "is_plain_memory", False)
 
 

@@ -160,7 +160,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         what, fix = f"tensor of {tensor.layout}", "give its values() and indices, or to_dense() of it"
     elif tensor.is_quantized:
         what, fix = "quantized tensor", "give its int_repr() and scales, or dequantize() it"
-    elif not _compat.is_plain(tensor.detach()):
+    elif not _compat.is_plain(type(tensor.detach())):
         what, fix = type(tensor.detach()).__name__, "give the plain tensors that it is made of"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
         what, fix = (

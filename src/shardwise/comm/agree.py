@@ -103,7 +103,7 @@ class Agreement:
         self._sends: list[dist.Work] = []
         if group.size() == 1 or _compat.is_fake(torch.empty(0)):
             return
-        self._device = device or _device(group)
+        self._device = device or device_of(group)
         self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
         rank, ranks = group.rank(), group.size()
         if ranks <= _DIRECT_RANKS and self._word.is_cpu and backend_of(group, self._device) == "gloo":
@@ -230,7 +230,7 @@ def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | N
     ranks = group.size()
     if ranks == 1:
         return [text]
-    device = device or _device(group)
+    device = device or device_of(group)
     encoded = text.encode("utf-8", "surrogatepass")
     lengths = _all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device), group).tolist()
     longest = max(lengths)
@@ -269,7 +269,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """A device whose tensors `group` moves: the CPU where it can."""
     kinds = list(_backends(group))
     if "cpu" in kinds:

@@ -328,7 +328,9 @@ def finish_reduction(
     stream, reduced = None, shard
     if streams is not None or how.replicate_group is not None or how.hook is not None:
         reduced, stream = _reduce_over_replicas(shard, how)
-    with nullcontext() if stream is None else stream:
+    if stream is None:
+        return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, None)
+    with stream:
         return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, stream)
 
 

@@ -159,6 +159,14 @@ class ContiguousGroup(ParamGroup):
 
     # Unsharded buffers
 
+    def _make_unsharded(self, streams: CommStreams | None) -> None:
+        """Make them on the gathers' stream: what gathers do not allocate is first written by this one."""
+        if streams is None:
+            super()._make_unsharded(None)
+        else:
+            with streams.all_gather:
+                super()._make_unsharded(streams)
+
     def _whole_memory(self, index: int) -> Tensor:
         segment, shard, group = self.layout.segments[index], self.shards[index], self.refresh_group
         how: Any = {"dtype": segment.gather_dtype, "device": self.device}

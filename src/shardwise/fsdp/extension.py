@@ -32,7 +32,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 def stays_out_of_buffer(param: EvenParam) -> bool:
     """Must `param` keep memory of its own: is its local tensor a subclass, or one given the hooks?"""
     local = param.local
-    return not _compat.is_plain(local) or hasattr(local, PRE) or hasattr(local, POST)
+    return not _compat.is_plain(type(local)) or hasattr(local, PRE) or hasattr(local, POST)
 
 
 class ExtendedParam:
@@ -150,7 +150,7 @@ class ExtendedParam:
 
 def _plain(tensor: Tensor) -> Tensor:
     """`tensor` as 1-D plain memory, which is what collectives take."""
-    if not _compat.is_plain(tensor):
+    if not _compat.is_plain(type(tensor)):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.reshape(-1)
 

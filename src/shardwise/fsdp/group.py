@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, cast
@@ -356,8 +355,8 @@ class ParamGroup(ABC):
         pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.device.type != "cpu"
         return shard.pin_memory() if pins and not shard.is_meta else shard
 
-    def _make_unsharded(self) -> None:
-        """Make the unsharded parameters, over memory that every gather allocates anew, where it writes it.
+    def _make_unsharded(self, streams: CommStreams | None) -> None:
+        """Make the unsharded parameters, over memory that every gather allocates anew, on the current stream.
 
         Gathers write through `data` aliases, which share memory but not version counters: refilling a
         buffer is no modification to autograd, whose saved tensors see the same values again.
@@ -391,9 +390,8 @@ class ParamGroup(ABC):
             return
         if self.orders and self.gathers:
             self.announce_gather()
-        if not self._has_unsharded:  # what is not allocated by gathers is first written by this one
-            with nullcontext() if streams is None else streams.all_gather:
-                self._make_unsharded()
+        if not self._has_unsharded:
+            self._make_unsharded(streams)
             for buffer in self.buffers:
                 if buffer.storage is not None:
                     buffer.storage.resize_(0)

@@ -113,8 +113,8 @@ class InterleavedGroup(ParamGroup):
         segment = self.layout.segments[index]
         return torch.empty(segment.unsharded_numel, dtype=segment.gather_dtype, device=self.device)
 
-    def _make_unsharded(self) -> None:
-        super()._make_unsharded()
+    def _make_unsharded(self, streams: CommStreams | None) -> None:
+        super()._make_unsharded(streams)
         with torch.inference_mode(False), torch.no_grad():
             self.main = self._exchange(self.layout, self.shard_group)
             info = self.post_forward_mesh

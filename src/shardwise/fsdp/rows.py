@@ -43,7 +43,7 @@ class RowsParam(ShardedParam):
                 f"{here()}: '{self.name}' is complex, which the contiguous layout cannot gather in place. Use"
                 ' layout="interleaved", or a real parameter and torch.view_as_complex in forward'
             )
-        if not _compat.is_plain(self.whole):
+        if not _compat.is_plain(type(self.whole)):
             raise ShardingError(self._why_no_hooks(f"is a {type(self.whole).__name__}"))
 
     def _why_no_hooks(self, what: str) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
+from shardwise.comm.agree import device_of
 from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
@@ -147,7 +148,7 @@ def shared_seed(group: dist.ProcessGroup) -> int:
     """
     seed = torch.empty((), dtype=torch.int64).random_()
     if not is_outside(group) and group.size() > 1:
-        on_group = seed.cuda() if dist.get_backend(group) == "nccl" else seed
+        on_group = seed.to(device_of(group))
         dist.broadcast(on_group, group=group, group_src=0)
         seed = on_group
     return int(seed.item())

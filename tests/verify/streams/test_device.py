@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 from shardwise.errors import LifecycleError
+from shardwise.fsdp.fast import own_storage
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, simulated
 
@@ -152,6 +153,18 @@ def test_the_host_reads_a_copy_after_it_has_ended() -> None:
     [found] = races(lambda: program(waits=False))
     assert "on the host" in found
     assert not races(lambda: ones().to("cpu").sum())
+
+
+def test_a_view_of_memory_that_is_being_copied_to_reads_nothing() -> None:
+    def program(*, waits: bool) -> None:
+        found = own_storage(ones().to("cpu", non_blocking=True)[:2])
+        if waits:
+            current().record_event().synchronize()
+        found.sum()
+
+    assert not races(lambda: program(waits=True))
+    [found] = races(lambda: program(waits=False))
+    assert "sum on the host" in found
 
 
 def test_pinned_memory_is_read_until_the_copy_ends_and_other_memory_is_read_at_once() -> None:

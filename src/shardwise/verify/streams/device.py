@@ -252,7 +252,7 @@ class Simulation:
             self.late.host_wrote(writes)
         if pins:
             self._pinned.add(result.untyped_storage())
-        if not how.only_views:
+        if not how.only_views and not how.reshapes:
             operation = None
             for tensors, does_write in ((reads, False), (writes, True)):
                 for tensor in tensors:

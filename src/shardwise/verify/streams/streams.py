@@ -114,6 +114,8 @@ class Timeline:
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
         self.waited: Callable[[Clock], None] | None = None  # told what the host waits for
         self._nexts: tuple[int, ...] = ()  # to whom the one that runs gives gradients
+        # Told of each operation, with how many of each line it comes after.
+        self.listener: Callable[[Operation, Clock], None] | None = None
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -203,7 +205,10 @@ class Timeline:
         return made
 
     def issue(self, line: Line, name: str) -> Operation:
-        return line.issue(name, place_in_code(), self.host.clock)
+        operation = line.issue(name, place_in_code(), self.host.clock)
+        if self.listener is not None:
+            self.listener(operation, dict(line.clock))
+        return operation
 
     def host_waits(self, clock: Clock) -> None:
         """The host goes on after what `clock` comes after."""

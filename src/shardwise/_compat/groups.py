@@ -1,0 +1,87 @@
+"""Process groups: their stores, timeouts, allocators and symmetric memory."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
+
+
+def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | None:
+    """The backend that allocates communication buffers for `group`, if it has an allocator."""
+    backend = group._get_backend(device)
+    return backend if backend.supports_tensor_alloc(device) else None
+
+
+def premultiplied_sum(factor: float) -> Any:
+    """NCCL's reduction that multiplies by `factor` first; before 2.13 torch has no public name for it."""
+    made: Any = dist.ReduceOp.PREMUL_SUM
+    return made(factor) if callable(made) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+
+
+def default_store() -> Store:
+    """What the default process group's ranks met through; whoever has none raises ValueError."""
+    return c10d._get_default_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of `group` waits for other ranks."""
+    device = group._device_types[0]
+    return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
+
+
+# checkpoint.living: a process group has its number among the keys by which its ranks find each other.
+def number_groups_anew() -> None:
+    """Count process groups from 0, as one that could not be made was counted too. There must be none."""
+    c10d._world.group_count = 0
+
+
+# checkpoint.living: ranks connect within seconds, or not at all; what they send may take longer. torch's
+# public function is of 2.15. What it makes there for "nccl" has no `_set_default_timeout` any more, which
+# gloo and the older NCCL backend have on every release.
+def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Have collectives of `group`, None is the default one, wait so long for other ranks."""
+    group = group or c10d._get_default_group()
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        older = getattr(backend, "_set_default_timeout", None)
+        (older or backend.set_timeout)(timeout)
+
+
+def follow_timeout(group: dist.ProcessGroup) -> None:
+    """Let a group of a mesh, which torch gives a timeout of its own default, have the default group's.
+
+    That default depends on the backend: 10 minutes over NCCL, else 30.
+    """
+    whole = c10d._get_default_group()
+    if group is whole:
+        return
+    default = c10d._get_default_timeout(cast(Any, dist.get_backend(group)))
+    if timeout_of(group) == default:
+        set_timeout(group, timeout_of(whole))
+
+
+def device_type_of(group: dist.ProcessGroup) -> str:
+    """The kind of device whose tensors `group` moves."""
+    return group._device_types[0].type
+
+
+def use_symmetric_memory(backend: str) -> None:
+    """Choose who allocates symmetric memory; torch has no public module for it."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.set_backend(cast(Any, backend))
+
+
+def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """An uninitialised tensor registered with every rank of `group`. Collective."""
+    from torch.distributed import _symmetric_memory
+
+    tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)
+    _symmetric_memory.rendezvous(tensor, group=group)
+    return tensor
