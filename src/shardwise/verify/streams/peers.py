@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from shardwise import _compat
 from shardwise.planner.noop_group import NoopGroup
 
-_LOOKS_EVERY_SECONDS, _TELLS_AFTER_SECONDS = 0.0005, 0.02
+_LOOKS_EVERY_SECONDS, _TELLS_AFTER_SECONDS = 0.002, 0.02
+_WAITERS = 64  # waits may nest: what others wait for may wait itself
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Peers:
     def __init__(self) -> None:
         self.put_off: dict[str, Callable[[], None]] = {}
         self._counts: dict[str, int] = {}
+        self._waiters = ThreadPoolExecutor(_WAITERS)
         self._run = 0
         if (world := dist.group.WORLD) is not None:
             known = _known.setdefault(world, _Known())
@@ -67,9 +70,9 @@ class Peers:
         """Wait for a collective, by its name if it is a second one; and run what others wait for meanwhile."""
         if work is None:
             return
+        ended = self._waiters.submit(work.wait)  # as not every work knows when it is completed
         began = time.monotonic()
-        while not work.is_completed():
-            time.sleep(_LOOKS_EVERY_SECONDS)
+        while not wait([ended], _LOOKS_EVERY_SECONDS).done:
             if time.monotonic() - began > _TELLS_AFTER_SECONDS:
                 store = _compat.default_store()
                 if name is not None:
@@ -78,4 +81,4 @@ class Peers:
                 for wanted, run in list(self.put_off.items()):
                     if wanted in self.put_off and store.check([wanted]):
                         run()
-        work.wait()
+        ended.result()

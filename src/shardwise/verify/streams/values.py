@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class _Job:
 
     operation: Operation
     clock: Clock  # of what must have run before
+    number: int  # in the order of the host
     begin: Callable[[], None]
     run: Callable[[], Any]
     uses: list[_Shadow]
@@ -111,6 +113,7 @@ class Late:
         self._waiting: dict[int, deque[_Job]] = {}  # by line
         self._freed: dict[int, list[_Shadow]] = {}  # by owner, with something still to run
         self._stalled: list[Operation] = []
+        self._numbers = count()
         self.peers = Peers()
         self._first: Operation | None = None
         simulation.late, simulation.timeline.waited = self, self.run_until
@@ -273,7 +276,7 @@ class Late:
         begin: Callable[[], None],
     ) -> None:
         clock = dict(self.simulation.timeline.lines[operation.line].clock)
-        job = _Job(operation, clock, begin, run, list(dict.fromkeys(uses)), list(dict.fromkeys(writes)))
+        job = _Job(operation, clock, next(self._numbers), begin, run, list(dict.fromkeys(uses)), list(dict.fromkeys(writes)))
         self._waiting.setdefault(operation.line, deque()).append(job)
         for shadow in job.uses:
             shadow.is_new_on_host = False
@@ -296,7 +299,8 @@ class Late:
                 return  # of what another rank wants, something waits for that rank
             if not ready:
                 raise ShardwiseError(f"operations wait for one another: {', '.join(map(str, wanted))}")
-            self._run(self._chance.choice(ready))
+            by_seed = self.order.seed is not None
+            self._run(self._chance.choice(ready) if by_seed else min(ready, key=lambda job: job.number))
 
     def run_all(self) -> None:
         self.run_until({line: jobs[-1].operation.tick for line, jobs in self._waiting.items() if jobs})
