@@ -67,7 +67,7 @@ class Peers:
         return f"shardwise/second/{self._run}/{twin.group_name}/{count}"
 
     def wait(self, work: Any, name: str | None = None) -> None:
-        """Wait for a collective, by its name if it is a second one; and run what others wait for meanwhile."""
+        """Wait for a collective, by its name if it is a second one; meanwhile run what others wait for."""
         if work is None:
             return
         ended = self._waiters.submit(work.wait)  # as not every work knows when it is completed

@@ -276,7 +276,15 @@ class Late:
         begin: Callable[[], None],
     ) -> None:
         clock = dict(self.simulation.timeline.lines[operation.line].clock)
-        job = _Job(operation, clock, next(self._numbers), begin, run, list(dict.fromkeys(uses)), list(dict.fromkeys(writes)))
+        job = _Job(
+            operation,
+            clock,
+            next(self._numbers),
+            begin,
+            run,
+            list(dict.fromkeys(uses)),
+            list(dict.fromkeys(writes)),
+        )
         self._waiting.setdefault(operation.line, deque()).append(job)
         for shadow in job.uses:
             shadow.is_new_on_host = False
