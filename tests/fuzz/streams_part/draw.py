@@ -75,6 +75,8 @@ def draw(rng: random.Random) -> Case:
     settings = {name: rng.choice(values) for name, odds, values in SETTINGS if rng.random() < odds}
     if settings:
         case["set"] = settings
+    if rng.random() < 0.4:
+        case["order"] = rng.randrange(1000)
     return mended(case)
 
 

@@ -26,7 +26,7 @@ from shardwise.comm import DefaultReduceScatter
 from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
-from shardwise.verify.streams import DEVICE, Findings, simulated
+from shardwise.verify.streams import DEVICE, Findings, Order, simulated
 
 Case = dict[str, Any]
 WIDTH, ROWS = 6, 2
@@ -433,7 +433,8 @@ def running(case: Case) -> Iterator[tuple[Findings, Run]]:
     """A run to train, on a simulated device, and what is found meanwhile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with simulated() as found, world_of(case), tempfile.TemporaryDirectory() as folder:
+        order = Order.of(case["order"]) if "order" in case else None
+        with simulated(order) as found, world_of(case), tempfile.TemporaryDirectory() as folder:
             run = Run(case, folder)
             found.models.append(run.model)
             yield found, run
@@ -441,7 +442,7 @@ def running(case: Case) -> Iterator[tuple[Findings, Run]]:
 
 
 def findings(case: Case) -> list[str]:
-    """What races in a training, in words."""
+    """What races in a training, in words; and what is another number where it is to run in another order."""
     with running(case) as (found, run):
         run.train()
-    return [str(one) for one in found.findings]
+    return [str(one) for one in (*found.findings, *found.differences)]

@@ -1,7 +1,8 @@
 """Does every operation on an accelerator's streams wait for what it needs? Found out without one.
 
 clocks.py knows who runs after whom, memory.py who touches what; streams.py, device.py and collectives.py are
-a simulated device that tells them; check.py runs code on it, training.py a script's `Case`.
+a simulated device that tells them; check.py runs code on it, training.py a script's `Case`. values.py
+runs all of it again in another order (orders.py), on real ranks with the others' help (peers.py).
 """
 
 from .check import Finding, Findings, simulated
