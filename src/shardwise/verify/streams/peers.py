@@ -70,6 +70,9 @@ class Peers:
         """Wait for a collective, by its name if it is a second one; meanwhile run what others wait for."""
         if work is None:
             return
+        if work.is_completed():
+            work.wait()
+            return
         ended = self._waiters.submit(work.wait)  # as not every work knows when it is completed
         began = time.monotonic()
         while not wait([ended], _LOOKS_EVERY_SECONDS).done:
