@@ -21,7 +21,7 @@ from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.verify.streams import collectives, names
 from shardwise.verify.streams.clocks import Operation
-from shardwise.verify.streams.device import Simulation, running_in
+from shardwise.verify.streams.device import NAME, Simulation, running_in
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.streams import Event, Stream, active, is_active
@@ -132,28 +132,60 @@ def _patches(simulation: Simulation) -> list[Any]:
     def current_stream(device: Any = None) -> Stream:
         return active().current()
 
-    create, kind, name = CommStreams.create, *_compat.SHAPES_OF_DTENSORS
+    create, engine, kind, name = CommStreams.create, _compat.ENGINE, *_compat.SHAPES_OF_DTENSORS
 
     def named(device: torch.device) -> CommStreams | None:
         made = create(device)
         for each in ("copy_in", "all_gather", "reduce_scatter", "all_reduce") if made is not None else ():
             stream: Any = getattr(made, each)
-            stream.line.name = f"the {each.replace('_', '-')} stream"
+            stream.call(f"the {each.replace('_', '-')} stream")
         return made
 
+    reads = [
+        mock.patch.object(Tensor, each, simulation.read_by(each, getattr(Tensor, each)))
+        for each in ("numpy", "tolist", "__repr__", "__reduce_ex__")
+    ]
     return [
+        *reads,
         mock.patch.object(torch.UntypedStorage, "resize_", simulation.resize(torch.UntypedStorage.resize_)),
         mock.patch.object(Tensor, "pin_memory", pin_memory),
         mock.patch.object(Tensor, "is_pinned", is_pinned),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch, "Stream", Stream),
         mock.patch.object(torch, "Event", Event),
-        mock.patch.object(torch.accelerator, "current_stream", current_stream),
-        mock.patch.object(torch.accelerator, "set_stream", _set_stream),
-        mock.patch.object(torch.accelerator, "synchronize", _synchronize),
+        mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.multiple(
+            torch.accelerator,
+            is_available=lambda: True,
+            current_accelerator=lambda check_available=False: torch.device(NAME),
+            device_count=lambda: 1,
+            current_device_index=lambda: 0,
+            current_stream=current_stream,
+            set_stream=_set_stream,
+            synchronize=_synchronize,
+        ),
         mock.patch.object(kind, name, simulation.unseen(getattr(kind, name))),
+        mock.patch.object(torch.autograd, engine, simulation.timeline.backward(getattr(torch.autograd, engine))),
         mock.patch.object(CommStreams, "create", staticmethod(named)),
     ]
+
+
+class _AnyGenerator(type(torch.Generator)):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class _Generator(torch.Generator, metaclass=_AnyGenerator):
+    """In the place of `torch.Generator`: random numbers of the device are the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        made = super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
+        made.named = torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.named
 
 
 def _set_stream(stream: Stream) -> None:

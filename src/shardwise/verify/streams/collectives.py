@@ -9,10 +9,12 @@ taken to be like this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
 from shardwise.verify.streams.clocks import Line, Operation, merge
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, memory_of, on_device, on_tensors
+from shardwise.verify.streams.streams import Stream
 
 # Of these methods the first argument is written and the second read; of all others every tensor is both.
 _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
@@ -32,12 +35,12 @@ class _Work(dist.Work):
 
     def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor], work: Any) -> None:
         super().__init__()
-        self._collectives, self._line, self._tensors, self._work = collectives, line, tensors, work
+        self.collectives, self._tensors, self._work = collectives, tensors, work
         self._clock = dict(line.clock)
 
     def wait(self, timeout: Any = None) -> bool:
-        current = self._collectives.simulation.timeline.current()
-        merge(current.line.clock, self._collectives.simulation.timeline.host.clock)
+        current = self.collectives.simulation.timeline.current()
+        merge(current.line.clock, self.collectives.simulation.timeline.host.clock)
         merge(current.line.clock, self._clock)
         self._tensors = []
         return True
@@ -46,10 +49,34 @@ class _Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
-    def get_future(self) -> Any:
-        return self._work.get_future()
+    def get_future(self) -> torch.futures.Future[Any]:
+        return _Future(self, self._tensors)
+
+
+class _Future(torch.futures.Future[Any]):
+    """In the place of the future of an asynchronous collective; callbacks run on a stream of their own."""
+
+    def __init__(self, work: _Work, value: Any) -> None:
+        super().__init__()
+        self._work = work
+        self.set_result(value)
+
+    def wait(self) -> Any:
+        self._work.wait()
+        return super().wait()
+
+    def value(self) -> Any:
+        self._work.wait()
+        return super().value()
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        collectives = self._work.collectives
+        stream = Stream(name="the stream of a callback")
+        with stream:
+            value = callback(self)
+        return _Future(_Work(collectives, stream.line, [], None), value)
 
 
 class Collectives:
@@ -101,6 +128,10 @@ class Collectives:
             return _Work(self, self.line_of(group), tensors, work)
 
         return call
+
+    def end_coalescing(self, group: dist.ProcessGroup) -> dist.Work:
+        """In the place of a group's method, what waits for all that was coalesced: it was issued one by one."""
+        return _Work(self, self.line_of(group), [], None)
 
     def issue(
         self,
@@ -210,15 +241,15 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
     """Tell `simulation` of all collectives meanwhile."""
     collectives = Collectives(simulation)
     simulation.functional = collectives.functional
-    kept: list[tuple[type, str, Any]] = []
     kinds: tuple[type, ...] = (dist.ProcessGroup, NoopGroup)
-    for kind in kinds:
-        for name in (*COLLECTIVES, "all_to_all_single", "allgather_coalesced", "recv_anysource"):
-            if name in vars(kind):
-                kept.append((kind, name, vars(kind)[name]))
-                setattr(kind, name, collectives.method(name, vars(kind)[name]))
-    try:
+    with ExitStack() as stack:
+        for kind in kinds:
+            for name in {*COLLECTIVES, "allgather_coalesced", "recv_anysource"} & set(vars(kind)):
+                told = collectives.method(name, vars(kind)[name])
+                stack.enter_context(mock.patch.object(kind, name, told))
+        coalescing = {
+            "_start_coalescing": lambda group, device: None,
+            "_end_coalescing": lambda group, device: collectives.end_coalescing(group),
+        }
+        stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **coalescing))
         yield collectives
-    finally:
-        for kind, name, original in kept:
-            setattr(kind, name, original)
