@@ -1,7 +1,7 @@
 """On which stream autograd's engine runs a node of backward, and what that stream waits for.
 
-    a node             runs on its forward's stream, after the nodes that give it gradients; the first ones after
-                       what the caller of backward issued
+    a node             runs on its forward's stream, after the nodes that give it gradients; the first ones
+                       after what the caller of backward issued
     a leaf's gradient  is accumulated on the stream on which the graph first used the leaf
     sums               gradients of several nodes for one are added on that one's stream
     the caller         goes on after the streams of leaves, and of tensors whose gradients it asked for

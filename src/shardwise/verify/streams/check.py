@@ -73,9 +73,9 @@ class Findings:
 
     @property
     def operations(self) -> int:
-        """How many were looked at."""
-        timeline = self.simulation.timeline
-        return sum(line.clock.get(line.number, 0) for line in timeline.lines)
+        """How many of the device were looked at."""
+        streams = self.simulation.timeline.lines[1:]
+        return sum(line.clock.get(line.number, 0) for line in streams)
 
     def report(self, earlier: Operation, later: Operation, block: Block, address: int, again: bool) -> None:
         """Take note of a race."""
@@ -165,12 +165,14 @@ def _patches(simulation: Simulation) -> list[Any]:
             synchronize=_synchronize,
         ),
         mock.patch.object(kind, name, simulation.unseen(getattr(kind, name))),
-        mock.patch.object(torch.autograd, engine, simulation.timeline.backward(getattr(torch.autograd, engine))),
+        mock.patch.object(
+            torch.autograd, engine, simulation.timeline.backward(getattr(torch.autograd, engine))
+        ),
         mock.patch.object(CommStreams, "create", staticmethod(named)),
     ]
 
 
-class _AnyGenerator(type(torch.Generator)):
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, torch._C.Generator)
 
@@ -178,14 +180,18 @@ class _AnyGenerator(type(torch.Generator)):
 class _Generator(torch.Generator, metaclass=_AnyGenerator):
     """In the place of `torch.Generator`: random numbers of the device are the CPU's."""
 
-    def __new__(cls, device: Any = "cpu") -> Any:
-        made = super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
-        made.named = torch.device(device)
-        return made
+    _named: torch.device
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.named
+        return self._named
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        wanted = torch.device(device)
+        make: Any = super().__new__
+        made: _Generator = make(cls, "cpu" if wanted.type == NAME else wanted)
+        made._named = wanted
+        return made
 
 
 def _set_stream(stream: Stream) -> None:

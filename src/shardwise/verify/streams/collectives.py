@@ -75,6 +75,7 @@ class _Future(torch.futures.Future[Any]):
         collectives = self._work.collectives
         stream = Stream(name="the stream of a callback")
         with stream:
+            self._work.wait()
             value = callback(self)
         return _Future(_Work(collectives, stream.line, [], None), value)
 
@@ -130,7 +131,7 @@ class Collectives:
         return call
 
     def end_coalescing(self, group: dist.ProcessGroup) -> dist.Work:
-        """In the place of a group's method, what waits for all that was coalesced: it was issued one by one."""
+        """Return what waits for all that was coalesced; each collective was issued by itself."""
         return _Work(self, self.line_of(group), [], None)
 
     def issue(
@@ -247,7 +248,7 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
             for name in {*COLLECTIVES, "allgather_coalesced", "recv_anysource"} & set(vars(kind)):
                 told = collectives.method(name, vars(kind)[name])
                 stack.enter_context(mock.patch.object(kind, name, told))
-        coalescing = {
+        coalescing: dict[str, Any] = {
             "_start_coalescing": lambda group, device: None,
             "_end_coalescing": lambda group, device: collectives.end_coalescing(group),
         }

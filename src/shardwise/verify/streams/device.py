@@ -249,8 +249,8 @@ class Simulation:
         for tensor in tensors:
             if not isinstance(tensor, SimTensor) and tensor.ndim and self.memory.at(span(tensor)[0]) is None:
                 raise RuntimeError(
-                    f"{how.name} is given tensors of two devices: one of shape {tuple(tensor.shape)} on the host, and"
-                    f" others on {NAME}:0. Move them to one device"
+                    f"{how.name} is given tensors of two devices: one of shape {tuple(tensor.shape)} on the"
+                    f" host, and others on {NAME}:0. Move them to one device"
                 )
 
     def touch(
@@ -298,7 +298,11 @@ class Simulation:
         """A method of tensors that reads memory of the host past torch's operators, or lets others do."""
 
         def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self.looks_away and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+            if (
+                not self.looks_away
+                and type(tensor) in (Tensor, torch.nn.Parameter)
+                and tensor.device.type == "cpu"
+            ):
                 if self.late is not None:
                     self.late.host_reads([tensor], name)
                 self._host_uses(name, [tensor], [])

@@ -45,7 +45,7 @@ class Extent:
             return False
         parts = [found for one in (self, other) if (found := one._within(low, high)) is not None]
         if len(parts) == 2:
-            return bool(np.isin(*parts).any())
+            return bool(np.isin(parts[0], parts[1]).any())
         return all(part.size for part in parts)
 
     def covers(self, other: Extent) -> bool:

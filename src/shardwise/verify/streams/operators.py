@@ -15,15 +15,16 @@ from shardwise.comm.kinds import NAMESPACES
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
 _RESHAPE = ("set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "resize_", "swapdims_")
-# For these the host waits on CUDA, as a shape or a number depends on values. So it does where a mask is an index, and
-# for `repeat_interleave` of counts without a sum.
+# For these the host waits on CUDA, as a shape or a number depends on values. So it does where a mask is an
+# index, and for `repeat_interleave` of counts without a sum.
 _WAIT = (
-    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
-    "unique_consecutive", "unique_dim_consecutive", "bincount", "_to_sparse", "_linalg_check_errors",
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2",
+    "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "_to_sparse",
+    "_linalg_check_errors",
 )  # fmt: skip
 _INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
-# Running statistics, which these write though their schema does not say so: by name, where they stand, and the
-# argument that says whether they are written.
+# Running statistics, which these write though their schema does not say so: by name, where they stand, and
+# the argument that says whether they are written.
 _STATISTICS = {
     "native_batch_norm": (3, 4, 5),
     "cudnn_batch_norm": (3, 4, 5),
