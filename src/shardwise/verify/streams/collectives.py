@@ -331,4 +331,10 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
             "_end_coalescing": lambda group, device: collectives.end_coalescing(group),
         }
         stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **by_device))
+        config_of = dist.get_backend_config
+
+        def with_device(group: dist.ProcessGroup | None = None) -> str:
+            return f"{config_of(group)},{NAME}:simulated"
+
+        stack.enter_context(mock.patch.object(dist, "get_backend_config", with_device))
         yield collectives

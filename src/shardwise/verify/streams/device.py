@@ -51,9 +51,18 @@ class SimTensor(Tensor):
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The CPU memory of a tensor of the device, as a tensor."""
+    """The CPU memory of a tensor of the device, as a tensor.
+
+    Raises:
+        RuntimeError: it was freed. (`set_` would give the storage other memory, unseen.)
+    """
+    storage, (low, high) = tensor.untyped_storage(), span(tensor)
+    if high - low and high - storage.data_ptr() > storage.nbytes():
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} is used, of whose memory {storage.nbytes()} bytes are left"
+        )
     bare = torch.empty(0, dtype=tensor.dtype)
-    return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def on_device(memory: Tensor) -> Tensor:
@@ -194,9 +203,11 @@ class Simulation:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator of which some tensor, or its result, is on the device."""
-        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made anew
-            with torch.inference_mode(mode=False):
-                return self.run(func, args, kwargs)
+        if torch.is_inference_mode_enabled():
+            # In which views of ordinary tensors could not be made anew, and composed operators come whole.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                found = func.decompose(*args, **kwargs)
+                return self.run(func, args, kwargs) if found is NotImplemented else found
         how = operators.of(func)
         if how.communicates:
             return self.functional(func, args, kwargs)
