@@ -59,7 +59,8 @@ def memory_of(tensor: Tensor) -> Tensor:
     storage, (low, high) = tensor.untyped_storage(), span(tensor)
     if high - low and high - storage.data_ptr() > storage.nbytes():
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} is used, of whose memory {storage.nbytes()} bytes are left"
+            f"a tensor of shape {tuple(tensor.shape)} is used, of whose memory {storage.nbytes()} bytes"
+            " are left"
         )
     bare = torch.empty(0, dtype=tensor.dtype)
     return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
