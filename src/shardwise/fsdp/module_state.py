@@ -288,6 +288,9 @@ class ModuleState:
 
     def gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
         if group.form is _UNSHARDED:
+            for parameters, name, sharded, unsharded in group.forms:
+                if name in parameters and parameters[name] is sharded:
+                    parameters[name] = unsharded  # a functional_call put back what it met before the gather
             return
         if schedule.transformed and _compat.transforms_run():
             with _compat.outside_transforms():
