@@ -34,8 +34,8 @@ from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, write_manifest
 from shardwise.files.stores import At, Location, StorePath, location, remove_folder, sync
 
-FORMAT = 3
-_READ = (3, 2)  # 2 has files hashed by sha256
+FORMAT = 4
+_READ = (4, 3, 2)  # 3 has no plain values in the index; 2 has files hashed by sha256
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the last in stores only
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.background import Saving, settle
 from shardwise.checkpoint.commit import FORMAT, discard, open_staging, prune, publish, rank_and_size
-from shardwise.checkpoint.part import Part, staged, write_index, write_part
+from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
 from shardwise.checkpoint.told import alike
@@ -119,6 +119,8 @@ class Job:
 
     def commit(self, parts: list[Part]) -> Location:
         """Make the checkpoint of all ranks' parts, and remove what is not kept. One rank calls it."""
+        if self.contents["values"]:
+            parts = [*parts, write_values(self.staging, self.contents["values"])]
         final = self.publish(parts, self.index(parts))
         prune(final.parent, self.keep, self.keep_every, written=final)
         return final
