@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams
 from shardwise.comm.auto import transport
-from shardwise.comm.foreach import current_stream
+from shardwise.comm.foreach import current_stream, wait_for_gather
 from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.streams import record_event
 from shardwise.comm.watch import order_of
@@ -83,14 +83,15 @@ class ParamGroup(ABC):
             on accelerators, when computation has written them.
         streams: on which the unsharded buffers are allocated; None: on the current one.
         holds_memory: though resharded; a storage that is resized moves, to the same size too.
+        forms: modules' parameters by name, the sharded and the unsharded form: for one assignment each.
         gathered_at: the count of optimizer steps when last gathered.
         orders: of all ranks that the group communicates with, from its first forward.
     """
 
     # Models have hundreds of groups. (What subclasses add stands in their dicts.)
     __slots__ = (
-        "__weakref__", "_changes", "_cut", "_has_unsharded", "_is_packed", "_placed", "_whole", "buffers",
-        "device", "extended", "form", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
+        "__weakref__", "_changes", "_has_unsharded", "_is_packed", "_placed", "buffers", "device",
+        "extended", "form", "forms", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
         "info", "layout", "layout_words", "members", "name", "offload", "orders", "params", "policy",
         "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_ready",
         "smaller_shards", "strategy", "streams", "traced",
@@ -142,9 +143,7 @@ class ParamGroup(ABC):
         self._is_packed = False
         self._has_unsharded = False
         self._changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
-        # Modules' parameters by name: in either form, for one assignment each.
-        self._whole: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._cut: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self.forms: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
 
     # What a layout decides
 
@@ -233,8 +232,8 @@ class ParamGroup(ABC):
         """Raise for what users did to sharded parameters in vain."""
         for param in self.params:
             param.check_data()
-            if self._cut and self.form is Form.SHARDED:
-                param.check_registered()
+            if self.forms and self.form is not _UNSHARDED:
+                param.check_registered(smaller=self.form is Form.POST_FORWARD)
         if self._has_unsharded:
             self._check_memory()
 
@@ -324,7 +323,7 @@ class ParamGroup(ABC):
         self.reshard()
         self._lay_out(params)
         self._has_unsharded = False
-        self.buffers, self.shards, self._whole, self._cut = [], [], [], []
+        self.buffers, self.shards, self.forms = [], [], []
         self.traced = self.gather_event = self.layout_words = None
         for param in self.params:
             param.unsharded = None
@@ -388,6 +387,10 @@ class ParamGroup(ABC):
         """
         if self.gather is not None or self.form is _UNSHARDED:
             return
+        for parameters, name, sharded, _ in self.forms:
+            if name not in parameters or parameters[name] is not sharded:
+                self.check_params()
+                break
         if self.orders and self.gathers:
             self.announce_gather()
         if not self._has_unsharded:
@@ -412,7 +415,7 @@ class ParamGroup(ABC):
         self.gather = None
         if self._changes != ShardedRows.changes:
             self._follow_changes()
-        for parameters, name, unsharded in self._whole or self._list_forms():
+        for parameters, name, _, unsharded in self.forms or self._list_forms():
             parameters[name] = unsharded
         self.smaller_shards = []
         if self.read_guard is not None:
@@ -429,20 +432,22 @@ class ParamGroup(ABC):
                     unsharded.requires_grad_(trains)
                     self.gather_event = None
 
-    def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+    def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
         for param in self.params:
             assert param.unsharded is not None
-            for owner in param.owners:
-                self._whole.append((owner.parameters, owner.name, param.unsharded))
-                self._cut.append((owner.parameters, owner.name, param.sharded))
-        return self._whole
+            self.forms += [(where, name, param.sharded, param.unsharded) for where, name in param.owners]
+        return self.forms
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
         if self.form is _SHARDED:
             return
-        for parameters, name, sharded in self._cut:
-            parameters[name] = sharded
+        whole = self.form is _UNSHARDED
+        for parameters, name, sharded, unsharded in self.forms:
+            if not whole or (
+                name in parameters and parameters[name] is unsharded
+            ):  # else the user's: see above
+                parameters[name] = sharded
         self.smaller_shards = []
         self._free_unsharded()
         self.form = _SHARDED
@@ -489,10 +494,7 @@ class ParamGroup(ABC):
         """Wait for a gather that nobody will use and drop it."""
         if self.gather is None:
             return
-        if self.gather.event is not None:
-            current_stream(self.device).wait_event(self.gather.event)
-        if self.gather.work is not None:
-            self.gather.work.wait()
+        wait_for_gather(self.gather)
         self.gather = None
         if self.form is not _UNSHARDED:
             self._free_unsharded()

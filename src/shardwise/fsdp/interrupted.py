@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -43,6 +43,17 @@ def check_entry(state: ModuleState, action: Action) -> None:
         raise LifecycleError(
             f"{here()}: an earlier {which} of '{state.name}' raised; call reset_iter_state() on the root"
             " module before the next iteration"
+        )
+
+
+def check_transforms(state: ModuleState) -> None:
+    """Raise within transforms of `torch.func` whose backward would read memory that is freed, unseen."""
+    if is_grad_enabled() and _compat.differentiates_twice_backward():
+        raise LifecycleError(
+            f"{here()}: the forward of '{state.name or state.classes}' runs within a transform of torch.func"
+            " that goes backward through another one's derivatives, as grad(grad()) or jacrev(jacfwd())."
+            " Sharded modules have first derivatives backward only. Take second derivatives forward:"
+            " torch.func.hessian(...), or jacfwd, jvp or vmap around grad"
         )
 
 
