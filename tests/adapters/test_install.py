@@ -167,25 +167,66 @@ def pipelined() -> list[torch.Tensor]:
     return [param.full_tensor() for param in params]  # type: ignore[attr-defined]
 
 
-def test_a_script_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`shardwise run` of a script in this process, by its text."""
     from typer.testing import CliRunner
 
     from shardwise.cli import app
 
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\nfrom torch.distributed.fsdp import fully_shard\n"
-        "print(__name__, sys.argv[1:], fully_shard.__module__, fully_shard.defaults)\n"
-    )
+    def run(text: str, *arguments: str) -> Any:
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        return CliRunner().invoke(app, ["run", "--layout", "contiguous", str(script), *arguments])
+
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    try:
-        result = CliRunner().invoke(app, ["run", "--layout", "contiguous", str(script), "--lr", "3", "-x"])
-    finally:
-        shardwise.uninstall()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    yield run
+    shardwise.uninstall()
+
+
+def test_a_script_runs_unchanged(run_script: Any) -> None:
+    result = run_script(
+        "import sys\nfrom torch.distributed.fsdp import fully_shard\n"
+        "print(__name__, sys.argv[1:], fully_shard.__module__, fully_shard.defaults)\n",
+        *("--lr", "3", "-x"),
+    )
     assert result.exit_code == 0, result.output
     assert "__main__ ['--lr', '3', '-x'] shardwise." in result.output
     assert "{'layout': 'contiguous'}" in result.output
+
+
+SHARDS = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+fully_shard([model[0], model[1]])
+fully_shard(model[2], shard_placement_fn=lambda param: Shard(1))  # which has the interleaved layout alone
+fully_shard(model)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_run_ends_with_how_many_modules_were_sharded_in_which_layout(run_script: Any) -> None:
+    for ending in ("", "sys.exit()"):
+        result = run_script(SHARDS + ending)
+        assert result.exit_code == 0, result.output
+        assert result.stderr == "shardwise: modules sharded: 3 contiguous, 1 interleaved\n"
+
+
+def test_a_run_that_sharded_nothing_ends_with_a_warning_unless_it_failed(run_script: Any) -> None:
+    result = run_script("from torch.distributed.fsdp import fully_shard\n")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("shardwise: WARNING: nothing was sharded")
+    assert result.stderr.count("\n") == 1
+    assert run_script("import sys; sys.exit(3)").stderr == ""
+    assert run_script("1 / 0").stderr == ""
 
 
 class CompilesItsStep(torch.optim.Optimizer):
