@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed.fsdp
-from clients import compare
-from clients.common import check_sharded
 from torch import nn
 
 import shardwise
+from clients import compare
+from clients.common import check_sharded
 from ranks import on_ranks
 
 

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 plugin: efficient loading, accumulation, clipping, resume, `generate`, `save_pretrained`."""
+"""accelerate's FSDP2 plugin: efficient loading, accumulation, clipping, resume, `generate`, saved whole."""
 
 import tempfile
 

@@ -1,7 +1,7 @@
 """Runs each client on torch's FSDP2 and, unchanged, on shardwise in both layouts; compares their losses.
 
     python examples/clients/compare.py [CLIENT ...]
-    python examples/clients/compare.py --write     and replace their rows in README.md and docs/tasks/other_code.md
+    python examples/clients/compare.py --write     and replace their rows in the documentation
 
 The interleaved layout must give FSDP2's losses to the last bit. The contiguous one adds the norm of gradients
 in another order: a relative difference of 1e-5 is allowed in fp32, of 1e-2 where the client computes in bf16.
@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,11 @@ def verdict(client: str, way: str, ours: Reports | str, theirs: Reports) -> str:
     for rank, one in theirs.items():
         if (mine := ours[rank]["sharded"]["modules"]) != one["sharded"]["modules"]:
             return f"FAILED: {mine} modules sharded on rank {rank}, {one['sharded']['modules']} by FSDP2"
-    pairs = [pair for rank in theirs for pair in zip(ours[rank]["losses"], theirs[rank]["losses"], strict=True)]
+    numbers = (zip(ours[rank]["losses"], one["losses"], strict=True) for rank, one in theirs.items())
+    pairs = list(chain.from_iterable(numbers))
     layouts = ours[0]["sharded"]["layouts"]
-    aside = {name: count for name, count in layouts.items() if name != way}
-    mixed = "".join(f"; {count} of {sum(layouts.values())} parameters {name}" for name, count in aside.items())
+    total, others = sum(layouts.values()), layouts.keys() - {way}
+    mixed = "".join(f"; {layouts[other]} of {total} parameters {other}" for other in sorted(others))
     if all(a == b for a, b in pairs):
         return f"equal to the bit{mixed}"
     most = max(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)
@@ -121,7 +123,7 @@ def write(rows: list[list[str]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("clients", nargs="*", default=list(NEEDS), metavar="CLIENT")
-    parser.add_argument("--write", action="store_true", help="replace their rows in the documentation's tables")
+    parser.add_argument("--write", action="store_true", help="replace their rows in the documentation")
     options = parser.parse_args()
     rows = []
     for client in options.clients:

@@ -42,7 +42,8 @@ def train(folder: str, *, resume: str | None = None) -> tuple[Trainer, list[floa
         fsdp=True,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
     )
-    trainer = Trainer(tiny_llama(), arguments, train_dataset=Tokens(), eval_dataset=Subset(Tokens(), range(6)))
+    held_out = Subset(Tokens(), range(6))
+    trainer = Trainer(tiny_llama(), arguments, train_dataset=Tokens(), eval_dataset=held_out)
     trainer.train(resume_from_checkpoint=resume)
     shown = ("loss", "grad_norm", "eval_loss")
     return trainer, [entry[name] for entry in trainer.state.log_history for name in shown if name in entry]
