@@ -63,7 +63,7 @@ def check_sharded(model: nn.Module) -> dict[str, Any]:
 
     by = Counter(who for module in model.modules() if (who := implementation(type(module))))
     expected = implementation(torch.distributed.fsdp.FSDPModule)
-    assert set(by) == {expected}, f"modules are to be sharded by {expected}, and are by {dict(by) or 'nobody'}"
+    assert set(by) == {expected}, f"modules are to be sharded by {expected}, are by {dict(by) or 'nobody'}"
     layouts = Counter(
         "contiguous" if isinstance(param, ShardedParameter) else "interleaved"
         for param in model.parameters()
