@@ -28,12 +28,15 @@ NEEDS = {
     "accelerate_fsdp2": "accelerate",
     "trainer": "accelerate",
     "seq2seq_trainer": "accelerate",
+    "trl_trainers": "trl",
+    "sentence_embeddings": "sentence_transformers",
     "fabric": "lightning_fabric",
     "peft_lora": "peft",
     "optimizers": "torchao",
     "torchtitan_llama": "torchtitan",
+    "torchtitan_experts": "torchtitan",
 }
-ROUNDING = {"torchtitan_llama": 1e-2}
+ROUNDING = {"torchtitan_llama": 1e-2, "torchtitan_experts": 1e-2}
 RANKS = 2
 WAYS = {
     "FSDP2": [],
