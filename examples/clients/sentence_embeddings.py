@@ -1,6 +1,6 @@
 """sentence-transformers: contrastive training of a BERT under accelerate, embeddings.
 
-Its trainer saves no checkpoints here: it hands DTensors to safetensors, which refuses them, with torch's FSDP2 too.
+Its trainer saves no checkpoints here: it hands DTensors to safetensors, which refuses FSDP2's too.
 """
 
 import os
