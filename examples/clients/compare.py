@@ -31,6 +31,7 @@ NEEDS = {
     "trl_trainers": "trl",
     "sentence_embeddings": "sentence_transformers",
     "fabric": "lightning_fabric",
+    "litgpt_fabric": "litgpt",
     "peft_lora": "peft",
     "optimizers": "torchao",
     "torchtitan_llama": "torchtitan",
