@@ -39,6 +39,9 @@ class SimTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{memory_of(self)!r} on the simulated device"
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
