@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ranks import on_ranks
 from shardwise.planner.noop_group import noop_world
-from shardwise.verify.streams import DEVICE, simulated
+from shardwise.verify.streams import DEVICE, Findings, Order, simulated
 
 Program = Callable[[], object]
 
@@ -228,6 +229,31 @@ def test_collectives_of_every_kind_are_waited_for(begin: Callable[[list[Tensor]]
     for _ in range(again):
         assert not races(lambda: program(waits=True))
         assert races(lambda: program(waits=False))
+
+
+@on_ranks(2)
+def test_ranks_may_send_before_they_receive_in_a_batch() -> None:
+    def program(order: Order | None, *, waits: bool) -> Findings:
+        with simulated(order) as found:
+            (received, sent), other = pair(), 1 - dist.get_rank()
+            sent.fill_(other)
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+            )
+            if waits:
+                for work in works:
+                    work.wait()
+            more = received + 1
+            for work in works:
+                work.wait()
+            assert more.tolist() == [1.0 + dist.get_rank()] * 8 or not waits
+        return found
+
+    for order in (None, Order.at_once(), Order.as_needed(), Order.of(3)):
+        right = program(order, waits=True)
+        assert not right.findings
+        assert not right.differences
+        assert len(program(order, waits=False).findings) == 1
 
 
 def test_a_callback_of_a_collective_runs_on_a_stream_of_its_own() -> None:
