@@ -32,7 +32,14 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen
+from shardwise.fsdp.policy import (
+    GroupSettings,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    chosen,
+    home_of,
+    pins,
+)
 from shardwise.fsdp.read_guard import ReadGuard
 from shardwise.fsdp.strategy import Strategy
 from shardwise.layout import Gathered, GroupLayout
@@ -79,8 +86,7 @@ class ParamGroup(ABC):
         members: the parameters of each segment, in the order in which they lie.
         shards: the shard buffers, by segment.
         buffers: the unsharded buffers, by segment, from the first gather.
-        smaller_shards: POST_FORWARD: this rank's pieces over the smaller mesh, by segment; `smaller_ready`
-            on accelerators, when computation has written them.
+        smaller_shards: POST_FORWARD: pieces over the smaller mesh, by segment; `smaller_ready`: are written.
         streams: on which the unsharded buffers are allocated; None: on the current one.
         holds_memory: though resharded; a storage that is resized moves, to the same size too.
         forms: modules' parameters by name, the sharded and the unsharded form: for one assignment each.
@@ -216,7 +222,7 @@ class ParamGroup(ABC):
                     f"{here()}: '{param.name}' is still on the meta device; call to_empty(device=...) on the"
                     " model and initialise its parameters before the first forward"
                 )
-            wanted = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
+            wanted = home_of(self.offload, self.device)
             if found.type != wanted.type or (found.index is not None and found != wanted):
                 raise ShardingError(
                     f"{here()}: '{param.name}' is on {found}, expected {wanted} (the mesh is on"
@@ -330,8 +336,7 @@ class ParamGroup(ABC):
         segments: Sequence[Gathered] = self.layout.segments
         for segment, members in zip(segments, self.members, strict=True):
             home = device or members[0].local.device
-            if isinstance(self.offload, CPUOffloadPolicy) and home.type != "meta":
-                home = torch.device("cpu")
+            home = home if home.type == "meta" else home_of(self.offload, home)
             shard = self._shard_memory(segment, home)
             for param in members:
                 piece = param.part_of(shard)
@@ -350,9 +355,7 @@ class ParamGroup(ABC):
 
     def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
         shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
-        offload = self.offload
-        pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.device.type != "cpu"
-        return shard.pin_memory() if pins and not shard.is_meta else shard
+        return shard.pin_memory() if pins(self.offload, self.device) and not shard.is_meta else shard
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
         """Make the unsharded parameters, over memory that every gather allocates anew, on the current stream.
@@ -444,9 +447,8 @@ class ParamGroup(ABC):
             return
         whole = self.form is _UNSHARDED
         for parameters, name, sharded, unsharded in self.forms:
-            if not whole or (
-                name in parameters and parameters[name] is unsharded
-            ):  # else the user's: see above
+            # Otherwise it is the user's: see above.
+            if not whole or (name in parameters and parameters[name] is unsharded):
                 parameters[name] = sharded
         self.smaller_shards = []
         self._free_unsharded()
@@ -476,8 +478,7 @@ class ParamGroup(ABC):
         """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
         if self.gathered_at == seen.steps:
             return
-        if self.gather is not None:
-            self.abandon_gather()
+        self.abandon_gather()
         if self.form is _UNSHARDED:
             self.reshard()
 
@@ -492,9 +493,8 @@ class ParamGroup(ABC):
 
     def abandon_gather(self) -> None:
         """Wait for a gather that nobody will use and drop it."""
-        if self.gather is None:
-            return
-        wait_for_gather(self.gather)
-        self.gather = None
-        if self.form is not _UNSHARDED:
-            self._free_unsharded()
+        if self.gather is not None:
+            wait_for_gather(self.gather)
+            self.gather = None
+            if self.form is not _UNSHARDED:
+                self._free_unsharded()

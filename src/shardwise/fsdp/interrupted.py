@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -29,6 +30,7 @@ from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState, gathers_begun
 from shardwise.fsdp.parameter import ShardedParam
+from shardwise.fsdp.policy import pins
 from shardwise.fsdp.schedule import Schedule
 
 
@@ -138,9 +140,11 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         def trained() -> set[int]:
             return {_memory(p) for options in optimizer.param_groups for p in options["params"]}
 
-        for ref in gathers_begun:
-            if (group := ref()) is not None and group.gather is not None:
+        for group in filter(None, (ref() for ref in gathers_begun)):
+            if group.gather is not None:
                 wait_for_gather(group.gather)
+            if pins(group.offload, group.device):  # the optimizer is the host's
+                torch.accelerator.synchronize(group.device)
         gathers_begun.clear()
         for state in states():
             schedule = state.schedule

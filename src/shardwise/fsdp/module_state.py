@@ -22,7 +22,7 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TrainingState
-from shardwise.fsdp.policy import MixedPrecisionPolicy
+from shardwise.fsdp.policy import MixedPrecisionPolicy, pins
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import cast
@@ -332,7 +332,7 @@ class ModuleState:
             if self.training_state is TrainingState.IDLE:
                 group.drop_stale()
             group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
-            if async_op:
+            if async_op or pins(group.offload, group.device):
                 gathers_begun.append(weakref.ref(group))
 
     def wait_for_unshard(self) -> None:
