@@ -98,8 +98,10 @@ def mended(case: Case) -> Case:
         case = {name: case[name] for name in kept if name in case}
         world = 4 if case.get("reshard") else 2  # so that one is with and one without shards
         return case | {"world": world, "ranks": world, "reshard": bool(case.get("reshard"))}
-    if case.get("real") and case.get("before") in ("save", "save_async", "host"):
-        case.pop("before")
+    if case.get("real"):
+        case.pop("extension", None)  # whose hook does not pad
+        if case.get("before") in ("save", "save_async", "host"):
+            case.pop("before")
     rows = case.get("layout") == "contiguous"
     if case.get("before") in ("save", "save_async", "host"):  # ranks that do not exist tell nothing
         case["ranks"] = 1
