@@ -66,3 +66,22 @@ def test_whole_tensors_of_rows_are_gathered_in_graphs() -> None:
     )
     with torch.no_grad():
         assert torch.equal(whole(model.weight), model.weight.full_tensor() * model.weight.sum())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_gradients_from_before_anything_was_compiled_are_taken_by_any_compiled_function(layout: str) -> None:
+    torch.compiler.reset()
+    models = [fully_shard(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)), layout=layout) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for model in models:
+        model(torch.ones(4, 6)).square().mean().backward()
+    gradients = [param.grad for model in models for param in model.parameters()]
+    doubled = torch.compile(lambda gradient: 2 * gradient, backend="aot_eager", dynamic=False)
+    for gradient in gradients:
+        assert torch.equal(doubled(gradient).full_tensor(), 2 * gradient.full_tensor())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        expected = [p.detach().full_tensor() - p.grad.full_tensor() / 2 for p in model.parameters()]
+        torch.compile(optimizer.step, backend="aot_eager")()
+        for param, value in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.detach().full_tensor(), value)

@@ -140,6 +140,28 @@ def _distribute(
     return make.distribute(tensor, device_mesh, placements, src_data_rank)
 
 
+def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
+    """Let tracers take DTensors whose local tensor lies at another offset than their wrapper.
+
+    A tracer takes a DTensor apart by `__tensor_flatten__` and puts one together whose wrapper takes over the
+    local tensor's offset; then it finds that the two differ. Whoever traces is not asked before.
+
+    Args:
+        own_storage: the same memory, as a tensor that begins its storage.
+    """
+    flatten: Any = DTensor.__tensor_flatten__
+
+    @functools.wraps(flatten)
+    def flattened(self: DTensor) -> Any:
+        local = self._local_tensor
+        plain = type(self) is DTensor and type(local) is Tensor
+        if plain and local.storage_offset() != self.storage_offset():
+            self._local_tensor = own_storage(local)
+        return flatten(self)
+
+    DTensor.__tensor_flatten__ = flattened  # type: ignore[method-assign]
+
+
 def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
     """Let torch's functions that make DTensors by placements ask `make` where these are ours.
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import _compat
+from shardwise._compat.dtensors import traced_by
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.rows.piece import Piece
 
@@ -87,6 +88,9 @@ def own_storage(piece: Tensor) -> Tensor:
     return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
         storage, 0, piece.shape, piece.stride()
     )
+
+
+traced_by(own_storage)
 
 
 # Optimizers of torch.optim that update each element by itself; others may communicate over a parameter.

@@ -17,15 +17,13 @@ import weakref
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import fast
-from shardwise.fsdp.fast import own_storage, seen
-from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.fsdp.fast import seen
 
 _REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
 _GATHERED = (
@@ -58,16 +56,13 @@ _changes = 0
 _watching = False
 
 
-def look_for_compiler(optimizer: Optimizer | None = None) -> bool:
-    """From when a function is compiled, let gradients be such as tracers take; is this that moment?
+def look_for_compiler(optimizer: Optimizer | None = None) -> None:
+    """From when a function is compiled, let gradients be such as tracers take.
 
     Optimizers of other libraries may compile what they do to a parameter, inside their step.
     """
     foreign = optimizer is not None and not type(optimizer).__module__.startswith(("torch.", "shardwise."))
-    if seen.compiler or not (foreign or _compat.compiler_in_use()):
-        return False
-    seen.compiler = True
-    return True
+    seen.compiler = seen.compiler or foreign or _compat.compiler_in_use()
 
 
 def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
@@ -96,10 +91,7 @@ def was_replaced(param: Tensor) -> bool:
 
 @_compat.runs_eagerly
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if look_for_compiler(optimizer):
-        for param in (param for options in optimizer.param_groups for param in options["params"]):
-            if isinstance(param.grad, DTensor) and not isinstance(param.grad, ShardedRows):
-                _compat.set_local_tensor(param.grad, own_storage(_compat.local_tensor(param.grad)))
+    look_for_compiler(optimizer)
     compiled = _compat.in_compiled_call()
     if compiled:
         fast.step_in_graphs(optimizer)
