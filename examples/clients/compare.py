@@ -34,6 +34,7 @@ NEEDS = {
     "litgpt_fabric": "litgpt",
     "peft_lora": "peft",
     "optimizers": "torchao",
+    "torchao_float8": "torchao",
     "torchtitan_llama": "torchtitan",
     "torchtitan_experts": "torchtitan",
 }
@@ -110,15 +111,19 @@ def row(client: str) -> list[str]:
     return [*cells, modules, *(verdict(client, way, run(client, way), theirs) for way in list(WAYS)[1:])]
 
 
-def write(rows: list[list[str]]) -> None:
-    """Replace the rows of these clients in the tables of the documentation."""
+def failed(row: list[str]) -> bool:
+    return any(cell.startswith("FAILED") for cell in row)
+
+
+def write(row: list[str]) -> None:
+    """Replace the row of this client in the tables of the documentation."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from results import write_section
 
     for path in TABLES:
         section = path.read_text().partition("<!-- begin clients -->")[2].partition("<!-- end clients -->")[0]
         lines = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
-        lines |= {cells[0].split("`")[1]: f"| {' | '.join(cells)} |" for cells in rows}
+        lines[row[0].split("`")[1]] = f"| {' | '.join(row)} |"
         head = [f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |"]
         body = [lines[client] for client in NEEDS if client in lines]
         write_section("clients", "\n".join([*head, *body]), path=path)
@@ -133,14 +138,13 @@ def main() -> int:
     for client in options.clients:
         rows.append(row(client))
         print(*rows[-1], sep=" | ", file=sys.stderr)
+        if options.write and not failed(rows[-1]):
+            write(rows[-1])
     table = Table(*HEADER)
     for cells in rows:
         table.add_row(*cells)
     Console(width=150).print(table)
-    failed = any(cell.startswith("FAILED") for cells in rows for cell in cells)
-    if options.write and not failed:
-        write(rows)
-    return int(failed)
+    return int(any(map(failed, rows)))
 
 
 if __name__ == "__main__":

@@ -315,6 +315,10 @@ def run_command(
     strategy: Annotated[
         str | None, typer.Option(help="Strategy of such calls, for the contiguous layout: zero2, say.")
     ] = None,
+    interleave: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLASS", help="Modules of this class get the interleaved layout all the same."),
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Start this many local ranks. Default: run in this process.")
     ] = None,
@@ -334,9 +338,10 @@ def run_command(
         raise typer.Exit(NOT_RUN) from None
     defaults = {"layout": layout.value} | ({"strategy": strategy} if strategy else {})
     if ranks is None or "RANK" in os.environ:
-        run_script(target, arguments or [], is_module=is_module, **defaults)
+        run_script(target, arguments or [], is_module=is_module, interleave=interleave or (), **defaults)
         return
     options = [text for name, value in defaults.items() for text in (f"--{name}", value)]
+    options += [text for name in interleave or () for text in ("--interleave", name)]
     command = ["-m", "shardwise.run", *options, *(["-m"] if is_module else []), target, *(arguments or [])]
     raise typer.Exit(launch.launch(command, ranks=ranks))
 

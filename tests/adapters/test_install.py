@@ -102,6 +102,40 @@ def test_a_module_that_the_contiguous_layout_refuses_gets_the_other_and_trains_w
         torch.testing.assert_close(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
 
 
+class Block(nn.Linear):
+    """A matrix for Muon."""
+
+
+def trained_by_muon() -> list[torch.Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(4, 4, bias=False), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizers = [torch.optim.Muon([model[0].weight]), torch.optim.AdamW(model[1].parameters())]
+    for _ in range(2):
+        model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("rows")
+@on_ranks(2)
+def test_an_optimizer_of_matrices_refuses_rows_when_it_is_made_and_takes_modules_left_interleaved() -> None:
+    theirs, add = trained_by_muon(), torch.optim.Optimizer.add_param_group
+    told = "Muon needs whole matrices.*--interleave CLASS"
+    with installed(layout="contiguous"), pytest.raises(shardwise.ShardingError, match=told) as caught:
+        trained_by_muon()
+    assert [frame.name for frame in caught.traceback][1:3] == ["trained_by_muon", "__init__"]  # no step
+    with installed(layout="contiguous", strategy="zero2", interleave=["Block"]):
+        ours = trained_by_muon()
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert torch.optim.Optimizer.add_param_group is add
+
+
 @pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch's FSDP2 has no ShardPlacementResult"
 )

@@ -5,7 +5,7 @@
     anywhere else                           the same, where a module holds one of torch's objects
 
 Torch's own implementation keeps its names. Policies, placements and mesh infos that were made of its classes
-are translated field by field.
+are translated field by field. Torch's optimizers of whole matrices refuse rows when they are made.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardwise import fsdp, mesh
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp.fully_shard import Options
 from shardwise.fsdp.module_state import state_of
+from shardwise.sharded_tensor.rows import ShardedParameter
 
 _LOG = logging.getLogger("shardwise")
 _PUBLIC = (
@@ -35,16 +38,20 @@ _PUBLIC = (
 )
 _IMPLEMENTATION = ("torch.distributed.fsdp._", "torch.distributed._composable.replicate", "shardwise.")
 _PRIVATE_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
+_OF_LAYOUTS = ("layout", "strategy")
+_NEED_WHOLE_MATRICES = (torch.optim.Muon, torch.optim.LBFGS)
 
-_replaced: list[tuple[ModuleType, str, Any, Any]] = []  # module, name, torch's object, ours
+_replaced: list[tuple[Any, str, Any, Any]] = []  # module or class, name, torch's object, ours
 
 
-def install(**defaults: Any) -> None:
+def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
     """Let code that asks torch for FSDP2 get shardwise.
 
     Local: call it on every rank, before the model is sharded. A second call replaces the first's defaults.
 
     Args:
+        interleave: names of classes whose modules get the interleaved layout: those of the blocks, say,
+            for an optimizer of matrices, which rows refuse.
         defaults: keywords of `shardwise.fully_shard` for calls that do not pass them, such as
             `layout="contiguous"` or `strategy="zero2"`. A module that the contiguous layout refuses,
             for a tensor subclass or a placement such as `Shard(1)`, gets the interleaved one, with a warning.
@@ -60,7 +67,8 @@ def install(**defaults: Any) -> None:
     uninstall()
     twins = _twins()
     ours = {name: _ours(name) for name in twins}
-    ours["fully_shard"] = _fully_shard(defaults, {twins[name]: ours[name] for name in twins})
+    classes = {twins[name]: ours[name] for name in twins}
+    ours["fully_shard"] = _fully_shard(defaults, frozenset(interleave), classes)
     by_id = {id(theirs): (name, theirs) for name, theirs in twins.items()}
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.startswith(_IMPLEMENTATION):
@@ -70,6 +78,9 @@ def install(**defaults: Any) -> None:
                 setattr(module, name, ours[found[0]])
                 _replaced.append((module, name, value, ours[found[0]]))
     places = sorted({module.__name__ for module, *_ in _replaced})
+    add = Optimizer.add_param_group
+    _replaced.append((Optimizer, "add_param_group", add, _checking_rows(add)))
+    Optimizer.add_param_group = _replaced[-1][-1]  # type: ignore[method-assign]
     _LOG.info("%s: FSDP2 is shardwise now, with %s, in %s", here(), defaults or "its defaults", places)
 
 
@@ -92,12 +103,33 @@ def _ours(name: str) -> Any:
     return getattr(fsdp, name, None) or getattr(mesh, name)
 
 
-def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[..., Any]:
+def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
+    """`Optimizer.add_param_group` that refuses rows where a step would."""
+
+    @functools.wraps(add)
+    def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
+        add(self, group)
+        rows = [param for param in self.param_groups[-1]["params"] if isinstance(param, ShardedParameter)]
+        if rows and isinstance(self, _NEED_WHOLE_MATRICES):
+            raise ShardingError(
+                f"{here()}: {type(self).__name__} needs whole matrices and was given {len(rows)} parameters"
+                f" that are sharded by rows, such as '{rows[0].piece.name}'. Give modules that own them the"
+                " interleaved layout: --interleave CLASS of `shardwise run`, or install(interleave=[...]); or"
+                " use shardwise.optim.Muon"
+            )
+
+    return add_param_group
+
+
+def _fully_shard(
+    defaults: dict[str, Any], interleave: Collection[str], classes: dict[Any, Any]
+) -> Callable[..., Any]:
     """Our `fully_shard` for callers that know torch's."""
     inputs = importlib.import_module(_PRIVATE_INPUTS)
     for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
         if hasattr(inputs, name):
             classes[getattr(inputs, name)] = _ours(name)
+    interleaved = {name: value for name, value in defaults.items() if name not in _OF_LAYOUTS}
 
     @functools.wraps(fsdp.fully_shard)
     def fully_shard(module: nn.Module | list[nn.Module], **given: Any) -> Any:
@@ -112,7 +144,9 @@ def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[
                 known[id(value)] = (value, ours)
             return known[id(value)][1]
 
-        options = defaults | {name: translated(value) for name, value in given.items()}
+        listed = module if isinstance(module, list) else [module]
+        apart = any(type(one).__name__ in interleave for one in listed)
+        options = (interleaved if apart else defaults) | {name: translated(v) for name, v in given.items()}
         if (place := options.get("shard_placement_fn")) is not None:
             options["shard_placement_fn"] = lambda param: translated(place(param))
         try:
@@ -120,7 +154,7 @@ def _fully_shard(defaults: dict[str, Any], classes: dict[Any, Any]) -> Callable[
         except ShardingError as refusal:
             if "layout" not in defaults or "layout" in given:
                 raise
-            rest = {name: value for name, value in options.items() if name not in ("layout", "strategy")}
+            rest = {name: value for name, value in options.items() if name not in _OF_LAYOUTS}
             found = fsdp.fully_shard(module, **rest)  # the caller knows of no layouts
             _LOG.warning("%s; installed as interleaved", refusal)
             return found

@@ -33,7 +33,7 @@ def check_script(target: str, *, is_module: bool = False) -> None:
 
 
 def run_script(target: str, arguments: list[str], *, is_module: bool = False, **defaults: Any) -> None:
-    """Run a script or module as `python` would, after `install(**defaults)`.
+    """Run a script or module as `python` would, after `install(**defaults)`, whose arguments they are.
 
     Errors that nothing catches are shown as `launch` says. A script that ends without one is followed by a
     line on stderr: how many modules it sharded in which layout, or a warning that it sharded none.

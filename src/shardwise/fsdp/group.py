@@ -336,8 +336,7 @@ class ParamGroup(ABC):
         segments: Sequence[Gathered] = self.layout.segments
         for segment, members in zip(segments, self.members, strict=True):
             home = device or members[0].local.device
-            home = home if home.type == "meta" else home_of(self.offload, home)
-            shard = self._shard_memory(segment, home)
+            shard = self._shard_memory(segment, home_of(self.offload, home))
             for param in members:
                 piece = param.part_of(shard)
                 if not param.local.is_meta:

@@ -75,7 +75,8 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 def home_of(offload: OffloadPolicy, device: torch.device) -> torch.device:
     """Return where shards lie, of a group that is gathered on `device`."""
-    return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+    offloads = isinstance(offload, CPUOffloadPolicy) and device.type != "meta"
+    return torch.device("cpu") if offloads else device
 
 
 def pins(offload: OffloadPolicy, device: torch.device) -> bool:
