@@ -231,8 +231,8 @@ def plan(
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
             if written is not None:
                 _check_writable(written)
-        if png_path is not None:
-            figure_class()
+        if png_path is not None and not (json_path or html_path or trace_path):
+            figure_class()  # else what was asked for beside it comes first
         found = planner.search(model, setup, hardware=hardware) if search else None
         made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
         console = Console()

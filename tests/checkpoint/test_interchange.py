@@ -488,9 +488,7 @@ def test_interleaved_models_load_rows_as_dtensors() -> None:
 
 @pytest.mark.parametrize("shard", [contiguous, zero2])
 @on_ranks(2)
-def test_torchs_save_in_the_background_keeps_what_was_there_when_it_began(
-    tmp_path: Path, shard: Shard
-) -> None:
+def test_torchs_async_save_keeps_what_was_there_when_it_began(tmp_path: Path, shard: Shard) -> None:
     model, optimizer = build(shard, seed=1)
     train(model, optimizer, range(3))
     before = whole(state_of(model, optimizer))

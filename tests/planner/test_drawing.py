@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import cache
@@ -55,6 +56,25 @@ def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch:
         planner.picture(made)
     result = CliRunner().invoke(app, ["plan", "no such model", "--png", "plan.png"])
     assert (result.exit_code, "shardwise[plot]" in result.stderr) == (2, True)
+
+
+def test_what_is_asked_for_beside_a_picture_is_there_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(planner, "plan", lambda *args, **how: plan_of_gpt2())
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
+    result = CliRunner().invoke(app, ["plan", "gpt2", "--html", str(page), "--png", str(picture)])
+    assert (result.exit_code, "shardwise[plot]" in result.stderr) == (2, True)
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_labels_of_phases_end_within_the_drawing() -> None:
+    labels = re.findall(
+        r"<text x=\"([\d.]+)\"( text-anchor=\"end\")? y=\"290.0\">(\w+)<", planner.page(plan_of_gpt2())
+    )
+    assert [name for *_, name in labels] == ["forward", "backward", "optimizer"]
+    assert all(end or float(at) + 80 < 900 for at, end, _ in labels)
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--trace", "--png"])

@@ -224,6 +224,7 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
     [
         ({"ranks": "8"}, "ranks must be of type int, got '8'"),
         ({"ranks": 10**9}, "ranks must be at most 10,000,000, got 1,000,000,000"),
+        ({"sequence": 10**8}, "sequence must be at most 10,000,000, got 100,000,000"),
         ({"micro_batch": 1.5}, "micro_batch must be of type int, got 1.5"),
         ({"clip_norm": 1}, "clip_norm must be of type bool, got 1"),
         ({"reshard_after_forward": "no"}, r"must be of type bool \| int \| None, got 'no'"),

@@ -140,6 +140,24 @@ def _distribute(
     return make.distribute(tensor, device_mesh, placements, src_data_rank)
 
 
+def fill_whole(name: str, is_ours: Callable[[Any], bool]) -> None:
+    """Let a function of `torch.nn.init` that writes by indices fill a whole plain tensor, where `is_ours`.
+
+    It changes the tensor before the first index, which ours have not, raises; and it asks no subclass.
+    """
+    fill: Callable[..., Tensor] = getattr(torch.nn.init, name)
+
+    @functools.wraps(fill)
+    def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not is_ours(tensor) or tensor.is_meta:
+            return fill(tensor, *args, **kwargs)
+        whole = fill(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+        with torch.no_grad():
+            return tensor.copy_(whole)
+
+    setattr(torch.nn.init, name, filled)
+
+
 def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
     """Let tracers take DTensors whose local tensor lies at another offset than their wrapper.
 

@@ -17,7 +17,7 @@ from shardwise.planner.events import CATEGORIES, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.models import Factory, Model, exits_told, model_of, quiet_fakes
 from shardwise.planner.record import record
-from shardwise.planner.setup import MOST_RANKS, Setup, changed
+from shardwise.planner.setup import MOST, Setup, changed
 from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
@@ -301,7 +301,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
     if setup.replicas > 1:
         yield "cut over all ranks (replicas=1)", {"replicas": 1}
     for words, times in (("twice", 2), ("four times", 4)):
-        if times * setup.ranks <= MOST_RANKS:
+        if times * setup.ranks <= MOST:
             yield f"{words} as many ranks", {"ranks": times * setup.ranks}
 
 

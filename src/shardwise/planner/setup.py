@@ -14,7 +14,7 @@ from shardwise.errors import ShardingError
 DType = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
-MOST_RANKS = 10_000_000  # which a plan makes lists of
+MOST = 10_000_000  # ranks, or tokens of a sequence; a plan makes lists of ranks, and of parts of a loss
 T = TypeVar("T")
 
 
@@ -78,8 +78,9 @@ class Setup:
         for name in ("ranks", "replicas", "tensor", "micro_batch", "sequence", "accumulation"):
             if getattr(self, name) < 1:
                 raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.ranks > MOST_RANKS:
-            raise ShardingError(f"ranks must be at most {MOST_RANKS:,}, got {self.ranks:,}")
+        for name in ("ranks", "sequence"):
+            if getattr(self, name) > MOST:
+                raise ShardingError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
         if self.float8 and not self.compile:
             raise ShardingError(
                 "float8 is planned for compiled blocks, whose kernels find its scales: compile=True"

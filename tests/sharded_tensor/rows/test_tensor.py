@@ -193,6 +193,7 @@ FILLS = [
     fill(nn.init.ones_),
     fill(nn.init.constant_, 3.0),
     fill(nn.init.eye_),
+    fill(nn.init.sparse_, 0.4),
     fill(lambda t: t.bernoulli_(0.3)),
     fill(lambda t: t.random_(0, 10)),
     fill(lambda t: t.exponential_()),
@@ -226,6 +227,19 @@ def test_filling_rows_gives_what_one_process_gets(cut: Cut) -> None:
 @pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
 def test_filling_rows_gives_what_one_process_gets_on_a_mesh(cut: Cut) -> None:
     check_fills(cut)
+
+
+@on_ranks(2)
+def test_dirac_fills_rows_as_the_whole() -> None:
+    for shape in ((6, 4, 3), (6, 2, 3, 3)):
+        whole, rows = torch.ones(shape), sharded(torch.ones(shape), uneven)
+        for tensor in (whole, rows):
+            nn.init.dirac_(tensor, groups=2)
+        assert torch.equal(rows.full_tensor(), whole)
+        kept = rows.full_tensor()
+        with pytest.raises(ValueError, match="divisible by groups"):
+            nn.init.dirac_(rows, groups=4)
+        assert torch.equal(rows.full_tensor(), kept)
 
 
 # Modules

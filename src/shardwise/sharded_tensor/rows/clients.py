@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from shardwise._compat.dtensors import route_dtensors
+from shardwise._compat.dtensors import fill_whole, route_dtensors
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.rows import autograd, convert
 from shardwise.sharded_tensor.rows.piece import local_part, piece_of
@@ -85,3 +85,5 @@ def _has_other_rows(placements: Sequence[Placement], shape: Sequence[int]) -> bo
 
 
 route_dtensors(ShardedRows, _Rows())
+for _name in ("dirac_", "sparse_"):
+    fill_whole(_name, lambda tensor: isinstance(tensor, ShardedRows))
