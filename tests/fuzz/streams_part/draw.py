@@ -157,7 +157,7 @@ def mended(case: Case) -> Case:
     if "set_unshard_in_backward" in case.get(
         "set", {}
     ):  # parameters stay, or there is nothing to compute with
-        case["reshard"] = False
+        case["reshard"], case["set"]["set_reshard_after_backward"] = False, False
         case.pop("between", None)
     shards = world // (2 if case.get("mesh") == "two" else 1)
     if case.get("reshard") == 2 and shards % 2:

@@ -23,7 +23,7 @@ from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, stor
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
-from shardwise.verify.streams.clocks import Line, Operation, merge
+from shardwise.verify.streams.clocks import Clock, Line, Operation, merge
 from shardwise.verify.streams.device import (
     NAME,
     SimTensor,
@@ -135,7 +135,8 @@ class Collectives:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self._lines: dict[str, Line] = {}
-        self._functional: dict[int, dict[int, int]] = {}  # clocks to wait for, by address
+        # What to wait for, by the address of a functional collective's result; its tensors are kept until then.
+        self._functional: dict[int, tuple[Clock, list[Tensor]]] = {}
         self._batches: dict[str, list[_Part]] = {}  # by group
 
     def line_of(self, group: dist.ProcessGroup) -> Line:
@@ -249,7 +250,7 @@ class Collectives:
         if namespace == NATIVE:
             return on_tensors(result, on_device)  # the method of a process group has been told of
         if name.partition(".")[0] == WAIT:
-            clock = self._functional.pop(args[0].untyped_storage().data_ptr(), {})
+            clock, _ = self._functional.pop(args[0].untyped_storage().data_ptr(), ({}, []))
             merge(simulation.timeline.current().line.clock, clock)
             return args[0]
         given = {storage_id(t) for t in tensors_in(bare)}
@@ -272,7 +273,8 @@ class Collectives:
             if not isinstance(group, NoopGroup):
                 simulation.late.run_all()  # its wait cannot answer others
         for tensor in made or tensors:
-            self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock)
+            kept = [*tensors, *made]
+            self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock), kept
         return on_tensors(result, on_device) if made else args[0]
 
 

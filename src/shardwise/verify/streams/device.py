@@ -207,8 +207,7 @@ class Simulation:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator of which some tensor, or its result, is on the device."""
-        if torch.is_inference_mode_enabled():
-            # In which views of ordinary tensors could not be made anew, and composed operators come whole.
+        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made anew
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
                 return self.run(func, args, kwargs) if found is NotImplemented else found
@@ -341,6 +340,10 @@ class _Mode(TorchDispatchMode):
         if any(kind is not SimTensor and operators.runs_its_own(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # in which composed operators come whole
+            with self, torch.inference_mode(mode=False), torch.no_grad():
+                if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return found
         wanted = kwargs.get("device")
         made_there = wanted is not None and torch.device(wanted).type == NAME
         if made_there or any(isinstance(t, SimTensor) for t in tensors_of((args, kwargs))):
