@@ -135,7 +135,7 @@ class Collectives:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self._lines: dict[str, Line] = {}
-        # What to wait for, by the address of a functional collective's result; its tensors are kept until then.
+        # What to wait for, by the address of a functional collective's result, and what it keeps until then.
         self._functional: dict[int, tuple[Clock, list[Tensor]]] = {}
         self._batches: dict[str, list[_Part]] = {}  # by group
 
