@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ranks import on_ranks
+from shardwise.errors import ShardwiseError
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, Order, simulated
 
@@ -63,7 +65,7 @@ def test_statistics_of_batch_norm_are_written_in_training_alone() -> None:
     [
         lambda x, ones: x[x > 0],
         lambda x, ones: x.masked_select(x > 0),
-        lambda x, ones: x.index_put_((x > 0,), x.new_zeros(())),
+        lambda x, ones: x.index_put_((x > 0,), x.new_zeros(1)),
         lambda x, ones: x.repeat_interleave(ones),
         lambda x, ones: torch.unique_consecutive(x),
         lambda x, ones: torch.bincount(ones),
@@ -400,3 +402,142 @@ def _noop_group() -> dist.ProcessGroup:
     with noop_world(2):
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+
+
+# ---------------------------------------------------------------- what the device itself does
+
+
+def test_filling_by_a_mask_does_not_wait_and_shapes_of_others_are_no_reads() -> None:
+    def program(use: Callable[[Tensor], object], *, waits: bool) -> None:
+        x = torch.randn(8, device=DEVICE)
+        stream = side()
+        with stream:
+            x.add_(1)
+        if waits:
+            current().wait_stream(stream)
+        use(x)
+        if not waits:
+            current().wait_stream(stream)
+
+    def fill(x: Tensor) -> None:
+        x[torch.ones(8, dtype=torch.bool, device=DEVICE)] = 0.0
+
+    assert not races(lambda: program(fill, waits=True))
+    assert races(lambda: program(fill, waits=False))
+    for like in (torch.ones_like, torch.zeros_like, torch.randn_like, lambda x: x.new_full((2,), 1.0)):
+        assert not races(lambda like=like: program(like, waits=False))  # type: ignore[misc]
+
+
+def test_backward_of_a_loss_on_another_stream_is_ordered() -> None:
+    def program() -> None:
+        x, stream = square().requires_grad_(), side()
+        with stream:
+            loss = (x * 2).sum()
+        loss.backward()
+
+    assert not races(program)
+
+
+def test_a_tensor_that_is_there_already_is_not_copied() -> None:
+    def program() -> None:
+        x = square()
+        assert x.to(DEVICE) is x
+        assert x.to(device=torch.device(DEVICE)) is x
+        assert x.to(DEVICE, copy=True) is not x
+        layer = nn.Linear(4, 4).to(DEVICE)
+        weight = layer.weight
+        assert layer.to(DEVICE).weight is weight
+        assert f"{x.sum():.2f}"
+
+    assert not races(program)
+
+
+def test_polling_ends_and_orders_what_comes_after() -> None:
+    def program(*, polls: bool) -> None:
+        x, stream = square(), side()
+        with stream:
+            y = x * 2
+            event = stream.record_event()
+        if not polls:
+            event.query()
+        while polls and not event.query():
+            pass
+        y.add_(1)
+        assert not polls or stream.query()
+
+    assert not races(lambda: program(polls=True))
+    assert races(lambda: program(polls=False))
+
+
+def test_another_thread_is_refused() -> None:
+    def program(use: Callable[[], object]) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(use).result()
+
+    x = []
+    for use in (
+        lambda: torch.ones(2, device=DEVICE),
+        lambda: torch.ones(2).to(DEVICE),
+        lambda: x[0] + 1,
+        lambda: nn.Linear(2, 2, device=DEVICE),
+    ):
+
+        def refused(use: Callable[[], object] = use) -> None:
+            x[:] = [square()]
+            program(use)
+
+        with pytest.raises(ShardwiseError, match="in another thread"):
+            races(refused)
+    assert not races(lambda: program(lambda: torch.ones(2).add_(1)))
+
+
+@pytest.mark.parametrize("read", ["torch.save", "state_dict"])
+def test_saving_a_tensor_of_the_device_reads_it(tmp_path: Path, read: str) -> None:
+    def program(*, waits: bool) -> None:
+        layer = nn.Linear(4, 4).to(DEVICE)
+        stream = side()
+        with stream, torch.no_grad():
+            layer.weight.add_(1)
+        if waits:
+            current().wait_stream(stream)
+        torch.save(layer.state_dict() if read == "state_dict" else layer.weight, tmp_path / "x.pt")
+
+    assert not races(lambda: program(waits=True))
+    assert races(lambda: program(waits=False))
+
+
+def test_futures_wait_together_and_their_values_do_not() -> None:
+    def program(how: str) -> None:
+        tensors = pair()
+        futures = [dist.all_reduce(x, async_op=True).get_future() for x in tensors]
+        if how == "together":
+            torch.futures.wait_all(futures)
+        if how == "value":
+            futures[0].value()
+        work = dist.all_reduce(tensors[1], async_op=True)
+        while how == "polled" and not work.is_completed():
+            pass
+        tensors[0] + 1
+        torch.futures.wait_all(futures)
+
+    assert not races(lambda: program("together"))
+    assert not races(lambda: program("polled"))
+    assert races(lambda: program("value"))
+    assert races(lambda: program("nothing"))
+
+
+def test_messages_from_ranks_that_do_not_exist_have_the_same_numbers_in_every_order() -> None:
+    def program(order: Order) -> Findings:
+        with simulated(order) as found, noop_world(2):
+            x = torch.ones(4, device=DEVICE)
+            dist.recv(x, 1)
+            x.add_(1).tolist()
+        return found
+
+    for order in (Order.at_once(), Order.as_needed(), Order.of(1)):
+        assert not program(order).differences
+
+
+def test_what_is_no_order_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected an Order or None, got 'x'"), simulated("x"):  # type: ignore[arg-type]
+        pass

@@ -7,6 +7,7 @@ found.findings
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,8 +51,8 @@ class Finding:
                 f" {first.stream} between them"
             )
         return (
-            f"{self.what}: {second} may be given memory that {first} still uses, as it was freed before that"
-            f" ended. Keep it until {second.stream} has waited for {first.stream}, or free it after that"
+            f"{self.what}: lies in memory that was freed while {first} may still use it, and {second} uses it"
+            f" now. Keep it until {second.stream} has waited for {first.stream}, or free it after that"
         )
 
 
@@ -77,7 +78,7 @@ class Findings:
         streams = self.simulation.timeline.lines[1:]
         return sum(line.clock.get(line.number, 0) for line in streams)
 
-    def report(self, earlier: Operation, later: Operation, block: Block, address: int, again: bool) -> None:
+    def _report(self, earlier: Operation, later: Operation, block: Block, address: int, again: bool) -> None:
         """Take note of a race."""
         if (key := (earlier.name, earlier.place, later.name, later.place, again)) not in self._known:
             self._known.add(key)
@@ -100,10 +101,13 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
 
     Raises:
         LifecycleError: a simulation runs already.
+        TypeError: `order` is none.
     """
+    if not isinstance(order, Order | None):
+        raise TypeError(f"expected an Order or None, got {order!r}; Order.of(1) is one")
     _compat.register_device(_module)
     found = Findings()
-    found.simulation = simulation = Simulation(found.report)
+    found.simulation = simulation = Simulation(found._report)
     with ExitStack() as stack:
         stack.enter_context(running_in(simulation))
         for patch in _patches(simulation):
@@ -132,6 +136,15 @@ def _patches(simulation: Simulation) -> list[Any]:
     def current_stream(device: Any = None) -> Stream:
         return active().current()
 
+    to, run_thread = Tensor.to, threading.Thread.run
+
+    def run_in_mode(thread: threading.Thread) -> None:
+        with simulation.mode:  # by which tensors that are made there are refused
+            run_thread(thread)
+
+    def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return to(tensor, *map(_indexed, args), **{key: _indexed(value) for key, value in kwargs.items()})
+
     create, engine, kind, name = CommStreams.create, _compat.ENGINE, *_compat.SHAPES_OF_DTENSORS
 
     def named(device: torch.device) -> CommStreams | None:
@@ -148,6 +161,8 @@ def _patches(simulation: Simulation) -> list[Any]:
     return [
         *reads,
         mock.patch.object(torch.UntypedStorage, "resize_", simulation.resize(torch.UntypedStorage.resize_)),
+        mock.patch.object(threading.Thread, "run", run_in_mode),
+        mock.patch.object(Tensor, "to", to_indexed),
         mock.patch.object(Tensor, "pin_memory", pin_memory),
         mock.patch.object(Tensor, "is_pinned", is_pinned),
         mock.patch.object(Tensor, "record_stream", record_stream),
@@ -192,6 +207,11 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
         made: _Generator = make(cls, "cpu" if wanted.type == NAME else wanted)
         made._named = wanted
         return made
+
+
+def _indexed(value: Any) -> Any:
+    """The device with its number, by which torch sees that a tensor is there already."""
+    return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
 
 
 def _set_stream(stream: Stream) -> None:

@@ -58,7 +58,9 @@ class _Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+        """Tell that it is: who asks, asks until it is, and goes on after it."""
+        self.collectives.simulation.timeline.host_waits(self._clock)
+        return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         return _Future(self, self._tensors)
@@ -76,10 +78,6 @@ class _Future(torch.futures.Future[Any]):
         self._work.wait()
         return super().wait()
 
-    def value(self) -> Any:
-        self._work.wait()
-        return super().value()
-
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         collectives = self._work.collectives
         stream = Stream(name="the stream of a callback")
@@ -87,6 +85,9 @@ class _Future(torch.futures.Future[Any]):
             self._work.wait()
             value = callback(self)
         return _Future(_Work(collectives, stream.line, [], None), value)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.then(callback)
 
 
 class _All(dist.Work):
@@ -159,6 +160,8 @@ class Collectives:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in((args, tuple(kwargs.values()))))
             late = self.simulation.late
+            if name == "barrier":  # NCCL's blocks the host until the current stream is there
+                self.simulation.timeline.current().synchronize()
             if not any(isinstance(one, SimTensor) for one in tensors):
                 if late is not None:
                     late.run_all()  # in the host's own collectives nobody answers
@@ -290,7 +293,10 @@ def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: 
 
 
 def _as_if_alike(name: str, args: Any, ranks: int) -> None:
-    """Under a no-op group: results as of ranks that all send what this one does."""
+    """Under a no-op group: results as of ranks that all send what this one does; zeros of a message."""
+    if name == "recv":
+        for tensor in tensors_in(args[0]):
+            bare_of(tensor).zero_()
     if len(args) > 1 and any(word in name for word in ("gather", "scatter", "all_to_all", "alltoall")):
         outs, sources = list(tensors_in(args[0])), list(tensors_in(args[1]))
         for index, out in enumerate(outs):
@@ -339,4 +345,7 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
             return f"{config_of(group)},{NAME}:simulated"
 
         stack.enter_context(mock.patch.object(dist, "get_backend_config", with_device))
+        stack.enter_context(
+            mock.patch.object(torch.futures, "wait_all", lambda futures: [one.wait() for one in futures])
+        )
         yield collectives

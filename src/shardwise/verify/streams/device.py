@@ -10,6 +10,7 @@ simulation runs.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ class SimTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{memory_of(self)!r} on the simulated device"
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(self, spec) if self.ndim else format(self.item(), spec)
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -109,9 +113,14 @@ class Simulation:
         self.late: Any = None
         self.functional: Callable[[Any, Any, dict[str, Any]], Any] = _no_collectives
         self.looks_away = False  # from what computes shapes
+        self._thread = threading.get_ident()
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.mode = _Mode(self)
+
+    def is_elsewhere(self) -> bool:
+        """Tell whether another thread runs than that of the simulation."""
+        return threading.get_ident() != self._thread
 
     # Memory
 
@@ -207,6 +216,11 @@ class Simulation:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator of which some tensor, or its result, is on the device."""
+        if self.is_elsewhere():
+            raise ShardwiseError(
+                f"{func} on the simulated device in another thread than the simulation's, which follows one"
+                " thread alone. Call it there"
+            )
         if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made anew
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
@@ -320,6 +334,10 @@ class Simulation:
                 if self.late is not None:
                     self.late.host_reads([tensor], name)
                 self._host_uses(name, [tensor], [])
+            if name == "__reduce_ex__" and isinstance(tensor, SimTensor):  # which copies it to the host
+                line = self.timeline.current().line
+                self.touch(tensor, self.timeline.issue(line, "save"), line, writes=False)
+                self.timeline.host_waits(dict(line.clock))
             return original(tensor, *args, **kwargs)
 
         return method
@@ -340,7 +358,8 @@ class _Mode(TorchDispatchMode):
         if any(kind is not SimTensor and operators.runs_its_own(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # in which composed operators come whole
+        elsewhere = self.simulation.is_elsewhere()
+        if torch.is_inference_mode_enabled() and not elsewhere:  # in which composed operators come whole
             with self, torch.inference_mode(mode=False), torch.no_grad():
                 if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return found
@@ -348,7 +367,7 @@ class _Mode(TorchDispatchMode):
         made_there = wanted is not None and torch.device(wanted).type == NAME
         if made_there or any(isinstance(t, SimTensor) for t in tensors_of((args, kwargs))):
             return self.simulation.run(func, args, kwargs)
-        return self.simulation.on_host(func, args, kwargs)
+        return func(*args, **kwargs) if elsewhere else self.simulation.on_host(func, args, kwargs)
 
 
 def bare_of(tensor: Tensor) -> Tensor:

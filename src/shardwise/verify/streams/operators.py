@@ -14,6 +14,11 @@ from shardwise._compat import FakeTensor
 from shardwise.comm.kinds import NAMESPACES
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
+# Of their first argument these read the shape, dtype and device alone.
+_OF_A_SHAPE = (
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_full",
+)  # fmt: skip
 _RESHAPE = ("set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "resize_", "swapdims_")
 # For these the host waits on CUDA, as a shape or a number depends on values. So it does where a mask is an
 # index, and for `repeat_interleave` of counts without a sum.
@@ -77,7 +82,9 @@ class Operator:
         if self.name == "repeat_interleave":
             return kwargs.get("output_size") is None
         if self.name in _INDEX:
-            return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_at(1, args, kwargs))
+            masks = any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_at(1, args, kwargs))
+            fills = len(args) > 2 and args[2].ndim == 0  # `x[mask] = 0.` fills, and needs no indices
+            return masks and not fills
         return self.name in _WAIT
 
     def returned(
@@ -133,7 +140,7 @@ def of(func: Any) -> Operator:
                 reads.append(at)
             for one in alias.before_set:
                 written[one] = at
-        else:
+        elif position or name not in _OF_A_SHAPE:
             reads.append(at)
     returns: list[int | str | None] = []
     for one in schema.returns:

@@ -89,7 +89,7 @@ class Stream:
         self.timeline.host_waits(dict(self.line.clock))
 
     def query(self) -> bool:
-        return False  # it may always still run
+        return self.timeline.host_asks(dict(self.line.clock))
 
 
 class Event:
@@ -115,7 +115,7 @@ class Event:
         active().host_waits(self.clock)
 
     def query(self) -> bool:
-        return False
+        return active().host_asks(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         return 0.0
@@ -131,6 +131,7 @@ class Timeline:
         self._made: tuple[list[int], list[Stream]] = ([], [])  # nodes below a number, on which stream
         self._backwards: list[Backward] = []  # each called by a node of the one before
         self.waited: Callable[[Clock], None] | None = None  # told what the host waits for
+        self._asked: Clock | None = None  # what the host last asked about
         # Told of each operation, with how many of each line it comes after.
         self.listener: Callable[[Operation, Clock], None] | None = None
 
@@ -232,6 +233,17 @@ class Timeline:
         merge(self.host.clock, clock)
         if self.waited is not None:
             self.waited(clock)
+
+    def host_asks(self, clock: Clock) -> bool:
+        """Tell whether all that `clock` comes after has ended: not yet, if the host has not waited for it.
+
+        Who asks for the same again asks until it has, and so waits.
+        """
+        asked = self._asked == clock
+        self._asked = dict(clock)
+        if asked:
+            self.host_waits(clock)
+        return all(self.host.clock.get(line, 0) >= tick for line, tick in clock.items())
 
     def synchronize(self) -> None:
         """The host waits for everything."""

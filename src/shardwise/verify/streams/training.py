@@ -76,7 +76,7 @@ def check_streams(
     """
     if ranks % replicas:
         raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
-    case = load_case(case_spec)
+    case = _loaded(case_spec)
     with simulated() as found, noop_world(ranks):
         torch.manual_seed(seed)
         shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
@@ -86,10 +86,23 @@ def check_streams(
         except CaseError:
             raise
         except Exception as error:
-            what = f"{case_spec} raised {type(error).__name__} on the simulated device: {error}"
-            raise CaseError(what, traceback=traceback.format_exc()) from error
+            raise _failed(case_spec, "on the simulated device", error) from error
     timeline = found.simulation.timeline
     return StreamsResult(tuple(found.findings), found.operations, len(timeline.lines) - 1, layout)
+
+
+def _loaded(case_spec: str) -> Case:
+    try:
+        return load_case(case_spec)
+    except CaseError:
+        raise
+    except Exception as error:
+        raise _failed(case_spec, "when it was loaded", error) from error
+
+
+def _failed(case_spec: str, when: str, error: Exception) -> CaseError:
+    what = f"{case_spec} raised {type(error).__name__} {when}: {error}"
+    return CaseError(what, traceback=traceback.format_exc())
 
 
 def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: str | None) -> None:
