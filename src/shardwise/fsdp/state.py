@@ -378,4 +378,4 @@ class FSDPState(ModuleState):
             if group.gather is not None:
                 group.abandon_gather()
             if reducer.offload_events:
-                reducer.finish()
+                reducer.wait_for_offload()
