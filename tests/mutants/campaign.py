@@ -4,6 +4,7 @@
     other numbers  parameters or results are not what they are with the place
     raised         the case ends in an error, or never
     held memory    bytes are held for longer, and nothing else is seen
+    other streams  operations run on other streams, which is correct, but not beside each other
     nothing        no case sees a difference
 
 Each place is left out in a process of its own, a fork of one that has imported everything.
@@ -26,23 +27,30 @@ import torch
 from torch import Tensor
 
 from fuzz.streams_part.train import running
-from mutants.cases import Case, Program
+from mutants.cases import AnyCase, OnRanks, Own, Program, on_two_ranks
 from mutants.places import Place, Switch, instrumented
 from shardwise.planner.noop_group import noop_world
-from shardwise.verify.streams import DEVICE, simulated
+from shardwise.verify.streams import Findings, simulated
+from shardwise.verify.streams.clocks import Operation
 from shardwise.verify.streams.memory import Block, Memory
-from shardwise.verify.streams.streams import Timeline
 
 LIMIT_SECONDS = 40.0  # of one case; the slowest takes 1 s
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a case did: findings, a digest of its numbers, bytes held summed over all operations."""
+    """What a case did.
+
+    Attributes:
+        numbers: a digest of its parameters and results.
+        held: bytes of the device, summed over operations; what is held for longer adds more.
+        streams: which operations ran on which.
+    """
 
     findings: list[str]
     numbers: str
     held: int
+    streams: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -53,15 +61,18 @@ class Verdict:
     case: str = ""
     text: str = ""
 
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.kind, self.case, self.text)))
 
-WORST = ["nothing", "held memory", "raised", "other numbers", "raced"]
+
+WORST = ["nothing", "other streams", "held memory", "raised", "other numbers", "raced"]
 
 
 @contextmanager
-def _held() -> Iterator[Callable[[], int]]:
-    """Bytes of the device that are held, summed over operations; what is held for longer adds more."""
-    held, total = 0, 0
-    allocate, free, issue = Memory.allocate, Memory.free, Timeline.issue
+def _watched() -> Iterator[Callable[[], tuple[int, list[tuple[str, str]]]]]:
+    """What the device's memory and its streams are told meanwhile: `Seen.held` and `Seen.streams`."""
+    held, total, streams = 0, 0, set[tuple[str, str]]()
+    allocate, free, access = Memory.allocate, Memory.free, Memory.access
 
     def allocated(memory: Memory, low: int, nbytes: int, **how: Any) -> Block:
         nonlocal held
@@ -73,17 +84,18 @@ def _held() -> Iterator[Callable[[], int]]:
         held -= block.high - block.low
         free(memory, block, last)
 
-    def issued(*args: Any) -> Any:
+    def accessed(memory: Memory, low: int, high: int, operation: Operation, *args: Any, **how: Any) -> None:
         nonlocal total
         total += held
-        return issue(*args)
+        streams.add((operation.stream, operation.name))
+        access(memory, low, high, operation, *args, **how)
 
     with (
         mock.patch.object(Memory, "allocate", allocated),
         mock.patch.object(Memory, "free", freed),
-        mock.patch.object(Timeline, "issue", issued),
+        mock.patch.object(Memory, "access", accessed),
     ):
-        yield lambda: total
+        yield lambda: (total, sorted(streams))
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:
@@ -94,31 +106,30 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def run(case: Case | Program) -> Seen:
-    """Train a case, or run a program, on the simulated device."""
+def run(case: AnyCase) -> Seen:
+    """Run a case, here, and look at what it does."""
     gc.collect()
     gc.disable()
-    with _held() as held:
-        if callable(case):
-            with noop_world(2), simulated() as found:
-                results = case()
+    try:
+        if isinstance(case, OnRanks):
+            return Seen([], _digest(on_two_ranks(case.run)), 0, [])
+        with _watched() as watched:
+            if isinstance(case, Program):
+                with noop_world(case.ranks), simulated() as found:
+                    tensors = case.run()
+                    torch.accelerator.synchronize()
+                    return Seen(_texts(found), _digest(tensors), *watched())
+            with running(case.case if isinstance(case, Own) else case) as (found, trained):
+                more = case.train(trained) if isinstance(case, Own) else trained.train()
                 torch.accelerator.synchronize()
-                numbers, total = _digest(results or ()), held()
-        else:
-            with running(case) as (found, trained):
-                trained.train()
-                torch.accelerator.synchronize()
-                numbers, total = _digest(list(trained.model.parameters())), held()
-    gc.enable()
-    return Seen([str(one) for one in (*found.findings, *found.differences)], numbers, total)
+                tensors = [*trained.model.parameters(), *(more or ())]
+                return Seen(_texts(found), _digest(tensors), *watched())
+    finally:
+        gc.enable()
 
 
-def compared(name: str, seen: Seen, expected: Seen) -> Verdict:
-    if seen.findings:
-        return Verdict("raced", name, seen.findings[0])
-    if seen.numbers != expected.numbers:
-        return Verdict("other numbers", name)
-    return Verdict("held memory", name) if seen.held > expected.held else Verdict()
+def _texts(found: Findings) -> list[str]:
+    return [str(one) for one in (*found.findings, *found.differences)]
 
 
 def in_child(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
@@ -146,11 +157,12 @@ def in_child(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
 class Campaign:
     """Cases with what they do when nothing is left out."""
 
-    def __init__(self, cases: dict[str, Case | Program], say: Callable[[str], None] = print) -> None:
+    def __init__(self, cases: dict[str, AnyCase], say: Callable[[str], None] = print) -> None:
         self.cases, self.say = cases, say
         self.expected: dict[str, Seen] = {}
         self.reached: dict[str, set[int]] = {}
         self.seconds: dict[str, float] = {}
+        self.steady: dict[str, bool] = {}  # are its numbers those of what ran before it?
         self.caught: collections.Counter[str] = collections.Counter()
         self.switch = Switch()
 
@@ -161,16 +173,29 @@ class Campaign:
             AssertionError: one has a finding, or ends in an error.
         """
 
-        def look(name: str) -> tuple[Seen, set[int]]:
-            return run(self.cases[name]), self.switch.reached
+        def look(name: str) -> tuple[Seen, Seen, set[int]]:
+            return run(self.cases[name]), run(self.cases[name]), self.switch.reached
 
         for name in self.cases:
             began = time.monotonic()
-            result = in_child(look, name, seconds=LIMIT_SECONDS)
-            assert not isinstance(result, Exception), f"{name}: {result}"
-            self.expected[name], self.reached[name] = result
-            assert not self.expected[name].findings, f"{name}: {self.expected[name].findings[0]}"
+            looked = in_child(look, name, seconds=LIMIT_SECONDS)
+            assert not isinstance(looked, Exception), f"{name}: {looked}"
+            self.expected[name], again, self.reached[name] = looked
             self.seconds[name] = time.monotonic() - began
+            self.steady[name] = self.expected[name].numbers == again.numbers
+            for seen in looked[:2]:
+                assert not seen.findings, f"{name}: {seen.findings[0]}"
+            if not self.steady[name]: self.say(f"unsteady {name}")
+
+    def compared(self, name: str) -> Verdict:
+        seen, expected = run(self.cases[name]), self.expected[name]
+        if seen.findings:
+            return Verdict("raced", name, seen.findings[0])
+        if self.steady[name] and seen.numbers != expected.numbers:
+            return Verdict("other numbers", name)
+        if seen.held > expected.held:
+            return Verdict("held memory", name)
+        return Verdict() if seen.streams == expected.streams else Verdict("other streams", name)
 
     def verdict(self, place: Place) -> Verdict:
         """The worst that any case sees when this place is left out; the first that races ends it."""
@@ -182,7 +207,7 @@ class Campaign:
             self.switch.place = place.number
             for index, name in enumerate(names):
                 try:
-                    found = compared(name, run(self.cases[name]), self.expected[name])
+                    found = self.compared(name)
                 except Exception as error:
                     found = Verdict("raised", name, f"{type(error).__name__}: {error}".splitlines()[0])
                 if WORST.index(found.kind) > WORST.index(worst.kind):
@@ -200,17 +225,16 @@ class Campaign:
 
 
 def campaign(
-    cases: dict[str, Case | Program], places: Sequence[Place], say: Callable[[str], None] = print
+    cases: dict[str, AnyCase], places: Sequence[Place], say: Callable[[str], None] = print
 ) -> dict[Place, Verdict]:
     """Leave out each place; what was seen."""
     held = Campaign(cases, say)
     with instrumented(held.switch):
+        gc.collect()
+        gc.freeze()  # children have less to look through
         held.look_at_cases()
         verdicts = {}
         for place in places:
             verdicts[place] = held.verdict(place)
-            say(f"{place.number} {place.kind} {place}\n    {verdicts[place].kind}: {verdicts[place].case}: {verdicts[place].text[:180]}")
+            say(f"{place.kind}: {place}\n    {verdicts[place]}")
         return verdicts
-
-
-__all__ = ["DEVICE", "campaign"]

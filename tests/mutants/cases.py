@@ -1,12 +1,351 @@
-"""The cases."""
+"""What is run with a place left out: the fixed draw of the suite, and what was written for a place.
+
+Case       a training that a dict describes, as `fuzz.streams_part` has it
+Own        such a model, trained in a way of its own
+Program    any code on the simulated device
+OnRanks    collectives over gloo on two ranks, of which one is late; there are no streams
+"""
+
 from __future__ import annotations
+
+import os
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from multiprocessing import get_context
 from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
 from fuzz.campaign import draw_cases
+from fuzz.streams_part.train import Block, Case, Planned, Run
+from shardwise import _compat
+from shardwise.adapters.pipelining import StateOfStage
+from shardwise.comm.exchange import exchange
+from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter
+from shardwise.fsdp.module_state import state_of
+from shardwise.layout import Box
+from shardwise.layout.messages import Message
+from shardwise.tensor_parallel import operators
+from shardwise.verify.streams import DEVICE
 
-Case = dict[str, Any]
-Program = Callable[[], Sequence[Tensor] | None]
+Tensors = Sequence[Tensor]
+FIXED = (1, 40)  # seed and cases, as in `fuzz.test_fuzz`
+LATE_SECONDS = 0.05
 
-DRAWN = {f"drawn {case['drawn']}": case for case in draw_cases("streams", 1, 40)}
-CASES: dict[str, Case | Program] = {**DRAWN}
+
+@dataclass(frozen=True)
+class Own:
+    case: Case
+    train: Callable[[Run], Tensors | None]
+
+
+@dataclass(frozen=True)
+class Program:
+    run: Callable[[], Tensors]
+    ranks: int = 2
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    run: Callable[[int], Tensors]
+
+
+AnyCase = Case | Own | Program | OnRanks
+
+# ---------------------------------------------------------------- training in other ways
+
+
+def blocks_of(run: Run) -> list[Any]:
+    return [module for module in run.each() if isinstance(module, Block)]
+
+
+def other_work(run: Run) -> None:
+    for _ in range(40):
+        run.batch().mul_(2)
+
+
+def gather_that_is_given_up(run: Run) -> None:
+    for number in range(3):
+        for module in run.each():
+            module.unshard(async_op=True)
+            module.reshard()
+        other_work(run)
+        with torch.no_grad():
+            for param in run.model.parameters():
+                param.mul_(1.1)
+        run.step(number)
+        for module in run.each():
+            module.reshard()
+        other_work(run)
+
+
+def gather_that_is_given_up_when_moved(run: Run) -> None:
+    for number in range(3):
+        blocks_of(run)[0].unshard(async_op=True)
+        run.model.to(DEVICE)
+        other_work(run)
+        run.step(number)
+
+
+def gather_that_is_given_up_when_parameters_are_replaced(run: Run) -> None:
+    for number in range(2):
+        run.step(number)
+        blocks_of(run)[0].unshard(async_op=True)
+        state = {name: value.clone() for name, value in run.model.state_dict().items()}
+        run.model.load_state_dict(state, assign=True)
+        run.optimizers = run.optimizer()
+    run.step(2)
+
+
+def forward_that_raises_and_is_tried_again(run: Run) -> None:
+    def raising(*_: Any) -> None:
+        raise Planned
+
+    for number in range(3):
+        hook = blocks_of(run)[1].down.register_forward_hook(raising)
+        with suppress(Planned):
+            run.forward()
+        hook.remove()
+        other_work(run)
+        run.step(number)
+
+
+def forward_that_raises_and_is_reset(run: Run) -> None:
+    for number in range(3):
+        run.fail("forward")
+        other_work(run)
+        with torch.no_grad():
+            for param in run.model.parameters():
+                param.mul_(1.1)
+        run.step(number)
+
+
+def backward_that_raises_after_reductions(run: Run) -> None:
+    def raising(*_: Any) -> None:
+        raise Planned
+
+    for number in range(3):
+        hook = run.model.first.register_full_backward_pre_hook(raising)
+        with suppress(Planned):
+            run.backward()
+        hook.remove()
+        run.model.reset_iter_state()
+        for optimizer in run.optimizers:
+            optimizer.zero_grad(set_to_none=run.case.get("zero") != "zeros")
+        run.step(number)
+
+
+def weights_that_the_user_gathers(run: Run) -> Tensors:
+    seen = []
+    for number in range(3):
+        block = blocks_of(run)[1]
+        block.unshard()
+        seen.append(block.up.weight * 2)
+        block.reshard()
+        run.step(number)
+        block.unshard()
+        seen.append(block.up.weight * 2)
+    return seen
+
+
+def gather_that_forward_began_and_the_user_waits_for(run: Run) -> None:
+    blocks = blocks_of(run)
+    for before, block in pairwise(blocks):
+        before.set_modules_to_forward_prefetch([block])
+    blocks[0].up.register_forward_pre_hook(lambda *_: blocks[1].unshard())
+    run.train()
+
+
+def step_of_a_pipeline_stage(run: Run) -> None:
+    stage = StateOfStage(state_of(run.model))
+    for _ in range(3):
+        run.model.set_is_last_backward(False)
+        run.model.set_requires_gradient_sync(False)
+        for _ in range(2):
+            run.backward()
+        run.model.set_is_last_backward(True)
+        run.model.set_requires_gradient_sync(True)
+        stage._root_post_backward_final_callback()
+        run.update()
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
+
+
+def backward_that_gathers_what_does_not_run(run: Run) -> None:
+    *_, before, last = blocks_of(run)
+    before.set_modules_to_backward_prefetch([last])
+    run.train()
+
+
+def first_forward_after_an_event_and_other_work(run: Run) -> None:
+    event = torch.accelerator.current_stream().record_event()
+    for _ in range(3):
+        torch.randn(64, device=DEVICE).mul_(2)
+    run.model.set_post_optim_event(event)
+    run.train()
+
+
+# ---------------------------------------------------------------- programs
+
+
+def exchange_of_boxes() -> Tensors:
+    group = dist.group.WORLD
+    mine, theirs = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
+    have, want = torch.ones(2, 4, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
+    messages = [Message(0, 1, mine, 0, 0), Message(1, 0, theirs, 0, 0)]
+    exchange(messages, source=[(mine, have)], target=[(theirs, want)], group=group)
+    return [want * 2, have.add_(1)]
+
+
+def collectives_of_graphs() -> Tensors:
+    name, x = dist.group.WORLD.group_name, torch.ones(8, device=DEVICE)
+    whole = _compat.traced_all_gather(x, 2, name) * 2
+    part = _compat.traced_reduce_scatter(whole, "sum", 2, name) * 2
+    return [whole, part, _compat.traced_all_reduce(part, "sum", name) * 2]
+
+
+def derivatives_of_a_cut_program() -> Tensors:
+    name, x = dist.group.WORLD.group_name, torch.ones(8, device=DEVICE, requires_grad=True)
+    ones, found = torch.ones(16, device=DEVICE), []
+    for made in (operators.replicated(x * 2, name), operators.scattered(ones, x * 2, 2, name)):
+        (made * made).sum().backward()
+        found.append(x.grad.clone())
+    return found
+
+
+# ---------------------------------------------------------------- two ranks over gloo
+
+
+def late(rank: int) -> None:
+    if rank:
+        time.sleep(LATE_SECONDS)
+
+
+def numbers(rank: int) -> Tensor:
+    return torch.arange(1 << 16, dtype=torch.float32) + rank
+
+
+def collectives_over_gloo(rank: int) -> Tensors:
+    group, found = dist.group.WORLD, []
+    for gather, scatter in (
+        (_compat.all_gather_single, _compat.reduce_scatter_single),
+        (GlooAllGather(), GlooReduceScatter()),
+    ):
+        for with_graph in (False, True):
+            x, whole = numbers(rank), torch.zeros(2 << 16)
+            late(rank)
+            if isinstance(gather, GlooAllGather):
+                gather(whole, x, group)
+            else:
+                gather(whole, x, group, async_op=False)
+            x.zero_()
+            found.append(whole.clone())
+            part = torch.zeros(1 << 16)
+            late(rank)
+            with torch.set_grad_enabled(with_graph):
+                if isinstance(scatter, GlooReduceScatter):
+                    scatter(part, whole, group, dist.ReduceOp.SUM)
+                else:
+                    scatter(part, whole, dist.ReduceOp.SUM, group, async_op=False)
+            whole.zero_()
+            found.append(part.clone())
+    return found
+
+
+def exchange_over_gloo(rank: int) -> Tensors:
+    rows = 1 << 10
+    boxes = [Box((0, 0), (rows, 64)), Box((rows, 0), (rows, 64))]
+    have, want = numbers(rank).view(rows, 64), torch.zeros(rows, 64)
+    messages = [Message(0, 1, boxes[0], 0, 0), Message(1, 0, boxes[1], 0, 0)]
+    late(rank)
+    exchange(messages, source=[(boxes[rank], have)], target=[(boxes[1 - rank], want)], group=dist.group.WORLD)
+    have.zero_()
+    return [want]
+
+
+def on_two_ranks(function: Callable[[int], Tensors]) -> Tensors:
+    """What it returns on rank 0, which is this process, and on rank 1."""
+    ours, theirs = get_context("fork").Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def on_rank(rank: int) -> Tensors:
+            with _compat.no_process_groups():
+                store = dist.FileStore(os.path.join(folder, "store"), 2)
+                dist.init_process_group(
+                    "gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=2)
+                )
+                found = function(rank)
+                dist.barrier()
+            return found
+
+        def other_rank() -> None:
+            with suppress(RuntimeError):  # rank 0 has one too, or misses this one's results
+                theirs.send([tensor.tolist() for tensor in on_rank(1)])
+
+        other = get_context("fork").Process(target=other_rank)
+        other.start()
+        theirs.close()
+        try:
+            return [*on_rank(0), *map(torch.tensor, ours.recv())]
+        finally:
+            other.kill()
+            other.join()
+
+
+ROWS = {"layout": "contiguous"}
+CAST = {"mp": {"param": "bfloat16"}}
+AHEAD = {"prefetch": "forward"}
+KEPT = {"set": {"set_reshard_after_backward": False}}
+OFFLOADS = {"offload": "pinned", "zero": "zeros"}
+WRITTEN: dict[str, AnyCase] = {
+    "gathers begun before the optimizer's step": CAST | {"after": "unshard_async"},
+    "gathers begun before the optimizer's step, contiguous": ROWS | {"after": "unshard_async"},
+    "a gather that is given up": Own(CAST, gather_that_is_given_up),
+    "a gather that is given up, contiguous": Own(ROWS | KEPT, gather_that_is_given_up),
+    "a model that is moved": Own(CAST, gather_that_is_given_up_when_moved),
+    "parameters that are replaced": Own(CAST, gather_that_is_given_up_when_parameters_are_replaced),
+    "parameters that are replaced, contiguous": Own(
+        ROWS, gather_that_is_given_up_when_parameters_are_replaced
+    ),
+    "a forward that raises": Own(CAST | AHEAD, forward_that_raises_and_is_reset),
+    "a forward that raises, contiguous": Own(ROWS | AHEAD, forward_that_raises_and_is_reset),
+    "a forward that is tried again": Own(CAST | AHEAD, forward_that_raises_and_is_tried_again),
+    "a forward that is tried again, contiguous": Own(ROWS | AHEAD, forward_that_raises_and_is_tried_again),
+    "a backward that raises": Own(CAST | {"zero": "zeros"}, backward_that_raises_after_reductions),
+    "a backward that raises, contiguous": Own(ROWS, backward_that_raises_after_reductions),
+    "a backward that raises, offloading": Own(OFFLOADS, backward_that_raises_after_reductions),
+    "weights that the user gathers": Own(CAST, weights_that_the_user_gathers),
+    "weights that the user gathers, contiguous": Own(ROWS | KEPT, weights_that_the_user_gathers),
+    "a gather ahead that the user waits for": Own(
+        CAST | {"blocks": 4}, gather_that_forward_began_and_the_user_waits_for
+    ),
+    "one root's gathers ahead in another's forward": CAST | AHEAD | {"two_roots": "apart"},
+    "one root's gathers ahead in another's forward, contiguous": ROWS | AHEAD | {"two_roots": "apart"},
+    "a step of a pipeline stage": Own({}, step_of_a_pipeline_stage),
+    "a gather ahead of what does not run": Own(
+        CAST | {"skips": True}, backward_that_gathers_what_does_not_run
+    ),
+    "parameters cut over two ranks between forward and backward": {"reshard": 2},
+    "an optimizer on a stream of its own": ROWS
+    | {"strategy": "zero1", "stream": "optimizer", "post_optim_event": True},
+    "one shard and two replicas": {"mesh": "two", "ranks": 2, "micro": 3, "sync": "all_reduce"},
+    "a first forward that follows an event": Own(
+        ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},
+        first_forward_after_an_event_and_other_work,
+    ),
+    "exchanges of an optimizer": {"optimizer": "muon"},
+    "an exchange of boxes": Program(exchange_of_boxes),
+    "collectives of graphs": Program(collectives_of_graphs),
+    "derivatives of a cut program": Program(derivatives_of_a_cut_program),
+    "collectives over gloo": OnRanks(collectives_over_gloo),
+    "an exchange over gloo": OnRanks(exchange_over_gloo),
+}
+DRAWN = {f"drawn {case['drawn']}": case for case in draw_cases("streams", *FIXED)}
+CASES: dict[str, AnyCase] = {**DRAWN, **WRITTEN}
