@@ -19,7 +19,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -42,8 +42,8 @@ class Seen:
     """What a case did.
 
     Attributes:
-        numbers: a digest of its parameters and results.
-        held: bytes of the device, summed over operations; what is held for longer adds more.
+        numbers: a digest of its parameters and results; empty if they depend on what ran before.
+        held: bytes of the device, summed over operations: what is held for longer adds more.
         streams: which operations ran on which.
     """
 
@@ -154,15 +154,31 @@ def in_child(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
         process.join()
 
 
+def steady(first: Seen, again: Seen) -> Seen:
+    """What a case does each time: no numbers that depend on what ran before, the most memory."""
+    numbers = first.numbers if first.numbers == again.numbers else ""
+    return replace(first, numbers=numbers, held=max(first.held, again.held))
+
+
+def difference(name: str, seen: Seen, expected: Seen) -> Verdict:
+    """What a case saw."""
+    if seen.findings:
+        return Verdict("raced", name, seen.findings[0])
+    if expected.numbers and seen.numbers != expected.numbers:
+        return Verdict("other numbers", name)
+    if seen.held > expected.held:
+        return Verdict("held memory", name)
+    return Verdict() if seen.streams == expected.streams else Verdict("other streams", name)
+
+
 class Campaign:
     """Cases with what they do when nothing is left out."""
 
-    def __init__(self, cases: dict[str, AnyCase], say: Callable[[str], None] = print) -> None:
-        self.cases, self.say = cases, say
+    def __init__(self, cases: dict[str, AnyCase]) -> None:
+        self.cases = cases
         self.expected: dict[str, Seen] = {}
-        self.reached: dict[str, set[int]] = {}
+        self.reached: dict[str, set[int]] = {}  # places, by their number
         self.seconds: dict[str, float] = {}
-        self.steady: dict[str, bool] = {}  # are its numbers those of what ran before it?
         self.caught: collections.Counter[str] = collections.Counter()
         self.switch = Switch()
 
@@ -173,29 +189,16 @@ class Campaign:
             AssertionError: one has a finding, or ends in an error.
         """
 
-        def look(name: str) -> tuple[Seen, Seen, set[int]]:
-            return run(self.cases[name]), run(self.cases[name]), self.switch.reached
+        def look(name: str) -> tuple[Seen, set[int]]:
+            return steady(run(self.cases[name]), run(self.cases[name])), self.switch.reached
 
         for name in self.cases:
             began = time.monotonic()
             looked = in_child(look, name, seconds=LIMIT_SECONDS)
             assert not isinstance(looked, Exception), f"{name}: {looked}"
-            self.expected[name], again, self.reached[name] = looked
+            self.expected[name], self.reached[name] = looked
             self.seconds[name] = time.monotonic() - began
-            self.steady[name] = self.expected[name].numbers == again.numbers
-            for seen in looked[:2]:
-                assert not seen.findings, f"{name}: {seen.findings[0]}"
-            if not self.steady[name]: self.say(f"unsteady {name}")
-
-    def compared(self, name: str) -> Verdict:
-        seen, expected = run(self.cases[name]), self.expected[name]
-        if seen.findings:
-            return Verdict("raced", name, seen.findings[0])
-        if self.steady[name] and seen.numbers != expected.numbers:
-            return Verdict("other numbers", name)
-        if seen.held > expected.held:
-            return Verdict("held memory", name)
-        return Verdict() if seen.streams == expected.streams else Verdict("other streams", name)
+            assert not self.expected[name].findings, f"{name}: {self.expected[name].findings[0]}"
 
     def verdict(self, place: Place) -> Verdict:
         """The worst that any case sees when this place is left out; the first that races ends it."""
@@ -203,11 +206,11 @@ class Campaign:
         left.sort(key=lambda name: (-self.caught[name], self.seconds[name]))
         worst = Verdict(text="" if left else "no case comes here")
 
-        def first_difference(names: list[str]) -> tuple[int, Verdict]:
+        def first_that_is_worse(names: list[str]) -> tuple[int, Verdict]:
             self.switch.place = place.number
             for index, name in enumerate(names):
                 try:
-                    found = self.compared(name)
+                    found = difference(name, run(self.cases[name]), self.expected[name])
                 except Exception as error:
                     found = Verdict("raised", name, f"{type(error).__name__}: {error}".splitlines()[0])
                 if WORST.index(found.kind) > WORST.index(worst.kind):
@@ -215,7 +218,7 @@ class Campaign:
             return len(names), worst
 
         while left and worst.kind != "raced":
-            result = in_child(first_difference, left, seconds=LIMIT_SECONDS + 4 * len(left))
+            result = in_child(first_that_is_worse, left, seconds=LIMIT_SECONDS + 4 * len(left))
             if isinstance(result, Exception):
                 return Verdict("raised", ", ".join(left[:1]), str(result))
             index, worst = result
@@ -228,7 +231,7 @@ def campaign(
     cases: dict[str, AnyCase], places: Sequence[Place], say: Callable[[str], None] = print
 ) -> dict[Place, Verdict]:
     """Leave out each place; what was seen."""
-    held = Campaign(cases, say)
+    held = Campaign(cases)
     with instrumented(held.switch):
         gc.collect()
         gc.freeze()  # children have less to look through

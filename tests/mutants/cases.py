@@ -15,17 +15,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fuzz.campaign import draw_cases
 from fuzz.streams_part.train import Block, Case, Planned, Run
-from shardwise import _compat
+from shardwise import _compat, fully_shard
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.comm.exchange import exchange
 from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter
@@ -195,6 +198,32 @@ def first_forward_after_an_event_and_other_work(run: Run) -> None:
 # ---------------------------------------------------------------- programs
 
 
+class Reentrant(nn.Module):
+    """Two modules that are gathered together. One runs in a checkpoint whose backward is one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.last, self.first(x).tanh(), use_reentrant=True)
+
+
+def list_of_which_one_is_recomputed(layout: str) -> Tensors:
+    torch.manual_seed(0)
+    model = Reentrant().to(DEVICE)
+    mesh = init_device_mesh(DEVICE, (2,))
+    fully_shard([model.first, model.last], mesh=mesh, layout=layout)
+    fully_shard(model, mesh=mesh, layout=layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(2):
+            model(torch.randn(2, 4, device=DEVICE, requires_grad=True)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
 def exchange_of_boxes() -> Tensors:
     group = dist.group.WORLD
     mine, theirs = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
@@ -260,14 +289,19 @@ def collectives_over_gloo(rank: int) -> Tensors:
 
 
 def exchange_over_gloo(rank: int) -> Tensors:
-    rows = 1 << 10
+    """Both ways; to the rank that is late; and in two pieces, which travel in memory of their own."""
+    rows, found = 1 << 10, []
     boxes = [Box((0, 0), (rows, 64)), Box((rows, 0), (rows, 64))]
-    have, want = numbers(rank).view(rows, 64), torch.zeros(rows, 64)
-    messages = [Message(0, 1, boxes[0], 0, 0), Message(1, 0, boxes[1], 0, 0)]
-    late(rank)
-    exchange(messages, source=[(boxes[rank], have)], target=[(boxes[1 - rank], want)], group=dist.group.WORLD)
-    have.zero_()
-    return [want]
+    upper, lower = Box((0, 0), (rows, 8)), Box((0, 8), (rows, 56))
+    both = [Message(0, 1, boxes[0], 0, 0), Message(1, 0, boxes[1], 0, 0)]
+    for messages in (both, both[:1], [Message(0, 1, box, 0, 0) for box in (upper, lower)]):
+        have, want = numbers(rank).view(rows, 64), torch.zeros(rows, 64)
+        source, target = [(boxes[rank], have)], [(boxes[1 - rank], want)]
+        late(rank)
+        exchange(messages, source=source, target=target, group=dist.group.WORLD)
+        have.zero_()
+        found.append(want)
+    return found
 
 
 def on_two_ranks(function: Callable[[int], Tensors]) -> Tensors:
@@ -340,7 +374,11 @@ WRITTEN: dict[str, AnyCase] = {
         ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},
         first_forward_after_an_event_and_other_work,
     ),
-    "exchanges of an optimizer": {"optimizer": "muon"},
+    "exchanges of an optimizer": {"optimizer": "muon", "order": 0},
+    "a list of which one is recomputed": Program(partial(list_of_which_one_is_recomputed, "interleaved")),
+    "a list of which one is recomputed, contiguous": Program(
+        partial(list_of_which_one_is_recomputed, "contiguous")
+    ),
     "an exchange of boxes": Program(exchange_of_boxes),
     "collectives of graphs": Program(collectives_of_graphs),
     "derivatives of a cut program": Program(derivatives_of_a_cut_program),

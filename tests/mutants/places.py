@@ -27,8 +27,8 @@ import shardwise
 
 SOURCE = Path(shardwise.__file__).parent
 NOT_LOOKED_AT = ("verify/", "planner/")  # which run nothing on a device
-# Their waits are the host's: for threads, files, the store and words of other processes.
-HOST_WAITS = ("checkpoint/", "comm/agree.py", "comm/order.py", "comm/watch.py", "sharded_tensor/remote.py")
+# What waits there is the host: for threads, files, the store and words of other processes.
+HOST = ("checkpoint/", "comm/agree.py", "comm/order.py", "comm/watch.py", "sharded_tensor/remote.py")
 
 WAITS = {
     "wait", "wait_event", "wait_stream", "wait_tensor", "synchronize", "wait_for_gather", "wait_for_unshard",
@@ -120,12 +120,15 @@ class _Finder(ast.NodeTransformer):
         self.generic_visit(node)
         if name in EVENTS and not (name == "record" and isinstance(node.func, ast.Name)):
             return self._either("event", node, ast.Call(ast.Name("_never", ast.Load()), [], []), shown=before)
-        if name in WAITS and not (name == "wait" and self.file.startswith(HOST_WAITS)):
+        if name in WAITS and not (name == "wait" and self.file.startswith(HOST)):
             kind = "wait"
         elif name in GIVES_BACK:
             kind = "giving back"
         elif name == "track_reductions":
             kind = "keep-alive"
+        elif name == "AllGatherResult" and _name(node.args[1]):
+            node.args[1] = self._either("keep-alive", node.args[1], ast.Tuple([], ast.Load()), shown=before)
+            return node
         else:
             return node
         # What it would have been given is made all the same.
@@ -177,9 +180,9 @@ class _Finder(ast.NodeTransformer):
 
     def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
         """A tensor with the event after which it may be freed."""
-        is_pair = isinstance(node.ctx, ast.Load) and len(node.elts) == 2
-        if is_pair and _name(node.elts[1]) in ("event", "copied_out"):
-            node.elts[0] = self._either("keep-alive", node.elts[0], ast.Constant(None), shown=node)
+        first, *rest = node.elts or [node]
+        if len(rest) == 1 and isinstance(node.ctx, ast.Load) and _name(rest[0]) in ("event", "copied_out"):
+            node.elts[0] = self._either("keep-alive", first, ast.Constant(None), shown=node)
         self.generic_visit(node)
         return node
 
