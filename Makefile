@@ -71,10 +71,10 @@ recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, 
 
 $(VENV)/.installed-clients: $(VENV)/.installed
 	$(PIP) -c examples/clients/constraints.txt -e '.[clients]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r examples/clients/torchtitan.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r examples/clients/without_dependencies.txt
 	touch $@
 
-clients: $(VENV)/.installed-clients ## accelerate, Trainer, Fabric, PEFT, torchao, torchtitan: losses on FSDP2 and on shardwise, side by side : ARGS
+clients: $(VENV)/.installed-clients ## accelerate, Trainer, TRL, torchtitan and more: losses on FSDP2 and on shardwise, side by side : ARGS
 	$(BIN)/python examples/clients/compare.py $(ARGS)
 
 finetune: $(VENV)/.installed-clients ## fine-tune a small Llama with LoRA on RANKS ranks; transformers reads it back : RANKS LAYOUT ARGS

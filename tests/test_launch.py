@@ -60,6 +60,15 @@ def test_other_errors_keep_their_traceback_once_and_what_follows_from_them_is_sh
     assert show(1, KeyboardInterrupt()) == ""
 
 
+def test_a_note_is_printed_by_one_rank_and_shortens_no_traceback_after_it(
+    show: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "Traceback" in show(0, ZeroDivisionError("of the user"))  # and its place is known to ranks
+    for printed in ("three modules\n", ""):
+        launch.note("three modules")
+        assert capfd.readouterr().err == printed
+
+
 def test_a_traceback_begins_at_the_script_and_not_at_the_command_that_runs_it(
     tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

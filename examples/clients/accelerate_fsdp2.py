@@ -1,15 +1,18 @@
-"""accelerate's FSDP2 plugin: efficient loading, accumulation, clipping, save and load."""
+"""accelerate's FSDP2 plugin: efficient loading, accumulation, clipping, resume, `generate`, saved whole."""
 
-import sys
 import tempfile
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import broadcast_object_list
-from common import batches, check_resuming, tiny_llama
+from accelerate_on_cpu import use_fsdp_plugin_on_cpu
+from common import batches, check_resuming, report, tiny_llama
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import LlamaForCausalLM
 
 
-def main(precision: str) -> None:
+def main() -> None:
+    use_fsdp_plugin_on_cpu()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -17,9 +20,7 @@ def main(precision: str) -> None:
         cpu_ram_efficient_loading=True,
         state_dict_type="SHARDED_STATE_DICT",
     )
-    accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, fsdp_plugin=plugin, gradient_accumulation_steps=2
-    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -38,8 +39,22 @@ def main(precision: str) -> None:
         return losses
 
     folder = broadcast_object_list([tempfile.mkdtemp()])[0]
-    check_resuming(train, lambda: accelerator.save_state(folder), lambda: accelerator.load_state(folder))
+    losses = check_resuming(
+        model, train, lambda: accelerator.save_state(folder), lambda: accelerator.load_state(folder)
+    )
+
+    register_fsdp_forward_method(model, "generate")
+    model.eval()
+    prompt = next(batches(99, 100, rank=0))["input_ids"][:, :4]
+    written = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    whole = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(f"{folder}/saved", state_dict=whole)
+        loaded = LlamaForCausalLM.from_pretrained(f"{folder}/saved")
+        assert torch.equal(loaded.generate(prompt, max_new_tokens=8, do_sample=False), written)
+    report([*losses, *map(float, written.flatten())], model)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["no"])
+    main()

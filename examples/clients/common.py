@@ -1,10 +1,15 @@
-"""A small model and its data, the same for every client."""
+"""A small model and its data, the same for every client; what a client reports of its run."""
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -34,18 +39,45 @@ def batches(first: int, last: int, rank: int) -> Iterator[dict[str, torch.Tensor
 
 
 def check_resuming(
-    train: Callable[[int, int], list[float]], save: Callable[[], object], load: Callable[[], object]
-) -> None:
-    """Train on 12 batches; the last six again from a saved state, to the same losses."""
+    model: nn.Module,
+    train: Callable[[int, int], list[float]],
+    save: Callable[[], object],
+    load: Callable[[], object],
+) -> list[float]:
+    """Train on 12 batches; the last six again from a saved state, to the same losses, which are returned."""
+    check_sharded(model)
     losses = train(0, 6)
     save()
     rest = train(6, 12)
     load()
     assert train(6, 12) == rest, "training did not go on from the saved state"
-    report(losses + rest)
+    return losses + rest
 
 
-def report(losses: list[float]) -> None:
-    """Print a rank's losses for `compare.py`."""
-    line = json.dumps({"rank": int(os.environ["RANK"]), "losses": losses})
-    print(f"LOSSES {line}", flush=True)
+def check_sharded(model: nn.Module) -> dict[str, Any]:
+    """Who sharded the modules of `model`, how many, and how many parameters lie in which layout.
+
+    Raises `AssertionError` unless it is the implementation that `torch.distributed.fsdp` has at the moment.
+    """
+    from shardwise import ShardedParameter
+
+    by = Counter(who for module in model.modules() if (who := implementation(type(module))))
+    expected = implementation(torch.distributed.fsdp.FSDPModule)
+    assert set(by) == {expected}, f"modules are to be sharded by {expected}, are by {dict(by) or 'nobody'}"
+    layouts = Counter(
+        "contiguous" if isinstance(param, ShardedParameter) else "interleaved"
+        for param in model.parameters()
+        if isinstance(param, DTensor)
+    )
+    return {"by": expected, "modules": by[expected], "layouts": dict(layouts)}
+
+
+def implementation(kind: type) -> str | None:
+    """`torch` or `shardwise` for a class of sharded modules; both call it FSDPModule."""
+    return next((one.__module__.split(".")[0] for one in kind.__mro__ if one.__name__ == "FSDPModule"), None)
+
+
+def report(losses: list[float], model: nn.Module) -> None:
+    """Print a rank's losses, and who sharded the model they are of, for `compare.py`."""
+    said = {"rank": int(os.environ["RANK"]), "losses": losses, "sharded": check_sharded(model)}
+    print(f"REPORT {json.dumps(said)}", flush=True)

@@ -1,77 +1,147 @@
 """Runs each client on torch's FSDP2 and, unchanged, on shardwise in both layouts; compares their losses.
 
     python examples/clients/compare.py [CLIENT ...]
+    python examples/clients/compare.py --write     and replace their rows in the documentation
 
 The interleaved layout must give FSDP2's losses to the last bit. The contiguous one adds the norm of gradients
 in another order: a relative difference of 1e-5 is allowed in fp32, of 1e-2 where the client computes in bf16.
+A run whose ranks do not all show that the implementation in question sharded their model fails.
 """
 
+import argparse
+import ast
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 NEEDS = {
     "accelerate_fsdp2": "accelerate",
     "trainer": "accelerate",
+    "seq2seq_trainer": "accelerate",
+    "trl_trainers": "trl",
+    "sentence_embeddings": "sentence_transformers",
     "fabric": "lightning_fabric",
+    "litgpt_fabric": "litgpt",
     "peft_lora": "peft",
     "optimizers": "torchao",
     "torchtitan_llama": "torchtitan",
+    "torchtitan_experts": "torchtitan",
 }
-ROUNDING = {"torchtitan_llama": 1e-2}
+ROUNDING = {"torchtitan_llama": 1e-2, "torchtitan_experts": 1e-2}
+RANKS = 2
 WAYS = {
     "FSDP2": [],
     "interleaved": ["-m", "shardwise.run", "--layout", "interleaved"],
     "contiguous": ["-m", "shardwise.run", "--layout", "contiguous"],
 }
+TABLES = (ROOT / "README.md", ROOT / "docs/tasks/other_code.md")
+HEADER = ("client", "modules sharded", "interleaved", "contiguous")
+Reports = dict[int, dict[str, Any]]  # by rank, what `common.report` printed
 
 
-def losses(client: str, way: list[str]) -> dict[int, list[float]] | str:
-    """Every rank's losses, or the last line of what went wrong."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run(client: str, way: str) -> Reports | str:
+    """Every rank's report, or what went wrong in a line."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run([*launch, *way, f"{client}.py"], cwd=HERE, env=quiet, capture_output=True, text=True)
-    if run.returncode:
-        errors = [line for line in run.stderr.splitlines() if "Error: " in line or "(SIG" in line]
-        return (errors or [f"exit status {run.returncode}"])[0]
-    found = [json.loads(part.split("\n")[0]) for part in run.stdout.split("LOSSES ")[1:]]
-    return {one["rank"]: one["losses"] for one in found}
+    command = [*launch, *WAYS[way], f"{client}.py"]
+    try:
+        ended = subprocess.run(command, cwd=HERE, env=quiet, capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired:
+        return "FAILED: not ended after 10 minutes"
+    if ended.returncode:
+        errors = [line for line in ended.stderr.splitlines() if "Error: " in line or "(SIG" in line]
+        return f"FAILED: {(errors or [f'exit status {ended.returncode}'])[0]}"
+    found = [json.loads(part.split("\n")[0]) for part in ended.stdout.split("REPORT ")[1:]]
+    reports = {one["rank"]: one for one in found}
+    return doubt(way, reports) or reports
 
 
-def verdict(client: str, way: str, ours: dict[int, list[float]] | str, theirs: dict[int, list[float]]) -> str:
+def doubt(way: str, reports: Reports) -> str:
+    """Why these reports are no evidence of training that was sharded in this way; empty where they are."""
+    if (missing := set(range(RANKS)) - set(reports)) or not all(one["losses"] for one in reports.values()):
+        return f"FAILED: no losses of ranks {sorted(missing) or list(reports)}"
+    by = "torch" if way == "FSDP2" else "shardwise"
+    layout = "contiguous" if way == "contiguous" else "interleaved"
+    for rank, one in reports.items():
+        found = one["sharded"]
+        if found["by"] != by or not found["modules"] or not found["layouts"].get(layout):
+            return f"FAILED: rank {rank} was to be sharded by {by}, {layout}, and reports {found}"
+    return ""
+
+
+def verdict(client: str, way: str, ours: Reports | str, theirs: Reports) -> str:
     if isinstance(ours, str):
-        return f"FAILED: {ours}"
-    pairs = [pair for rank in theirs for pair in zip(ours[rank], theirs[rank], strict=True)]
+        return ours
+    for rank, one in theirs.items():
+        if (mine := ours[rank]["sharded"]["modules"]) != one["sharded"]["modules"]:
+            return f"FAILED: {mine} modules sharded on rank {rank}, {one['sharded']['modules']} by FSDP2"
+    numbers = (zip(ours[rank]["losses"], one["losses"], strict=True) for rank, one in theirs.items())
+    pairs = list(chain.from_iterable(numbers))
+    layouts = ours[0]["sharded"]["layouts"]
+    total, others = sum(layouts.values()), layouts.keys() - {way}
+    mixed = "".join(f"; {layouts[other]} of {total} parameters {other}" for other in sorted(others))
     if all(a == b for a, b in pairs):
-        return "equal to the bit"
-    most = max(abs(a - b) / abs(b) for a, b in pairs)
+        return f"equal to the bit{mixed}"
+    most = max(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)
     allowed = ROUNDING.get(client, 1e-5) if way == "contiguous" else 0.0
-    return f"{'within' if most <= allowed else 'FAILED:'} {most:.1g}"
+    return f"{'within' if most <= allowed else 'FAILED:'} {most:.1g}{mixed}"
 
 
-def main(clients: list[str]) -> int:
-    table = Table("client", *WAYS)
-    failed = False
-    for client in clients:
-        if importlib.util.find_spec(NEEDS[client]) is None:
-            table.add_row(client, f"not run: {NEEDS[client]} is not installed")
-            continue
-        theirs = losses(client, WAYS["FSDP2"])
-        row = ["runs" if not isinstance(theirs, str) else f"FAILED: {theirs}"]
-        if not isinstance(theirs, str):
-            row += [verdict(client, way, losses(client, WAYS[way]), theirs) for way in list(WAYS)[1:]]
-        failed = failed or any(cell.startswith("FAILED") for cell in row)
-        table.add_row(client, *row)
-    Console(width=130).print(table)
+def row(client: str) -> list[str]:
+    """The client's name and purpose, how many modules FSDP2 sharded, and the verdicts on both layouts."""
+    purpose = (ast.get_docstring(ast.parse((HERE / f"{client}.py").read_text())) or "").split("\n")[0]
+    cells = [f"`{client}`: {purpose.rstrip('.')}"]
+    if importlib.util.find_spec(NEEDS[client]) is None:
+        return [*cells, f"FAILED: {NEEDS[client]} is not installed"]
+    theirs = run(client, "FSDP2")
+    if isinstance(theirs, str):
+        return [*cells, theirs]
+    modules = str(theirs[0]["sharded"]["modules"])
+    return [*cells, modules, *(verdict(client, way, run(client, way), theirs) for way in list(WAYS)[1:])]
+
+
+def write(rows: list[list[str]]) -> None:
+    """Replace the rows of these clients in the tables of the documentation."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from results import write_section
+
+    for path in TABLES:
+        section = path.read_text().partition("<!-- begin clients -->")[2].partition("<!-- end clients -->")[0]
+        lines = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
+        lines |= {cells[0].split("`")[1]: f"| {' | '.join(cells)} |" for cells in rows}
+        head = [f"| {' | '.join(HEADER)} |", f"| {' | '.join(['---'] * len(HEADER))} |"]
+        body = [lines[client] for client in NEEDS if client in lines]
+        write_section("clients", "\n".join([*head, *body]), path=path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("clients", nargs="*", default=list(NEEDS), metavar="CLIENT")
+    parser.add_argument("--write", action="store_true", help="replace their rows in the documentation")
+    options = parser.parse_args()
+    rows = []
+    for client in options.clients:
+        rows.append(row(client))
+        print(*rows[-1], sep=" | ", file=sys.stderr)
+    table = Table(*HEADER)
+    for cells in rows:
+        table.add_row(*cells)
+    Console(width=150).print(table)
+    failed = any(cell.startswith("FAILED") for cells in rows for cell in cells)
+    if options.write and not failed:
+        write(rows)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or list(NEEDS)))
+    sys.exit(main())

@@ -5,7 +5,7 @@ import tempfile
 
 import lightning_fabric as fabric_package
 import torch
-from common import batches, check_resuming, tiny_llama
+from common import batches, check_resuming, report, tiny_llama
 from lightning_fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +42,10 @@ def main() -> None:
 
     folder = f"{tempfile.gettempdir()}/fabric_{os.environ['MASTER_PORT']}"
     state = {"model": model, "optimizer": optimizer}
-    check_resuming(train, lambda: fabric.save(folder, state), lambda: fabric.load(folder, state))
+    losses = check_resuming(
+        model, train, lambda: fabric.save(folder, state), lambda: fabric.load(folder, state)
+    )
+    report(losses, model)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import importlib
 import torch
 import torch.distributed as dist
 from common import batches, report, tiny_llama
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 NAMES = (
@@ -24,8 +25,7 @@ NAMES = (
 )
 
 
-def losses_with(make: type[torch.optim.Optimizer]) -> list[float]:
-    model = tiny_llama()
+def losses_with(make: type[torch.optim.Optimizer], model: nn.Module) -> list[float]:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -42,9 +42,11 @@ def losses_with(make: type[torch.optim.Optimizer]) -> list[float]:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    losses = [loss for name in NAMES for loss in losses_with(getattr(torch.optim, name))]
-    losses += losses_with(importlib.import_module("torchao.optim").AdamW8bit)
-    report(losses)
+    optimizers = [getattr(torch.optim, name) for name in NAMES]
+    optimizers.append(importlib.import_module("torchao.optim").AdamW8bit)
+    models = nn.ModuleList(tiny_llama() for _ in optimizers)
+    pairs = zip(optimizers, models, strict=True)
+    report([loss for make, model in pairs for loss in losses_with(make, model)], models)
     dist.destroy_process_group()
 
 

@@ -42,7 +42,7 @@ def main() -> None:
         assert set(adapter) <= {name.replace(".default", "") for name in whole}
         logits = merged.merge_and_unload()(**batch).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    report(losses)
+    report(losses, model)
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from common import batches, check_resuming
+from common import batches, check_resuming, report
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -56,5 +56,6 @@ def train(first: int, last: int) -> list[float]:
 folder = f"{tempfile.gettempdir()}/torchtitan_{os.environ['MASTER_PORT']}"
 state = {"model": ModelWrapper(model), "optimizer": optimizers}
 saved = {"checkpoint_id": folder}
-check_resuming(train, partial(dcp.save, state, **saved), partial(dcp.load, state, **saved))
+losses = check_resuming(model, train, partial(dcp.save, state, **saved), partial(dcp.load, state, **saved))
+report(losses, model)
 dist.destroy_process_group()

@@ -165,7 +165,7 @@ def verify(
             json_path.write_text(json.dumps(failure, indent=1) + "\n")
         _print_failure(error, error.traceback)
         raise typer.Exit(NOT_RUN) from None
-    if json_path is not None and not streams:
+    if json_path is not None:
         verification.write_json(json_path, results)
     raise typer.Exit(OK if all(result.ok for result in results) else FOUND)
 

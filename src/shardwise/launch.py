@@ -27,6 +27,7 @@ from shardwise.errors import ShardwiseError
 
 TRACEBACK = "SHARDWISE_TRACEBACK"
 _MARK = "shardwise-said-"
+_NOTE = "shardwise-note-"
 _SETTING_UP = ("rendezvous.py", "device_mesh.py")  # of torch.distributed: what they raise is a mistake
 _REMEDIES = {
     "environment variable": "start it with `shardwise run --ranks N SCRIPT` or torchrun, which set it",
@@ -135,16 +136,30 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def say(line: str, *, whole: str = "") -> None:
     """Print `line` on stderr, unless a rank of this machine has; or `whole` if nothing was said before."""
     text, marks = whole or line, _marks()
-    if marks is not None:
-        if whole and any(marks.glob(f"{_MARK}*")):
-            text = line
-        digest = hashlib.sha256(line.encode()).hexdigest()[:16]
-        try:
-            (marks / f"{_MARK}{digest}").touch(exist_ok=False)
-        except FileExistsError:
-            return
-        text = f"rank {os.environ['RANK']}: {text}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else text
-    print(text, file=sys.stderr, flush=True)
+    if whole and marks is not None and any(marks.glob(f"{_MARK}*")):
+        text = line
+    if _is_first(_MARK, line):
+        if marks is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            text = f"rank {os.environ['RANK']}: {text}"
+        print(text, file=sys.stderr, flush=True)
+
+
+def note(line: str) -> None:
+    """Print `line`, which is of no error, on stderr, unless a rank of this machine has."""
+    if _is_first(_NOTE, line):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _is_first(mark: str, line: str) -> bool:
+    """Has no rank of this machine asked so before? True where ranks cannot know."""
+    if (marks := _marks()) is None:
+        return True
+    digest = hashlib.sha256(line.encode()).hexdigest()[:16]
+    try:
+        (marks / f"{mark}{digest}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _marks() -> Path | None:

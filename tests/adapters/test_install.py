@@ -14,13 +14,16 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 import shardwise
 from ranks import on_ranks
 
 TORCHS = torch.distributed.fsdp.fully_shard
+V_SHAPED = (pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV)
 
 
 @contextmanager
@@ -130,62 +133,106 @@ def test_objects_made_of_torchs_classes_are_understood() -> None:
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @on_ranks(4)
-def test_pipeline_stages_reduce_what_their_micro_batches_accumulated(layout: str) -> None:
-    theirs = pipelined()
-    with installed(layout=layout):
-        ours = pipelined()
-    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+def test_under_every_pipeline_schedule_parameters_are_equal_to_fsdp2s(layout: str) -> None:
+    kinds = [kind for name, kind in vars(pipelining).items() if name.startswith("Schedule")]
+    assert len(kinds) >= 7
+    for kind in kinds:
+        theirs = pipelined(kind)
+        with installed(layout=layout):
+            ours = pipelined(kind)
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), kind
 
 
-def pipelined() -> list[torch.Tensor]:
-    """The parameters of this rank's stages after two steps of a schedule over two stages each."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+def pipelined(kind: Any) -> list[torch.Tensor]:
+    """The parameters of this rank's stages after two steps of a schedule over as many stages as it takes."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
-    stage, data = mesh["stages"].get_local_rank(), mesh["data"].get_local_rank()
+    rank, data = mesh["stages"].get_local_rank(), mesh["data"].get_local_rank()
+    single = issubclass(kind, PipelineScheduleSingle)
+    places = [0, 1] if single else [0, 1, 1, 0] if kind in V_SHAPED else [0, 1, 0, 1]
+    mine = [stage for stage, place in enumerate(places) if place == rank]
     torch.manual_seed(0)
-    whole = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
-    mine = [whole[stage], whole[stage + 2]]
-    for module in mine:
-        fully_shard(module[0], mesh=mesh["data"], reshard_after_forward=False)
-        fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
-    group = mesh["stages"].get_group()
-    stages = [
-        PipelineStage(module, index, 4, torch.device("cpu"), group=group)
-        for module, index in zip(mine, (stage, stage + 2), strict=True)
-    ]
-    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=nn.functional.mse_loss)
-    params = [param for module in mine for param in module.parameters()]
+    whole = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in places]
+    group, stages = mesh["stages"].get_group(), []
+    for stage in mine:
+        module = whole[stage]
+        for part in (module[0], module):
+            fully_shard(part, mesh=mesh["data"], reshard_after_forward=False)
+        assert isinstance(module, FSDPModule)
+        stages.append(pipelining.PipelineStage(module, stage, len(places), torch.device("cpu"), group=group))
+    schedule = kind(stages[0] if single else stages, 4, loss_fn=nn.functional.mse_loss)
+    params = [param for stage in mine for param in whole[stage].parameters()]
     optimizer = torch.optim.SGD(params, lr=0.1)
     for step in range(2):
         batch = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(10 * step + data))
-        inputs = (batch[0],) if stage == 0 else ()
-        schedule.step(*inputs, **({"target": batch[1]} if stage == 1 else {}))
+        inputs = (batch[0],) if 0 in mine else ()
+        schedule.step(*inputs, **({"target": batch[1]} if len(places) - 1 in mine else {}))
         optimizer.step()
         optimizer.zero_grad()
     return [param.full_tensor() for param in params]  # type: ignore[attr-defined]
 
 
-def test_a_script_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`shardwise run` of a script in this process, by its text."""
     from typer.testing import CliRunner
 
     from shardwise.cli import app
 
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\nfrom torch.distributed.fsdp import fully_shard\n"
-        "print(__name__, sys.argv[1:], fully_shard.__module__, fully_shard.defaults)\n"
-    )
+    def run(text: str, *arguments: str) -> Any:
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        return CliRunner().invoke(app, ["run", "--layout", "contiguous", str(script), *arguments])
+
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    try:
-        result = CliRunner().invoke(app, ["run", "--layout", "contiguous", str(script), "--lr", "3", "-x"])
-    finally:
-        shardwise.uninstall()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    yield run
+    shardwise.uninstall()
+
+
+def test_a_script_runs_unchanged(run_script: Any) -> None:
+    result = run_script(
+        "import sys\nfrom torch.distributed.fsdp import fully_shard\n"
+        "print(__name__, sys.argv[1:], fully_shard.__module__, fully_shard.defaults)\n",
+        *("--lr", "3", "-x"),
+    )
     assert result.exit_code == 0, result.output
     assert "__main__ ['--lr', '3', '-x'] shardwise." in result.output
     assert "{'layout': 'contiguous'}" in result.output
+
+
+SHARDS = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+fully_shard([model[0], model[1]])
+fully_shard(model[2], shard_placement_fn=lambda param: Shard(1))  # which has the interleaved layout alone
+fully_shard(model)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_run_ends_with_how_many_modules_were_sharded_in_which_layout(run_script: Any) -> None:
+    for ending in ("", "sys.exit()"):
+        result = run_script(SHARDS + ending)
+        assert result.exit_code == 0, result.output
+        assert result.stderr == "shardwise: modules sharded: 3 contiguous, 1 interleaved\n"
+
+
+def test_a_run_that_sharded_nothing_ends_with_a_warning_unless_it_failed(run_script: Any) -> None:
+    result = run_script("from torch.distributed.fsdp import fully_shard\n")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("shardwise: WARNING: nothing was sharded")
+    assert result.stderr.count("\n") == 1
+    assert run_script("import sys; sys.exit(3)").stderr == ""
+    assert run_script("1 / 0").stderr == ""
 
 
 class CompilesItsStep(torch.optim.Optimizer):

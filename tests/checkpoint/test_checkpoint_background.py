@@ -60,6 +60,7 @@ def test_training_goes_on_and_the_checkpoint_has_what_was_there(tmp_path: Path, 
         ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
+        "__values.distcp",
         "manifest.json",
     ]
     assert load(tmp_path, state) == 1

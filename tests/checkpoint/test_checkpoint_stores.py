@@ -109,6 +109,7 @@ def save_five(store: tuple[str, str]) -> None:
     assert {name.partition("/")[2] for name in objects(folder)} == {
         *(f"__{rank}_0.distcp" for rank in range(3)),
         ".metadata",
+        "__values.distcp",
         "manifest.json",
     }
 

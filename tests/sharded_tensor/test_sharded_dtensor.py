@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from ranks import on_ranks
 from sharded_tensor.rows.pieces import FOUR_RANKS, parameter, replicated, uneven
@@ -297,6 +298,38 @@ def test_what_cannot_be_converted_is_refused_everywhere() -> None:
             to_dtensor(sharded, mesh, placements)
     with pytest.raises(RankMismatchError, match="the DTensor to make"):
         to_dtensor(sharded, mesh, [Shard(rank)])
+
+
+Listed = list[tuple[tuple[int, int], tuple[int, int]]]  # offsets and sizes of one rank's shards
+
+
+@pytest.mark.parametrize(
+    ("placement", "listed"),
+    [
+        (Shard(1), [[((0, 0), (4, 2)), ((0, 2), (4, 1))], [((0, 3), (4, 3))]]),
+        (Shard(0), [[((0, 0), (1, 6))], [((1, 0), (3, 6))]]),
+        (Replicate(), [[], [((0, 0), (4, 6))]]),
+        (Replicate(), [[((0, 0), (4, 6))], [((0, 0), (4, 6))]]),
+    ],
+    ids=["columns", "rows", "a table on one rank", "replicas"],
+)
+@on_ranks(2)
+def test_shards_that_torchrec_lists_are_taken_as_they_are(placement: Placement, listed: list[Listed]) -> None:
+    whole, mesh = whole_of((4, 6), torch.float64), DeviceMesh("cpu", [0, 1])
+    mine = listed[dist.get_rank()]
+    shards = [
+        whole[row : row + rows, column : column + columns].contiguous()
+        for (row, column), (rows, columns) in mine
+    ]
+    local = LocalShardsWrapper(shards, [offsets for offsets, _ in mine])
+    made = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    found = from_dtensor(made)
+    assert torch.equal(found.full_tensor(), whole)
+    assert len(found.metadata().shards_metadata) == len({tuple(place) for one in listed for place in one})
+    for shard in found.tensors:
+        assert any(shard.data_ptr() == own.data_ptr() for own in shards)
 
 
 # Rows of the contiguous layout

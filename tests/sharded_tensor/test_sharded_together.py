@@ -60,6 +60,45 @@ def test_after_cat_every_rank_has_a_gradient_of_every_tensor() -> None:
 
 
 @on_ranks(2)
+def test_a_join_requires_grad_in_every_shard_if_one_operand_does() -> None:
+    trained = cut(counted((4, 3)), rows(0, 1), requires_grad=True)
+    frozen = cut(counted((4, 3)), boxes_on(([0, 0], (4, 3), 1)))
+    elsewhere = cut(counted((4, 3)), boxes_on(([0, 0], (4, 3), 0)), requires_grad=True)
+    for join in (torch.cat, torch.stack):
+        for leading in (trained, elsewhere):
+            for operands in ([leading, frozen], [frozen, leading]):
+                made: Any = join(operands)
+                assert made.requires_grad
+                assert made.metadata().tensor_properties.requires_grad
+                assert [tensor.requires_grad for tensor in made.tensors] == [True] * len(made.tensors)
+                made.square().sum().backward()
+                assert torch.equal(leading.grad.full_tensor(), 2 * counted((4, 3)))
+                leading.grad = None
+        with torch.no_grad():
+            assert not join([trained, frozen]).requires_grad
+
+
+@on_ranks(2)
+def test_losses_of_rows_are_those_of_shards_that_have_classes() -> None:
+    target = torch.tensor([0, 1, 2, 1])
+    for logits, places in (
+        (torch.randn(4, 3), [([0, 0], (4, 3), 0), ([0, 0], (4, 0), 1)]),
+        (torch.randn(4, 3), [([0, 3], (4, 0), 0), ([0, 0], (2, 3), 1), ([2, 0], (2, 3), 0)]),
+        (torch.randn(3), [([0], (0,), 0), ([0], (3,), 1)]),
+    ):
+        whole = logits.requires_grad_()
+        sharded = cut(logits.detach(), boxes_on(*places), requires_grad=True)
+        aim = target if logits.ndim > 1 else target[0]
+        found: Any = F.cross_entropy(sharded, aim, reduction="none")
+        found.metadata().check([0, 1])
+        expected = F.cross_entropy(whole, aim, reduction="none")
+        torch.testing.assert_close(found.full_tensor(), expected)
+        found.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+@on_ranks(2)
 def test_a_shard_left_out_of_an_index_has_a_gradient_of_zero_as_the_whole_has() -> None:
     both = cut(counted((4, 3)), rows(0, 0, 1), requires_grad=True)
     both[:2].sum().backward()

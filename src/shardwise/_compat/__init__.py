@@ -53,6 +53,7 @@ from shardwise._compat.gradients import *
 from shardwise._compat.groups import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
+from shardwise._compat.transforms import *
 
 
 def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -368,7 +369,7 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without the checks for torch.func, whose transforms cannot pass a sharded module."""
+    """`function.apply` without what it does for `torch.func`: for where `transforms_run` says no."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 

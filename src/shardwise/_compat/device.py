@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # What a functional collective returns outside of compilers: it waits when it is first read.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
@@ -77,6 +78,20 @@ def autograd_node() -> Any:
 def node_number(node: Any) -> int:
     """The place of a node among all that forward made; a huge number for those that accumulate gradients."""
     return int(node._sequence_nr())
+
+
+# What of torch.autograd calls the engine: all public ways do. A simulated device follows the nodes that run.
+ENGINE = "_engine_run_backward"
+
+
+def nodes_of(outputs: Iterable[Any]) -> list[Any]:
+    """The nodes that backward begins with, or that it gives the gradients of these tensors or edges to."""
+    edges = (
+        one if isinstance(one, GradientEdge) else get_gradient_edge(one)
+        for one in outputs
+        if isinstance(one, GradientEdge) or one.requires_grad
+    )
+    return [edge.node for edge in edges]
 
 
 def next_node_number() -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from shardwise.adapters.fsdp2 import install
 from shardwise.errors import ShardwiseError
-from shardwise.launch import report_errors
+from shardwise.fsdp.fully_shard import sharded_modules
+from shardwise.launch import note, report_errors
 
 
 def check_script(target: str, *, is_module: bool = False) -> None:
@@ -34,14 +35,33 @@ def check_script(target: str, *, is_module: bool = False) -> None:
 def run_script(target: str, arguments: list[str], *, is_module: bool = False, **defaults: Any) -> None:
     """Run a script or module as `python` would, after `install(**defaults)`.
 
-    Errors that nothing catches are shown as `launch` says.
+    Errors that nothing catches are shown as `launch` says. A script that ends without one is followed by a
+    line on stderr: how many modules it sharded in which layout, or a warning that it sharded none.
     """
     report_errors()
     install(**defaults)
+    sharded_modules.clear()
     sys.argv = [target, *arguments]
-    if is_module:
-        sys.path.insert(0, "")
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(target).resolve().parent))
-        runpy.run_path(target, run_name="__main__")
+    try:
+        if is_module:
+            sys.path.insert(0, "")
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as ended:
+        if not ended.code:
+            note(what_was_sharded())
+        raise
+    note(what_was_sharded())
+
+
+def what_was_sharded() -> str:
+    """How many modules this process sharded in which layout, in one line."""
+    if not sharded_modules:
+        return (
+            "shardwise: WARNING: nothing was sharded: the script called neither shardwise's fully_shard, nor"
+            " torch's, in whose place it is; did it train with DDP, or on one device?"
+        )
+    found = ", ".join(f"{count} {layout}" for layout, count in sorted(sharded_modules.items()))
+    return f"shardwise: modules sharded: {found}"

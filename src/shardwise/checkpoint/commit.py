@@ -11,7 +11,8 @@ first, so that every directory with a checkpoint's name is whole at any moment.
 
 A store has no rename. There the manifest, one small object, is written last and goes first: without it
 nothing is a checkpoint. Names that nobody else draws keep what a killed save still sends out of later ones.
-One job saves to a PATH at a time; PATH is a file system, or a store, that all ranks see.
+One job saves to a PATH at a time, which a lock (`files.lock`) sees to in a file system; PATH is one, or a
+store, that all ranks see.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,11 +33,12 @@ import torch.distributed as dist
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
+from shardwise.files.lock import unlock
 from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, write_manifest
 from shardwise.files.stores import At, Location, StorePath, location, remove_folder, sync
 
-FORMAT = 3
-_READ = (3, 2)  # 2 has files hashed by sha256
+FORMAT = 4
+_READ = (4, 3, 2)  # 3 has no plain values in the index; 2 has files hashed by sha256
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the last in stores only
 
 
@@ -133,8 +136,21 @@ def discard(staging: Location) -> None:
     with suppress(Exception):  # what went wrong before is told
         if isinstance(staging, Path):
             shutil.rmtree(staging, ignore_errors=True)
+            unlock(staging.parent)
         elif not (staging / MANIFEST).is_file():
             remove_folder(staging)
+
+
+def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
+    """`prune` after a save, which is complete whatever comes of it."""
+    try:
+        prune(path, keep, keep_every, written=written)
+    except Exception as error:  # whatever a store raises
+        warnings.warn(
+            f"{written} is complete, but older checkpoints could not be removed"
+            f" ({type(error).__name__}: {error}); the next save tries again",
+            stacklevel=2,
+        )
 
 
 def prune(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:

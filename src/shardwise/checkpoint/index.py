@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
@@ -70,13 +71,19 @@ def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str,
 def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
     if not isinstance(found, Metadata):
         raise CheckpointError(f"expected an index, found {type(found).__name__}")
-    if differing := sorted(set(found.state_dict_metadata) ^ set(tensors), key=str):
+    known = found.state_dict_metadata  # plain values are there for torch's reader: the manifest has them
+    known = {name: entry for name, entry in known.items() if not isinstance(entry, BytesStorageMetadata)}
+    if differing := sorted(set(known) ^ set(tensors), key=str):
         raise CheckpointError(f"{differing[0]} is in only one of index and manifest")
     entries: dict[str, Any] = {}
     places: dict[tuple[str, tuple[int, ...]], Place] = {}
-    stored = {(key.fqn, _numbers(key.offset)): place for key, place in found.storage_data.items()}
+    stored = {
+        (key.fqn, _numbers(key.offset)): place
+        for key, place in found.storage_data.items()
+        if key.fqn in known
+    }
     for name, expected in tensors.items():
-        entry: Any = found.state_dict_metadata[name]
+        entry: Any = known[name]
         shape = _numbers(entry.size)
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         if (list(shape), dtype) != (expected["shape"], expected["dtype"]):

@@ -10,22 +10,24 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from shardwise import _compat
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.plan import Chunk, metadata_of
+from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import HASHES
 from shardwise.files.stores import Location, new_file, write_whole
 
 HASH = "xxh3_128"
+_VALUES = "__values.distcp"
 _BUFFER_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 16
 _lock, _found = threading.Lock(), list[bool]()
@@ -58,16 +60,52 @@ def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tenso
     return {"files": {file.name: hashed.digest()}, "places": places}
 
 
+def write_values(staging: Location, values: Mapping[str, Any]) -> Part:
+    """Write plain values, which the manifest has, for torch's reader too: each by its name there."""
+    places, content = [], io.BytesIO()
+    leaves = (leaf for name, value in values.items() for leaf in _walked(name, from_json(value)))
+    for name, value in leaves:
+        begin = content.tell()
+        torch.save(value, content)
+        places.append([name, None, _VALUES, begin, content.tell() - begin])
+    write_whole(staging / _VALUES, content.getvalue())
+    return {"files": {_VALUES: _digest(content.getvalue())}, "places": places}
+
+
+def _walked(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a plain value, as torch names them: it walks dicts, and lists with dicts in them."""
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list) and _has_dicts(value):
+        items = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from _walked(f"{name}.{key}", item)
+
+
+def _has_dicts(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_dicts, value)))
+
+
 def write_index(staging: Location, chunks: list[Chunk], parts: Iterable[Part]) -> dict[str, Any]:
-    """Write the index of all ranks' chunks, as torch's distributed checkpoint has it; its digest, by name."""
+    """Write the index of all ranks' parts, as torch's distributed checkpoint has it; its digest, by name."""
     metadata = metadata_of(chunks)
-    metadata.storage_data = {
-        MetadataIndex(name, offset): _compat.StorageInfo(relative_path=path, offset=begin, length=length)
-        for name, offset, path, begin, length in (place for part in parts for place in part["places"])
-    }
+    metadata.storage_data = {}
+    for name, offset, path, begin, length in (place for part in parts for place in part["places"]):
+        if offset is None:
+            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+            metadata.planner_data[name] = (name,)
+        place = _compat.StorageInfo(relative_path=path, offset=begin, length=length)
+        metadata.storage_data[MetadataIndex(name, offset)] = place
     content = pickle.dumps(metadata)
     write_whole(staging / INDEX, content)
-    return {INDEX: {"bytes": len(content), HASH: HASHES[HASH](content).hexdigest()}}
+    return {INDEX: _digest(content)}
+
+
+def _digest(content: bytes) -> dict[str, Any]:
+    return {"bytes": len(content), HASH: HASHES[HASH](content).hexdigest()}
 
 
 def staged(tensor: Tensor) -> Tensor | bytes:

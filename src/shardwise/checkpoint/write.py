@@ -14,19 +14,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.background import Saving, settle
-from shardwise.checkpoint.commit import FORMAT, discard, open_staging, prune, publish, rank_and_size
-from shardwise.checkpoint.part import Part, staged, write_index, write_part
+from shardwise.checkpoint.commit import FORMAT, discard, open_staging, publish, rank_and_size, tidy
+from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError
+from shardwise.files.lock import lock, unlock
 from shardwise.files.stores import Location, StorePath, location, write_whole
 
 _MARK = "shared"  # there until all ranks have seen it
@@ -119,8 +121,12 @@ class Job:
 
     def commit(self, parts: list[Part]) -> Location:
         """Make the checkpoint of all ranks' parts, and remove what is not kept. One rank calls it."""
+        if self.contents["values"]:
+            parts = [*parts, write_values(self.staging, self.contents["values"])]
         final = self.publish(parts, self.index(parts))
-        prune(final.parent, self.keep, self.keep_every, written=final)
+        tidy(final.parent, self.keep, self.keep_every, written=final)
+        if isinstance(final, Path):
+            unlock(final.parent)
         return final
 
     @contextmanager
@@ -174,12 +180,22 @@ def begun(
         fits(plans[0])
         if rank != keeper:
             return ""
-        opened = open_staging(location(path), step)
-        if isinstance(opened, StorePath) and size > 1:
-            write_whole(opened / _MARK, b"")
-        return str(opened)
+        where = location(path)
+        if isinstance(where, Path) and hosts is None:
+            where.mkdir(parents=True, exist_ok=True)
+            lock(where)
+        opened.append(open_staging(where, step))
+        if isinstance(opened[0], StorePath) and size > 1:
+            write_whole(opened[0] / _MARK, b"")
+        return str(opened[0])
 
-    staging = location(together(what, make_room)[keeper])
+    opened: list[Location] = []
+    try:
+        staging = location(together(what, make_room)[keeper])
+    except CheckpointError:
+        for one in opened:
+            discard(one)
+        raise
     if isinstance(staging, StorePath) and size > 1:
         _check_shared(what, staging, is_keeper=rank == keeper)
     return Job(what, contents, own[0], plans[0], staging, step, keep, keep_every, keeper)

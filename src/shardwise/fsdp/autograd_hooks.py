@@ -32,4 +32,23 @@ class _EndOfBackward(torch.autograd.Function):
         return (None, *grads)
 
 
+class _EndOfTransformedBackward(_EndOfBackward):
+    """The form that transforms of `torch.func` want, which costs calls."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(state: _State, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.state = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, state: None, *tangents: Any) -> Any:
+        return tangents
+
+
 attach_post_backward: Callable[..., tuple[Tensor, ...]] = _compat.apply_of(_EndOfBackward)
+attach_within_transforms: Callable[..., tuple[Tensor, ...]] = _EndOfTransformedBackward.apply

@@ -286,7 +286,7 @@ class ContiguousGroup(ParamGroup):
                 rows = rows_between(param.shape, start, begin, begin + width)
                 offset = max(start - begin, 0) if rows.numel else 0
                 local = shards[-1].narrow(0, offset, rows.numel).view(rows.sizes)
-                param.register(self._smaller_param(param, start, width, local, info))
+                param.show_smaller(self._smaller_param(param, start, width, local, info))
         return shards
 
     def _smaller_param(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, cast, overload
@@ -46,6 +47,7 @@ from shardwise.sharded_tensor.rows.piece import check_torch
 _LOG = logging.getLogger("shardwise")
 NO_MIXED_PRECISION = MixedPrecisionPolicy()
 NO_OFFLOAD = OffloadPolicy()
+sharded_modules: Counter[LayoutName] = Counter()  # by every call in this process
 
 
 class Options(TypedDict, total=False):
@@ -151,6 +153,7 @@ def fully_shard(
     }
     if group_small is None:
         _shard_together(modules, **options)
+        sharded_modules[layout] += len(modules)
         return cast(FSDPModule | list[FSDPModule], module)
     if isinstance(module, nn.Module):
         raise ShardingError(
@@ -161,6 +164,7 @@ def fully_shard(
     _find_params(_managed_modules(modules), modules, options["ignored"])
     for run in _runs(modules, group_small, mp_policy, options["ignored"]):
         _shard_together(run, **options)
+        sharded_modules[layout] += len(run)
     return cast(list[FSDPModule], module)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams
 from shardwise.comm.auto import transport
-from shardwise.comm.foreach import current_stream
+from shardwise.comm.foreach import current_stream, wait_for_gather
 from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.streams import record_event
 from shardwise.comm.watch import order_of
@@ -32,7 +32,14 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen
+from shardwise.fsdp.policy import (
+    GroupSettings,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    chosen,
+    home_of,
+    pins,
+)
 from shardwise.fsdp.read_guard import ReadGuard
 from shardwise.fsdp.strategy import Strategy
 from shardwise.layout import Gathered, GroupLayout
@@ -79,18 +86,18 @@ class ParamGroup(ABC):
         members: the parameters of each segment, in the order in which they lie.
         shards: the shard buffers, by segment.
         buffers: the unsharded buffers, by segment, from the first gather.
-        smaller_shards: POST_FORWARD: this rank's pieces over the smaller mesh, by segment; `smaller_ready`
-            on accelerators, when computation has written them.
+        smaller_shards: POST_FORWARD: pieces over the smaller mesh, by segment; `smaller_ready`: are written.
         streams: on which the unsharded buffers are allocated; None: on the current one.
         holds_memory: though resharded; a storage that is resized moves, to the same size too.
+        forms: modules' parameters by name, the sharded and the unsharded form: for one assignment each.
         gathered_at: the count of optimizer steps when last gathered.
         orders: of all ranks that the group communicates with, from its first forward.
     """
 
     # Models have hundreds of groups. (What subclasses add stands in their dicts.)
     __slots__ = (
-        "__weakref__", "_changes", "_cut", "_has_unsharded", "_is_packed", "_placed", "_whole", "buffers",
-        "device", "extended", "form", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
+        "__weakref__", "_changes", "_has_unsharded", "_is_packed", "_placed", "buffers", "device",
+        "extended", "form", "forms", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
         "info", "layout", "layout_words", "members", "name", "offload", "orders", "params", "policy",
         "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_ready",
         "smaller_shards", "strategy", "streams", "traced",
@@ -142,9 +149,7 @@ class ParamGroup(ABC):
         self._is_packed = False
         self._has_unsharded = False
         self._changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
-        # Modules' parameters by name: in either form, for one assignment each.
-        self._whole: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._cut: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self.forms: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
 
     # What a layout decides
 
@@ -217,7 +222,7 @@ class ParamGroup(ABC):
                     f"{here()}: '{param.name}' is still on the meta device; call to_empty(device=...) on the"
                     " model and initialise its parameters before the first forward"
                 )
-            wanted = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
+            wanted = home_of(self.offload, self.device)
             if found.type != wanted.type or (found.index is not None and found != wanted):
                 raise ShardingError(
                     f"{here()}: '{param.name}' is on {found}, expected {wanted} (the mesh is on"
@@ -233,8 +238,8 @@ class ParamGroup(ABC):
         """Raise for what users did to sharded parameters in vain."""
         for param in self.params:
             param.check_data()
-            if self._cut and self.form is Form.SHARDED:
-                param.check_registered()
+            if self.forms and self.form is not _UNSHARDED:
+                param.check_registered(smaller=self.form is Form.POST_FORWARD)
         if self._has_unsharded:
             self._check_memory()
 
@@ -324,15 +329,14 @@ class ParamGroup(ABC):
         self.reshard()
         self._lay_out(params)
         self._has_unsharded = False
-        self.buffers, self.shards, self._whole, self._cut = [], [], [], []
+        self.buffers, self.shards, self.forms = [], [], []
         self.traced = self.gather_event = self.layout_words = None
         for param in self.params:
             param.unsharded = None
         segments: Sequence[Gathered] = self.layout.segments
         for segment, members in zip(segments, self.members, strict=True):
             home = device or members[0].local.device
-            if isinstance(self.offload, CPUOffloadPolicy) and home.type != "meta":
-                home = torch.device("cpu")
+            home = home if home.type == "meta" else home_of(self.offload, home)
             shard = self._shard_memory(segment, home)
             for param in members:
                 piece = param.part_of(shard)
@@ -351,9 +355,7 @@ class ParamGroup(ABC):
 
     def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
         shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
-        offload = self.offload
-        pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.device.type != "cpu"
-        return shard.pin_memory() if pins and not shard.is_meta else shard
+        return shard.pin_memory() if pins(self.offload, self.device) and not shard.is_meta else shard
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
         """Make the unsharded parameters, over memory that every gather allocates anew, on the current stream.
@@ -388,6 +390,10 @@ class ParamGroup(ABC):
         """
         if self.gather is not None or self.form is _UNSHARDED:
             return
+        for parameters, name, sharded, _ in self.forms:
+            if name not in parameters or parameters[name] is not sharded:
+                self.check_params()
+                break
         if self.orders and self.gathers:
             self.announce_gather()
         if not self._has_unsharded:
@@ -412,7 +418,7 @@ class ParamGroup(ABC):
         self.gather = None
         if self._changes != ShardedRows.changes:
             self._follow_changes()
-        for parameters, name, unsharded in self._whole or self._list_forms():
+        for parameters, name, _, unsharded in self.forms or self._list_forms():
             parameters[name] = unsharded
         self.smaller_shards = []
         if self.read_guard is not None:
@@ -429,20 +435,21 @@ class ParamGroup(ABC):
                     unsharded.requires_grad_(trains)
                     self.gather_event = None
 
-    def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+    def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
         for param in self.params:
             assert param.unsharded is not None
-            for owner in param.owners:
-                self._whole.append((owner.parameters, owner.name, param.unsharded))
-                self._cut.append((owner.parameters, owner.name, param.sharded))
-        return self._whole
+            self.forms += [(where, name, param.sharded, param.unsharded) for where, name in param.owners]
+        return self.forms
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
         if self.form is _SHARDED:
             return
-        for parameters, name, sharded in self._cut:
-            parameters[name] = sharded
+        whole = self.form is _UNSHARDED
+        for parameters, name, sharded, unsharded in self.forms:
+            # Otherwise it is the user's: see above.
+            if not whole or (name in parameters and parameters[name] is unsharded):
+                parameters[name] = sharded
         self.smaller_shards = []
         self._free_unsharded()
         self.form = _SHARDED
@@ -471,8 +478,7 @@ class ParamGroup(ABC):
         """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
         if self.gathered_at == seen.steps:
             return
-        if self.gather is not None:
-            self.abandon_gather()
+        self.abandon_gather()
         if self.form is _UNSHARDED:
             self.reshard()
 
@@ -487,12 +493,8 @@ class ParamGroup(ABC):
 
     def abandon_gather(self) -> None:
         """Wait for a gather that nobody will use and drop it."""
-        if self.gather is None:
-            return
-        if self.gather.event is not None:
-            current_stream(self.device).wait_event(self.gather.event)
-        if self.gather.work is not None:
-            self.gather.work.wait()
-        self.gather = None
-        if self.form is not _UNSHARDED:
-            self._free_unsharded()
+        if self.gather is not None:
+            wait_for_gather(self.gather)
+            self.gather = None
+            if self.form is not _UNSHARDED:
+                self._free_unsharded()

@@ -223,7 +223,7 @@ class InterleavedGroup(ParamGroup):
             wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]
             _compat.foreach_copy(mine, wholes)
             for param, local in zip(members, mine, strict=True):
-                param.register(self._smaller_param(param, local, info))
+                param.show_smaller(self._smaller_param(param, local, info))
             shards.append(shard)
         return shards
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, is_grad_enabled
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,6 +30,7 @@ from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState, gathers_begun
 from shardwise.fsdp.parameter import ShardedParam
+from shardwise.fsdp.policy import pins
 from shardwise.fsdp.schedule import Schedule
 
 
@@ -43,6 +45,17 @@ def check_entry(state: ModuleState, action: Action) -> None:
         raise LifecycleError(
             f"{here()}: an earlier {which} of '{state.name}' raised; call reset_iter_state() on the root"
             " module before the next iteration"
+        )
+
+
+def check_transforms(state: ModuleState) -> None:
+    """Raise within transforms of `torch.func` whose backward would read memory that is freed, unseen."""
+    if is_grad_enabled() and _compat.differentiates_twice_backward():
+        raise LifecycleError(
+            f"{here()}: the forward of '{state.name or state.classes}' runs within a transform of torch.func"
+            " that goes backward through another one's derivatives, as grad(grad()) or jacrev(jacfwd())."
+            " Sharded modules have first derivatives backward only. Take second derivatives forward:"
+            " torch.func.hessian(...), or jacfwd, jvp or vmap around grad"
         )
 
 
@@ -127,9 +140,11 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         def trained() -> set[int]:
             return {_memory(p) for options in optimizer.param_groups for p in options["params"]}
 
-        for ref in gathers_begun:
-            if (group := ref()) is not None and group.gather is not None:
+        for group in filter(None, (ref() for ref in gathers_begun)):
+            if group.gather is not None:
                 wait_for_gather(group.gather)
+            if pins(group.offload, group.device):  # the optimizer is the host's
+                torch.accelerator.synchronize(group.device)
         gathers_begun.clear()
         for state in states():
             schedule = state.schedule

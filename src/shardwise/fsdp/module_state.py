@@ -22,7 +22,7 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TrainingState
-from shardwise.fsdp.policy import MixedPrecisionPolicy
+from shardwise.fsdp.policy import MixedPrecisionPolicy, pins
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import cast
@@ -273,6 +273,10 @@ class ModuleState:
 
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""
+        if self.schedule is not None and self.schedule.transformed and _compat.transforms_run():
+            with _compat.outside_transforms():
+                self.release()
+            return
         streams = None if self.schedule is None else self.schedule.streams
         for group in self.groups:
             if group.post_forward_mesh is group.info:
@@ -284,6 +288,13 @@ class ModuleState:
 
     def gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
         if group.form is _UNSHARDED:
+            for parameters, name, sharded, unsharded in group.forms:
+                if name in parameters and parameters[name] is sharded:
+                    parameters[name] = unsharded  # a functional_call put back what it met before the gather
+            return
+        if schedule.transformed and _compat.transforms_run():
+            with _compat.outside_transforms():
+                self.gather(group, schedule, forward=forward)
             return
         try:
             if group.gather is None:
@@ -296,6 +307,10 @@ class ModuleState:
 
     def prefetch(self, state: ModuleState | None, schedule: Schedule) -> None:
         """Start another state's gathers; it waits for them when it runs."""
+        if schedule.transformed and _compat.transforms_run():
+            with _compat.outside_transforms():
+                self.prefetch(state, schedule)
+            return
         if (
             state is None or state.schedule is None
         ):  # under a root that has not run, which settles its streams
@@ -317,7 +332,7 @@ class ModuleState:
             if self.training_state is TrainingState.IDLE:
                 group.drop_stale()
             group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
-            if async_op:
+            if async_op or pins(group.offload, group.device):
                 gathers_begun.append(weakref.ref(group))
 
     def wait_for_unshard(self) -> None:

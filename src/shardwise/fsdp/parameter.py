@@ -65,8 +65,8 @@ class ShardedParam(ABC):
     # Models have thousands of these. (What subclasses add stands in their dicts.)
     __slots__ = (
         "__weakref__", "accumulated", "accumulates", "chosen_grad_dtype", "global_shape", "grads_are_alike",
-        "info", "is_packed", "module", "name", "owners", "placement", "policy", "shape", "sharded", "tp_spec",
-        "trainable", "unsharded", "whole",
+        "info", "is_packed", "module", "name", "owners", "placement", "policy", "shape", "sharded", "smaller",
+        "tp_spec", "trainable", "unsharded", "whole",
     )  # fmt: skip
     sharded: nn.Parameter  # once packed
     placement: EvenShard | RaggedShard | Owned
@@ -114,6 +114,7 @@ class ShardedParam(ABC):
                 f" but '{self.name}' is a plain tensor; distribute the module first"
             )
         self.unsharded: nn.Parameter | None = None
+        self.smaller: weakref.ref[nn.Parameter] | None = None
         self.accumulates = False  # the next gradients are not reduced
         # The sum of earlier backwards, where FSDP2 keeps it apart from the leaf's gradient.
         self.accumulated: Tensor | None = None
@@ -134,12 +135,27 @@ class ShardedParam(ABC):
     def check_data(self) -> None:  # noqa: B027
         """Raise if the user assigned to the sharded form's `data` in vain."""
 
-    def check_registered(self) -> None:
-        """Raise if the user put another parameter in the sharded form's place."""
+    def check_registered(self, *, smaller: bool) -> None:
+        """Raise if the user put another parameter in the place of the form that the group is in.
+
+        `functional_call` puts back what it met, which may be another form.
+
+        Args:
+            smaller: the form is a piece over a smaller mesh.
+        """
+        piece = None if self.smaller is None else self.smaller()
+        shown = piece if smaller and piece is not None else self.sharded
+        known = {id(form) for form in (self.sharded, self.unsharded, piece) if form is not None}
         for owner in self.owners:
             found = owner.parameters.get(owner.name)
-            if found is not self.sharded:
+            if id(found) not in known:
                 raise self.replaced_by(found)
+            owner.parameters[owner.name] = shown
+
+    def show_smaller(self, piece: nn.Parameter) -> None:
+        """Register this rank's piece over a smaller mesh."""
+        self.smaller = weakref.ref(piece)
+        self.register(piece)
 
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
@@ -164,7 +180,8 @@ class ShardedParam(ABC):
         owner = self.owners[0]
         current = owner.parameters.get(owner.name)
         if current is None or (current is not self.sharded and current is not self.unsharded):
-            found, current = current, self._replacement(current)
+            is_parameter = isinstance(current, nn.Parameter)  # what functional_call puts there is none
+            found, current = current, self._replacement(current) if is_parameter else None
             if current is None:
                 raise self.replaced_by(found)
             self.sharded, self.unsharded = current, None
@@ -178,7 +195,8 @@ class ShardedParam(ABC):
             f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of shape"
             f" {tuple(self.global_shape)}, {self.replaced_if}, before the first forward or by"
             " load_state_dict(assign=True). Load whole values with set_model_state_dict of"
-            " torch.distributed.checkpoint.state_dict; parametrize, tie and prune before fully_shard"
+            " torch.distributed.checkpoint.state_dict; parametrize, tie and prune before fully_shard, and let"
+            " forward compute what functional_call is to be given"
         )
 
     def register(self, form: nn.Parameter) -> None:

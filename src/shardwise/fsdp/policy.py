@@ -73,6 +73,16 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+def home_of(offload: OffloadPolicy, device: torch.device) -> torch.device:
+    """Return where shards lie, of a group that is gathered on `device`."""
+    return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+
+
+def pins(offload: OffloadPolicy, device: torch.device) -> bool:
+    """Tell whether shards lie in pinned memory, from which gathers copy while the host goes on."""
+    return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
+
+
 _ALL_GATHER, _REDUCE_SCATTER = AutoAllGather(), AutoReduceScatter()
 
 

@@ -54,6 +54,7 @@ class Schedule:
     orders: list[Order] = field(default_factory=list)  # of the ranks that communicate, each once
     pass_events: list[Event] = field(default_factory=list)  # what begins a pass, for each of them
     profiled: bool = False  # passes show in profiles
+    transformed: bool = False  # passes have run within transforms of torch.func, and may again
 
     def release_pending(self, *, unless: State | None = None) -> None:
         """Release the state whose release was put off, unless it is the one that runs next."""

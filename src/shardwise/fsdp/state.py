@@ -18,7 +18,7 @@ from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import finalization, interrupted, ranges
-from shardwise.fsdp.autograd_hooks import attach_post_backward
+from shardwise.fsdp.autograd_hooks import attach_post_backward, attach_within_transforms
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import Form
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
@@ -67,6 +67,9 @@ class FSDPState(ModuleState):
         if self.is_list and not self.still_to_run:
             self.still_to_run = {id(ref()) for ref in self.modules}
         if action is _GATHER:
+            if _compat.transforms_run():
+                interrupted.check_transforms(self)
+                schedule.transformed = True
             if schedule.forward_root is None:
                 args, kwargs = self._begin_pass(schedule, args, kwargs)
             if schedule.pending_release is not None and _compat.backward_pass() == -1:
@@ -116,7 +119,9 @@ class FSDPState(ModuleState):
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
-        args, kwargs = with_grad_tensors((args, kwargs), iter(attach_post_backward(self, *tensors)))
+        assert self.schedule is not None
+        attach = attach_within_transforms if self.schedule.transformed else attach_post_backward
+        args, kwargs = with_grad_tensors((args, kwargs), iter(attach(self, *tensors)))
         return args, kwargs
 
     @_compat.runs_eagerly

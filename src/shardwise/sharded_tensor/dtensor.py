@@ -31,11 +31,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from shardwise import _compat
-from shardwise._compat.dtensors import OwnShard
-from shardwise.comm.agree import agree
+from shardwise._compat.dtensors import LocalShardsWrapper, OwnShard
+from shardwise.comm.agree import agree, together
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import fill
+from shardwise.sharded_tensor.construct import init_from_local_shards
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.move import said_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -45,6 +46,9 @@ _Runs = list[tuple[int, int]]  # first index and length in one dim of the whole 
 
 def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
     """The same tensor as a sharded one, detached: no gradient passes. Local: nothing is sent.
+
+    Where the local tensor is torchrec's (`LocalShardsWrapper`), shards are those that it lists, whatever the
+    placements say. Then it is collective: ranks tell each other where theirs lie.
 
     Shards share the memory of the DTensor's local tensor where they lie in it contiguously: always, unless
     a strided placement cuts a dim other than the first or the local tensor has other strides. Those
@@ -64,8 +68,10 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
     spec: Any = _compat.spec_of(dtensor)
     mesh, local = dtensor.device_mesh, _compat.local_tensor(dtensor)
     arriving = getattr(local, "wait", None)  # of a redistribution that is still under way
-    local = (local if arriving is None else arriving()).detach()
     group = _group_of(mesh, process_group)
+    if isinstance(local, LocalShardsWrapper):
+        return _of_listed_shards(local, mesh, dtensor.shape, group)
+    local = (local if arriving is None else arriving()).detach()
     placements = _normalized(dtensor.placements, mesh, ndim=dtensor.ndim)
     holdings = _holdings(mesh, placements, tuple(dtensor.shape), order=getattr(spec, "shard_order", None))
     placed = [
@@ -76,6 +82,24 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
     held = [] if mine is None or not mine.first_replica else mine.boxes
     tensors = [local[slices].contiguous() for _, slices in held]
     return of_boxes(placed, tensors, shape=dtensor.shape, like=local, group=group)
+
+
+def _of_listed_shards(
+    local: LocalShardsWrapper, mesh: DeviceMesh, shape: torch.Size, group: dist.ProcessGroup
+) -> ShardedTensor:
+    """Of the shards that each rank lists; of those that several hold alike, the first rank's. Collective."""
+    listed = [] if mesh.get_coordinate() is None else list(local.local_shards())
+    offsets = [list(chunk) for chunk in local.local_offsets()[: len(listed)]]
+    places = [[at, list(shard.shape)] for at, shard in zip(offsets, listed, strict=True)]
+    told = together("from_dtensor()", lambda: places, group=group, kind=ShardingError)
+    before = [place for tale in told[: group.rank()] for place in tale]
+    rank = dist.get_rank()
+    shards = [
+        Shard.from_tensor_and_offsets(shard.detach(), at, rank)
+        for at, shard in zip(offsets, listed, strict=True)
+        if [at, list(shard.shape)] not in before
+    ]
+    return init_from_local_shards(shards, shape, process_group=group)
 
 
 def held_by_this_rank(dtensor: DTensor) -> list[tuple[Box, Tensor]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -206,6 +207,18 @@ def check_pinnable() -> None:
         )
 
 
+@cache
+def _check_movable(dtype: torch.dtype) -> None:
+    """Raise ShardingError for a dtype whose elements torch cannot copy."""
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except (NotImplementedError, RuntimeError) as error:
+        raise ShardingError(
+            f"{here()}: torch cannot copy elements of {dtype}, so none could be moved between ranks;"
+            " shard their bytes as torch.uint8, and view() local shards as what they are"
+        ) from error
+
+
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """The memory format in which `tensor` lies densely; `torch.preserve_format` for any other strides."""
     if tensor.is_contiguous():
@@ -271,6 +284,7 @@ class ShardedTensorMetadata:
 
         None where this process is not in the group and does not know its ranks.
         """
+        _check_movable(self.tensor_properties.dtype)
         if not self.shards_metadata:
             raise ShardingError(
                 f"a sharded tensor of shape {tuple(self.size)} needs at least one shard, found none on any"

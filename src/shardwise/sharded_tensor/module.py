@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise import _compat
 from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
@@ -295,7 +296,8 @@ def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.Proces
             raise ShardingError(f"{name} is a buffer of {type(module).__name__}; only parameters are sharded")
         raise _unknown(module, "parameter", name, list(parameters))
     parameter = parameters[name]
-    if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
+    kind = type(parameter)
+    if not (kind is nn.Parameter or _compat.is_plain(kind)) or parameter.layout != torch.strided:
         found = type(parameter.data if type(parameter) is nn.Parameter else parameter).__name__
         raise ShardingError(
             f"parameter {name} is a {found} of layout {parameter.layout}, expected a plain strided one; a"

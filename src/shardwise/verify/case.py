@@ -139,3 +139,21 @@ def _put_on_path(*folders: str) -> None:
     for folder in reversed(folders):
         if folder not in sys.path:
             sys.path.insert(0, folder)
+
+
+def local_batch(
+    batch: tuple[torch.Tensor, ...], step: int, ranks: int, rank: int
+) -> tuple[torch.Tensor, ...]:
+    """Cut a global batch evenly over ranks, and return one rank's part.
+
+    Raises:
+        CaseError: its samples cannot be cut evenly.
+    """
+    length = batch[0].shape[0]
+    if length % ranks or length == 0:
+        raise CaseError(
+            f"batch({step}) has {length} samples, which cannot be cut evenly over {ranks} ranks. "
+            f"Return a multiple of {ranks}, or choose another number of ranks."
+        )
+    size = length // ranks
+    return tuple(entry[rank * size : (rank + 1) * size] for entry in batch)

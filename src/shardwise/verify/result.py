@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
@@ -69,13 +69,19 @@ class VerifyResult:
         }
 
 
-def write_json(path: str | Path, results: Sequence[VerifyResult]) -> None:
-    """Write a result's `to_dict()` to a file; of several results, a list of them under one verdict."""
-    content = results[0].to_dict()
+class _Result(Protocol):
+    @property
+    def ok(self) -> bool: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def write_json(path: str | Path, results: Sequence[_Result]) -> None:
+    """Write a result's `to_dict()` to a file; of several results, a list of them under the worst verdict."""
+    parts = [result.to_dict() for result in sorted(results, key=lambda result: result.ok)]
+    content = parts[0]
     if len(results) > 1:
-        verdicts = {True: "within tolerance", False: "beyond tolerance"}
-        agreed = verdicts[all(result.ok for result in results)]
-        content = {"verdict": agreed, "results": [result.to_dict() for result in results]}
+        content = {"verdict": parts[0]["verdict"], "results": [result.to_dict() for result in results]}
     Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 

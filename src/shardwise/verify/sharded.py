@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.agree import together
 
-from .case import CaseError, apply_shard, load_case
+from .case import apply_shard, load_case, local_batch
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
 from .reference import Parameters, Plan, named, read_step, take_batch, take_loss
 
@@ -46,7 +46,7 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     for step in range(plan.steps):
         alive()
         torch.manual_seed(plan.seed + step)
-        batch = _local_batch(take_batch(case, step), step)
+        batch = local_batch(take_batch(case, step), step, plan.ranks, dist.get_rank())
         optimizer.zero_grad()
         loss = take_loss(case, module, batch)
         torch.autograd.backward(loss)
@@ -68,17 +68,6 @@ def _mesh(plan: Plan) -> DeviceMesh:
         return init_device_mesh("cpu", (plan.ranks,), mesh_dim_names=("shard",))
     shape = (plan.replicas, plan.ranks // plan.replicas)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _local_batch(batch: tuple[torch.Tensor, ...], step: int) -> tuple[torch.Tensor, ...]:
-    length, ranks, rank = batch[0].shape[0], dist.get_world_size(), dist.get_rank()
-    if length % ranks or length == 0:
-        raise CaseError(
-            f"batch({step}) has {length} samples, which cannot be cut evenly over {ranks} ranks. "
-            f"Return a multiple of {ranks}, or choose another number of ranks."
-        )
-    size = length // ranks
-    return tuple(entry[rank * size : (rank + 1) * size] for entry in batch)
 
 
 def _mean_over_ranks(loss: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Runs a case on the simulated device, and says what races. Of one process: the other ranks do not exist."""
+"""Runs a case on the simulated device, and says what races. Most cases are of one process."""
 
 from __future__ import annotations
 

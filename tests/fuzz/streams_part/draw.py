@@ -7,6 +7,11 @@ from typing import Any
 
 Case = dict[str, Any]
 
+SCHEDULES = [
+    "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV",
+]  # fmt: skip
+
 # What may be drawn: by name, its odds and its values.
 CHOICES: list[tuple[str, float, list[Any]]] = [
     ("mp", 0.4, [
@@ -77,11 +82,24 @@ def draw(rng: random.Random) -> Case:
         case["set"] = settings
     if rng.random() < 0.4:
         case["order"] = rng.randrange(1000)
+    if rng.random() < 0.2:
+        case |= {"real": True, "ranks": rng.choice([2, 3, 4])}
+        if rng.random() < 0.3:
+            case["pipeline"] = rng.choice(SCHEDULES)
+        elif rng.random() < 0.4:
+            case["tables"] = True
     return mended(case)
 
 
 def mended(case: Case) -> Case:
     """Without what the library forbids."""
+    if "pipeline" in case:
+        kept = ("part", "seed", "layout", "mp", "reshard", "real", "pipeline", "order", "two_roots")
+        case = {name: case[name] for name in kept if name in case}
+        world = 4 if case.get("reshard") else 2  # so that one is with and one without shards
+        return case | {"world": world, "ranks": world, "reshard": bool(case.get("reshard"))}
+    if case.get("real") and case.get("before") in ("save", "save_async", "host"):
+        case.pop("before")
     rows = case.get("layout") == "contiguous"
     if case.get("before") in ("save", "save_async", "host"):  # ranks that do not exist tell nothing
         case["ranks"] = 1
@@ -134,11 +152,18 @@ def mended(case: Case) -> Case:
         or case.get("extension")
     ) and case.get("reshard") == 2:
         case["reshard"] = True
+    if "set_unshard_in_backward" in case.get(
+        "set", {}
+    ):  # parameters stay, or there is nothing to compute with
+        case["reshard"] = False
+        case.pop("between", None)
     shards = world // (2 if case.get("mesh") == "two" else 1)
     if case.get("reshard") == 2 and shards % 2:
         case["reshard"] = True
     if case.get("sync") and case.get("micro", 1) == 1:
         case.pop("sync")
+    if case.get("real"):
+        case["world"] = world
     return case
 
 

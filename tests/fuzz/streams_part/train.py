@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from fuzz.streams_part.beside import Pipelined, Tables
 from shardwise import _compat, optim
 from shardwise import checkpoint as checkpoints
 from shardwise.comm import DefaultReduceScatter
@@ -106,6 +107,22 @@ def joined(outputs: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | No
     return torch.add(half, whole, alpha=0.5, out=out.data)
 
 
+def options_of(case: Case, api: ModuleType) -> dict[str, Any]:
+    """What `fully_shard` is asked for, but for the mesh."""
+    policy = {"param": None, "reduce": None} | case.get("mp", {})
+    dtypes = {f"{k}_dtype": None if v is None else getattr(torch, v) for k, v in policy.items()}
+    options: dict[str, Any] = {"mp_policy": api.MixedPrecisionPolicy(**dtypes)}
+    if "reshard" in case:
+        options["reshard_after_forward"] = case["reshard"]
+    if "offload" in case:
+        options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=case["offload"] == "pinned")
+    if case.get("layout") == "contiguous":
+        options["layout"] = "contiguous"
+        if "strategy" in case:
+            options["strategy"] = case["strategy"]
+    return options
+
+
 class Run:
     """One training; `api` is ours or torch's."""
 
@@ -116,7 +133,7 @@ class Run:
         self.stream = torch.Stream(device=DEVICE)
         self.api: ModuleType = torch_fsdp if case.get("api") == "fsdp2" else shardwise
         self.ours = self.api is shardwise
-        self.world = case.get("ranks", 4)
+        self.world = dist.get_world_size()
         torch.manual_seed(case.get("seed", 0))
         self.mesh = self.mesh_of()
         self.model: Any = Net(case).to(DEVICE)
@@ -125,6 +142,9 @@ class Run:
         self.shard()
         self.settings()
         self.optimizers = self.optimizer()
+        self.tables = Tables() if case.get("tables") else None
+        if self.tables is not None:
+            self.optimizers.append(self.tables.optimizer)
         self.hooks()
 
     def mesh_of(self) -> DeviceMesh:
@@ -145,19 +165,7 @@ class Run:
             parallelize_module(block, self.whole["tensor"], plan)
 
     def options(self) -> dict[str, Any]:
-        case, api = self.case, self.api
-        policy = {"param": None, "reduce": None} | case.get("mp", {})
-        dtypes = {f"{k}_dtype": None if v is None else getattr(torch, v) for k, v in policy.items()}
-        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": api.MixedPrecisionPolicy(**dtypes)}
-        if "reshard" in case:
-            options["reshard_after_forward"] = case["reshard"]
-        if "offload" in case:
-            options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=case["offload"] == "pinned")
-        if case.get("layout") == "contiguous":
-            options["layout"] = "contiguous"
-            if "strategy" in case:
-                options["strategy"] = case["strategy"]
-        return options
+        return options_of(self.case, self.api) | {"mesh": self.mesh}
 
     def shard(self) -> None:
         options = self.options()
@@ -262,6 +270,8 @@ class Run:
 
     def forward(self) -> Tensor:
         x = self.batch()
+        if self.tables is not None:
+            x = x + self.tables(ROWS)
         for root in self.roots():
             x = root(x)
         return x
@@ -359,7 +369,7 @@ class Run:
             for optimizer in self.optimizers:
                 optimizer.step()
         event = stream.record_event()
-        others = {"zero", "before", "set", "tensor_parallel"} & set(
+        others = {"zero", "before", "set", "tensor_parallel", "tables"} & set(
             self.case
         )  # who read on the current stream
         if others or not self.case.get("post_optim_event"):
@@ -418,7 +428,10 @@ class Run:
 
 @contextlib.contextmanager
 def world_of(case: Case) -> Iterator[None]:
-    """Of ranks that do not exist; of one that does where ranks tell each other something on the host."""
+    """The ranks that run the case, or some that do not exist; one where ranks exchange on the host."""
+    if case.get("real"):
+        yield
+        return
     if case.get("before") not in SAVES:
         with noop_world(case.get("ranks", 4)):
             yield
@@ -429,13 +442,13 @@ def world_of(case: Case) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(case: Case) -> Iterator[tuple[Findings, Run]]:
+def running(case: Case) -> Iterator[tuple[Findings, Run | Pipelined]]:
     """A run to train, on a simulated device, and what is found meanwhile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         order = Order.of(case["order"]) if "order" in case else None
         with simulated(order) as found, world_of(case), tempfile.TemporaryDirectory() as folder:
-            run = Run(case, folder)
+            run = Pipelined(case, options_of(case, shardwise)) if "pipeline" in case else Run(case, folder)
             found.models.append(run.model)
             yield found, run
             run.end()

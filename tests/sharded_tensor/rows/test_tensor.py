@@ -98,7 +98,6 @@ REFUSED: list[Callable[[Any], Any]] = [
     lambda p: p.tolist(),
     lambda p: p.detach().numpy(),
     lambda p: np.asarray(p.detach()),
-    lambda p: p.data_ptr(),
     lambda p: p[0],
     lambda p: list(p),
     lambda p: p.view(-1),

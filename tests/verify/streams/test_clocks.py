@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, comes_after, latest, merge
-from shardwise.verify.streams.memory import Block, Memory
+from shardwise.verify.streams.memory import Block, Extent, Memory
 
 LINES = 4  # streams 1 to 3, and the host
 # Of a line: an operation; a wait for what another line has done so far; the host's wait for a line.
@@ -59,7 +59,7 @@ class World:
 
     def use(self, line: int, low: int, high: int, name: str, *, writes: bool) -> None:
         operation = self.lines[line].issue(name, "", {})
-        self.memory.access(low, high, operation, self.lines[line].clock, writes=writes)
+        self.memory.access(Extent(low, high), operation, self.lines[line].clock, writes=writes)
 
     def wait(self, line: int, other: int) -> None:
         merge(self.lines[line].clock, self.lines[other].clock)

@@ -19,6 +19,7 @@ from shardwise.sharded_tensor.ops.arguments import by_name, probe
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.operands import anchor_of, parts
 from shardwise.sharded_tensor.ops.reduce import is_cut, refuse_cut
+from shardwise.sharded_tensor.ops.shape import derived
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -84,6 +85,7 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
     dim = min(1, input.ndim - 1)
     if is_cut(input, (dim,)):
         refuse_cut(func, input, (dim,))
+    input = _with_classes(input, dim)
 
     def row(values: tuple[int, ...]) -> tuple[int, ...]:
         return values[:dim] + values[dim + 1 :]
@@ -98,3 +100,13 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
     ]
     anchor = None if made else tied(anchor_of(input), targets)
     return input.with_tensors(made, metadata=metadata, anchor=anchor)
+
+
+def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
+    """Without shards that have no classes: such a shard is empty, but its rows would not be."""
+    metadata = logits.metadata()
+    classes = metadata.size[dim]
+    boxes = [shard.box if shard.shard_sizes[dim] == classes else None for shard in metadata.shards_metadata]
+    if all(box is not None for box in boxes) or all(box is None for box in boxes):
+        return logits
+    return derived(logits, size=metadata.size, boxes=boxes, make=lambda tensor, number, box: tensor)

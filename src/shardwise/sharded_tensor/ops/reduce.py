@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
 from shardwise.sharded_tensor.ops.arguments import as_torch, given, rule
@@ -141,6 +142,7 @@ def _total(
     sharded: ShardedTensor, dims: Dims, function: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """The sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
+    agreement = _proposed("a sum", sharded, dims)
     total = torch.zeros(_kept(sharded, dims), dtype=dtype, device=sharded.anchor.device)
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
         if tensor.numel():
@@ -148,12 +150,25 @@ def _total(
             total[place] = total[place] + function(tensor)
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
+    if agreement is not None:
+        agreement.settle()
     return summed(total, sharded.process_group) if total.numel() else total
+
+
+def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None:
+    """Ranks on the CPU tell each other what they reduce: kernels that differ would wait, or be garbage."""
+    if not sharded.anchor.is_cpu or not _count(
+        sharded, tuple(d for d in range(sharded.ndim) if d not in dims)
+    ):
+        return None
+    words = f"{what} along dims {list(dims)} of a tensor of size {tuple(sharded.metadata().size)}"
+    return Agreement(f"{words}, {sharded.dtype}", group=sharded.process_group, what="what to reduce")
 
 
 @torch.no_grad()
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
     """The largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
+    agreement = _proposed("the largest" if largest else "the smallest", sharded, dims)
     wide = wide_of(sharded.dtype)
     least, most = (-math.inf, math.inf) if wide.is_floating_point else _INT64
     worst, better, along = (
@@ -164,6 +179,8 @@ def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
         if tensor.numel():
             place = _place(box, dims)
             found[place] = better(found[place], along(tensor, dims, keepdim=True).to(wide))
+    if agreement is not None:
+        agreement.settle()
     value = all_extreme(found, sharded.process_group, largest=largest) if found.numel() else found
     return value.to(sharded.dtype)
 

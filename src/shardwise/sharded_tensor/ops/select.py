@@ -22,12 +22,12 @@ from torch import Tensor
 
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover
-from shardwise.sharded_tensor.autograd import replicated
+from shardwise.sharded_tensor.autograd import replicated, tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.ops.arguments import probe, rule
 from shardwise.sharded_tensor.ops.boxes import Pick, pick_box
-from shardwise.sharded_tensor.ops.operands import check_group, within
+from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, within
 from shardwise.sharded_tensor.ops.shape import Args, Kwargs, assembled, derived, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import handles
@@ -217,7 +217,10 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
             offsets[dim] += start
             shards.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
         start += tensor.metadata().size[dim]
-    local = [piece.to(result.dtype, copy=True) for tensor in sharded for piece in tensor.tensors]
+    # Where one operand requires grad, so does every shard: also those of others, and on every rank.
+    ends = [anchor_of(tensor) for tensor in sharded if tensor.requires_grad]
+    pieces = [piece for tensor in sharded for piece in tensor.tensors]
+    local = [tied(p.to(result.dtype, copy=True), [] if p.requires_grad else ends) for p in pieces]
     return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
 
 

@@ -41,13 +41,13 @@ def handler_of(op: Any) -> Handler:  # type: ignore[empty-body]
     """How to run `op` on rows, met for the first time; `ops` decides."""
 
 
-def _of_local_rows_alone(what: str, *, also: str = "") -> Callable[..., NoReturn]:
+def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
     """A method that refuses, since its answer would be of this rank's rows alone."""
 
     def refuse(self: ShardedRows, *unused: Any, **ignored: Any) -> NoReturn:
         raise ShardingError(
             f"{here()}: {what} of a tensor of shape {tuple(self.shape)} sharded by rows would be of"
-            f" this rank's ({self.box}) alone; call it on .full_tensor() (collective) or on .local{also}"
+            f" this rank's ({self.box}) alone; call it on .full_tensor() (collective) or on .local"
         )
 
     return refuse
@@ -246,9 +246,6 @@ class ShardedRows(OwnDTensor):
     tolist: Any = _of_local_rows_alone("tolist()")
     numpy: Any = _of_local_rows_alone("numpy()")
     __array__: Any = numpy
-    data_ptr: Any = _of_local_rows_alone(  # what torch's async_save asks for
-        "data_ptr()", also="; to save it in the background, use shardwise.checkpoint.save_async"
-    )
 
     # What torch.compile asks of a tensor made of others; DTensor answers the first half from `_spec`
 

@@ -21,7 +21,7 @@ from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.verify.streams import collectives, names
 from shardwise.verify.streams.clocks import Operation
-from shardwise.verify.streams.device import Simulation, running_in
+from shardwise.verify.streams.device import NAME, Simulation, running_in
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.streams import Event, Stream, active, is_active
@@ -73,9 +73,9 @@ class Findings:
 
     @property
     def operations(self) -> int:
-        """How many were looked at."""
-        timeline = self.simulation.timeline
-        return sum(line.clock.get(line.number, 0) for line in timeline.lines)
+        """How many of the device were looked at."""
+        streams = self.simulation.timeline.lines[1:]
+        return sum(line.clock.get(line.number, 0) for line in streams)
 
     def report(self, earlier: Operation, later: Operation, block: Block, address: int, again: bool) -> None:
         """Take note of a race."""
@@ -132,28 +132,66 @@ def _patches(simulation: Simulation) -> list[Any]:
     def current_stream(device: Any = None) -> Stream:
         return active().current()
 
-    create, kind, name = CommStreams.create, *_compat.SHAPES_OF_DTENSORS
+    create, engine, kind, name = CommStreams.create, _compat.ENGINE, *_compat.SHAPES_OF_DTENSORS
 
     def named(device: torch.device) -> CommStreams | None:
         made = create(device)
         for each in ("copy_in", "all_gather", "reduce_scatter", "all_reduce") if made is not None else ():
             stream: Any = getattr(made, each)
-            stream.line.name = f"the {each.replace('_', '-')} stream"
+            stream.call(f"the {each.replace('_', '-')} stream")
         return made
 
+    reads = [
+        mock.patch.object(Tensor, each, simulation.read_by(each, getattr(Tensor, each)))
+        for each in ("numpy", "tolist", "__repr__", "__reduce_ex__")
+    ]
     return [
+        *reads,
         mock.patch.object(torch.UntypedStorage, "resize_", simulation.resize(torch.UntypedStorage.resize_)),
         mock.patch.object(Tensor, "pin_memory", pin_memory),
         mock.patch.object(Tensor, "is_pinned", is_pinned),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch, "Stream", Stream),
         mock.patch.object(torch, "Event", Event),
-        mock.patch.object(torch.accelerator, "current_stream", current_stream),
-        mock.patch.object(torch.accelerator, "set_stream", _set_stream),
-        mock.patch.object(torch.accelerator, "synchronize", _synchronize),
+        mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.multiple(
+            torch.accelerator,
+            is_available=lambda: True,
+            current_accelerator=lambda check_available=False: torch.device(NAME),
+            device_count=lambda: 1,
+            current_device_index=lambda: 0,
+            current_stream=current_stream,
+            set_stream=_set_stream,
+            synchronize=_synchronize,
+        ),
         mock.patch.object(kind, name, simulation.unseen(getattr(kind, name))),
+        mock.patch.object(
+            torch.autograd, engine, simulation.timeline.backward(getattr(torch.autograd, engine))
+        ),
         mock.patch.object(CommStreams, "create", staticmethod(named)),
     ]
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class _Generator(torch.Generator, metaclass=_AnyGenerator):
+    """In the place of `torch.Generator`: random numbers of the device are the CPU's."""
+
+    _named: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._named
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        wanted = torch.device(device)
+        make: Any = super().__new__
+        made: _Generator = make(cls, "cpu" if wanted.type == NAME else wanted)
+        made._named = wanted
+        return made
 
 
 def _set_stream(stream: Stream) -> None:

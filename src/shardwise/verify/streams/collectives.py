@@ -9,10 +9,13 @@ taken to be like this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +24,16 @@ from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
 from shardwise.verify.streams.clocks import Line, Operation, merge
-from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, memory_of, on_device, on_tensors
+from shardwise.verify.streams.device import (
+    NAME,
+    SimTensor,
+    Simulation,
+    bare_of,
+    memory_of,
+    on_device,
+    on_tensors,
+)
+from shardwise.verify.streams.streams import Stream
 
 # Of these methods the first argument is written and the second read; of all others every tensor is both.
 _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
@@ -32,12 +44,12 @@ class _Work(dist.Work):
 
     def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor], work: Any) -> None:
         super().__init__()
-        self._collectives, self._line, self._tensors, self._work = collectives, line, tensors, work
+        self.collectives, self._tensors, self._work = collectives, tensors, work
         self._clock = dict(line.clock)
 
     def wait(self, timeout: Any = None) -> bool:
-        current = self._collectives.simulation.timeline.current()
-        merge(current.line.clock, self._collectives.simulation.timeline.host.clock)
+        current = self.collectives.simulation.timeline.current()
+        merge(current.line.clock, self.collectives.simulation.timeline.host.clock)
         merge(current.line.clock, self._clock)
         self._tensors = []
         return True
@@ -46,10 +58,75 @@ class _Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
-    def get_future(self) -> Any:
-        return self._work.get_future()
+    def get_future(self) -> torch.futures.Future[Any]:
+        return _Future(self, self._tensors)
+
+
+class _Future(torch.futures.Future[Any]):
+    """In the place of the future of an asynchronous collective; callbacks run on a stream of their own."""
+
+    def __init__(self, work: _Work, value: Any) -> None:
+        super().__init__()
+        self._work = work
+        self.set_result(value)
+
+    def wait(self) -> Any:
+        self._work.wait()
+        return super().wait()
+
+    def value(self) -> Any:
+        self._work.wait()
+        return super().value()
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        collectives = self._work.collectives
+        stream = Stream(name="the stream of a callback")
+        with stream:
+            self._work.wait()
+            value = callback(self)
+        return _Future(_Work(collectives, stream.line, [], None), value)
+
+
+class _All(dist.Work):
+    """The work of some collectives; each is waited for once, as more often gloo waits forever."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A collective of a batch: how to run it, on what, and what it reads and writes."""
+
+    again: Callable[..., Any]
+    given: tuple[Any, dict[str, Any]]
+    operation: Operation
+    read: Sequence[Tensor]
+    written: Sequence[Tensor]
+
+
+class _Backend:
+    """In the place of the backend of the device: such as NCCL's, of which point-to-point batches are one."""
+
+    supports_coalescing = True
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
 
 class Collectives:
@@ -59,6 +136,7 @@ class Collectives:
         self.simulation = simulation
         self._lines: dict[str, Line] = {}
         self._functional: dict[int, dict[int, int]] = {}  # clocks to wait for, by address
+        self._batches: dict[str, list[_Part]] = {}  # by group
 
     def line_of(self, group: dist.ProcessGroup) -> Line:
         name = group.group_name
@@ -84,23 +162,47 @@ class Collectives:
                 if late is not None:
                     late.run_all()  # in the host's own collectives nobody answers
                 return original(group, *args, **kwargs)
+            batch = self._batches.get(group.group_name)
             options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
             asynchronous = bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
-            asynchronous = asynchronous or name in ("send", "recv")
+            asynchronous = asynchronous or name in ("send", "recv") or batch is not None
             operation, *touched = self.issue(name, group, args, tensors, asynchronous=asynchronous)
-            work = original(group, *args, **kwargs)
-            if isinstance(group, NoopGroup):
-                _as_if_alike(name, args, group.size())
+            if batch is not None:
+                batch.append(_Part(again, (args, kwargs), operation, *touched))
+                return None
+            work = again(group, (args, kwargs), None)
+            if asynchronous:
+                work = _All([work])
             if late is not None:
                 late.peers.wait(work)
                 late.collective(operation, group, again, (args, kwargs), *touched)
             if not asynchronous:
                 return work
-            if not isinstance(group, NoopGroup):
-                work.wait()  # what runs when is the simulation's to say
+            work.wait()  # what runs when is the simulation's to say
             return _Work(self, self.line_of(group), tensors, work)
 
         return call
+
+    def start_coalescing(self, group: dist.ProcessGroup) -> None:
+        """Begin a batch: its collectives run together, when it ends."""
+        self._batches[group.group_name] = []
+
+    def end_coalescing(self, group: dist.ProcessGroup) -> dist.Work:
+        """Run the collectives of a batch, and return what waits for them."""
+        parts = self._batches.pop(group.group_name)
+
+        def together(group: dist.ProcessGroup, given: Any, outcome: Any) -> dist.Work:
+            return _All([part.again(group, one, None) for part, one in zip(parts, given, strict=True)])
+
+        given = [part.given for part in parts]
+        work, late = together(group, given, None), self.simulation.late
+        if late is not None and parts:
+            late.peers.wait(work)
+            touched = ([t for part in parts for t in getattr(part, name)] for name in ("read", "written"))
+            late.collective(parts[-1].operation, group, together, given, *touched)
+        work.wait()
+        tensors = [t for part in parts for t in (*part.read, *part.written)]
+        return _Work(self, self.line_of(group), tensors, work)
 
     def issue(
         self,
@@ -210,15 +312,29 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
     """Tell `simulation` of all collectives meanwhile."""
     collectives = Collectives(simulation)
     simulation.functional = collectives.functional
-    kept: list[tuple[type, str, Any]] = []
     kinds: tuple[type, ...] = (dist.ProcessGroup, NoopGroup)
-    for kind in kinds:
-        for name in (*COLLECTIVES, "all_to_all_single", "allgather_coalesced", "recv_anysource"):
-            if name in vars(kind):
-                kept.append((kind, name, vars(kind)[name]))
-                setattr(kind, name, collectives.method(name, vars(kind)[name]))
-    try:
+    with ExitStack() as stack:
+        for kind in kinds:
+            for name in {*COLLECTIVES, "allgather_coalesced", "recv_anysource"} & set(vars(kind)):
+                told = collectives.method(name, vars(kind)[name])
+                stack.enter_context(mock.patch.object(kind, name, told))
+        backend_of = dist.ProcessGroup._get_backend
+
+        def of_device(group: dist.ProcessGroup, device: torch.device) -> Any:
+            if device.type != NAME:
+                return backend_of(group, device)
+            return _Backend(backend_of(group, torch.device("cpu")))
+
+        by_device: dict[str, Any] = {
+            "_get_backend": of_device,
+            "_start_coalescing": lambda group, device: collectives.start_coalescing(group),
+            "_end_coalescing": lambda group, device: collectives.end_coalescing(group),
+        }
+        stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **by_device))
+        config_of = dist.get_backend_config
+
+        def with_device(group: dist.ProcessGroup | None = None) -> str:
+            return f"{config_of(group)},{NAME}:simulated"
+
+        stack.enter_context(mock.patch.object(dist, "get_backend_config", with_device))
         yield collectives
-    finally:
-        for kind, name, original in kept:
-            setattr(kind, name, original)

@@ -9,6 +9,7 @@ simulation runs.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from shardwise._compat import TorchDispatchMode
 from shardwise.errors import ShardwiseError
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Line, Operation
-from shardwise.verify.streams.memory import Block, Memory, Report
+from shardwise.verify.streams.memory import Block, Extent, Memory, Report
 from shardwise.verify.streams.streams import Timeline, place_in_code
 
 NAME = "lazy"  # a type of torch's that nothing else here serves: `_compat.register_device`
@@ -38,6 +39,9 @@ class SimTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{memory_of(self)!r} on the simulated device"
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -50,9 +54,19 @@ class SimTensor(Tensor):
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The CPU memory of a tensor of the device, as a tensor."""
+    """The CPU memory of a tensor of the device, as a tensor.
+
+    Raises:
+        RuntimeError: it was freed. (`set_` would give the storage other memory, unseen.)
+    """
+    storage, (low, high) = tensor.untyped_storage(), span(tensor)
+    if high - low and high - storage.data_ptr() > storage.nbytes():
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} is used, of whose memory {storage.nbytes()} bytes"
+            " are left"
+        )
     bare = torch.empty(0, dtype=tensor.dtype)
-    return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def on_device(memory: Tensor) -> Tensor:
@@ -70,6 +84,15 @@ def span(tensor: Tensor) -> tuple[int, int]:
     )
     low = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
     return low, low + reach * tensor.element_size()
+
+
+def extent_of(tensor: Tensor) -> Extent:
+    """The bytes of a tensor's elements."""
+    low, high = span(tensor)
+    itemsize, sizes = tensor.element_size(), zip(tensor.shape, tensor.stride(), strict=True)
+    steps = tuple((int(n), int(stride) * itemsize) for n, stride in sizes if n > 1 and stride)
+    has_gaps = math.prod(n for n, _ in steps) * itemsize < high - low
+    return Extent(low, high, steps if has_gaps else (), itemsize)
 
 
 class Simulation:
@@ -105,6 +128,13 @@ class Simulation:
                 self.late.allocated(block, storage, blank=blank)
         key = id(storage)
         self._seen[key] = weakref.ref(storage, lambda _: self._freed(key)), block
+
+    def _keep_on(self, storage: torch.UntypedStorage) -> None:
+        """Look at memory that an earlier simulation gave out."""
+        self.allocated(storage, "memory from before the simulation")
+        block = self.memory.at(storage.data_ptr())
+        if block is not None and block.shadow is not None:
+            block.shadow.memory.copy_(storage)
 
     def _freed(self, key: int) -> None:
         _, block = self._seen.pop(key, (None, None))
@@ -142,7 +172,7 @@ class Simulation:
 
     def _access(self, low: int, nbytes: int, operation: Operation, *, writes: bool) -> None:
         clock = self.timeline.lines[operation.line].clock
-        self.memory.access(low, low + nbytes, operation, clock, writes=writes)
+        self.memory.access(Extent(low, low + nbytes), operation, clock, writes=writes)
 
     def pin(self, tensor: Tensor) -> Tensor:
         pinned = tensor.clone()
@@ -177,9 +207,11 @@ class Simulation:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator of which some tensor, or its result, is on the device."""
-        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made anew
-            with torch.inference_mode(mode=False):
-                return self.run(func, args, kwargs)
+        if torch.is_inference_mode_enabled():
+            # In which views of ordinary tensors could not be made anew, and composed operators come whole.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                found = func.decompose(*args, **kwargs)
+                return self.run(func, args, kwargs) if found is NotImplemented else found
         how = operators.of(func)
         if how.communicates:
             return self.functional(func, args, kwargs)
@@ -200,6 +232,7 @@ class Simulation:
         before = _rng(func) if self.late is not None else None
         result = func(*bare_args, **bare_kwargs)
         reads, writes = how.accesses(args, kwargs)
+        self._check_devices(how, (*reads, *writes))
         given = {_compat.storage_id(t) for t in tensors_of((bare_args, bare_kwargs))}
         made = [t for t in tensors_of(result) if _compat.storage_id(t) not in given]
         if how.only_views and not made:
@@ -221,22 +254,34 @@ class Simulation:
         outcome = how.returned(args, kwargs, result, (lambda t: t) if leaves else on_device)
         if self.late is not None and operation is not None:
             self.late.operator(operation, func, args, kwargs, outcome, before)
-        if operation is not None and (how.waits or (copies and blocking)):
+        if operation is not None and (how.waits(args, kwargs) or (copies and blocking)):
             self.timeline.host_waits(dict(stream.line.clock))
         return outcome
+
+    def _check_devices(self, how: operators.Operator, tensors: Sequence[Tensor]) -> None:
+        if how.crosses or not any(isinstance(t, SimTensor) for t in tensors):
+            return
+        for tensor in tensors:
+            if not isinstance(tensor, SimTensor) and tensor.ndim and self.memory.at(span(tensor)[0]) is None:
+                raise RuntimeError(
+                    f"{how.name} is given tensors of two devices: one of shape {tuple(tensor.shape)} on the"
+                    f" host, and others on {NAME}:0. Move them to one device"
+                )
 
     def touch(
         self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
     ) -> None:
         """An operation of `line` reads or writes a tensor; `copies` it while the host goes on."""
-        low, high = span(tensor)
-        on_host = not isinstance(tensor, SimTensor) and self.memory.at(low) is None
+        extent = extent_of(tensor)
+        on_host = not isinstance(tensor, SimTensor) and self.memory.at(extent.low) is None
         if on_host:
             if not copies or not (writes or self.is_pinned(tensor)):
                 return  # the host waits for the copy, or has copied what it reads before it goes on
             self._host_memory(tensor)
+        elif extent.low < extent.high and self.memory.at(extent.low) is None:
+            self._keep_on(tensor.untyped_storage())
         memory = self.host if on_host else self.memory
-        memory.access(low, high, operation, line.clock, writes=writes)
+        memory.access(extent, operation, line.clock, writes=writes)
 
     def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator of the host; memory that copies run from or to is looked at."""
@@ -253,15 +298,32 @@ class Simulation:
         if pins:
             self._pinned.add(result.untyped_storage())
         if not how.only_views and not how.reshapes:
-            operation = None
-            for tensors, does_write in ((reads, False), (writes, True)):
-                for tensor in tensors:
-                    low, high = span(tensor)
-                    if self.host.at(low) is None:
-                        continue
-                    operation = operation or self.timeline.issue(self.timeline.host, how.name)
-                    self.host.access(low, high, operation, self.timeline.host.clock, writes=does_write)
+            self._host_uses(how.name, reads, writes)
         return result
+
+    def _host_uses(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        operation, host = None, self.timeline.host
+        for tensors, does_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if self.host.at(span(tensor)[0]) is not None:
+                    operation = operation or self.timeline.issue(host, name)
+                    self.host.access(extent_of(tensor), operation, host.clock, writes=does_write)
+
+    def read_by(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of tensors that reads memory of the host past torch's operators, or lets others do."""
+
+        def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if (
+                not self.looks_away
+                and type(tensor) in (Tensor, torch.nn.Parameter)
+                and tensor.device.type == "cpu"
+            ):
+                if self.late is not None:
+                    self.late.host_reads([tensor], name)
+                self._host_uses(name, [tensor], [])
+            return original(tensor, *args, **kwargs)
+
+        return method
 
 
 class _Mode(TorchDispatchMode):

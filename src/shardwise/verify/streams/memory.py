@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from shardwise.verify.streams.clocks import Clock, Operation, comes_after, latest
 
 # The earlier operation, the later one, the block, an address in it, and was it given out again between them?
@@ -21,10 +24,49 @@ Report = Callable[[Operation, Operation, "Block", int, bool], None]
 _LOW = attrgetter("low")
 
 
-@dataclass(slots=True)
-class Access:
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The bytes of a tensor: those from `low` to `high`, or some of them.
+
+    Attributes:
+        steps: sizes and strides in bytes, where the tensor leaves out bytes between its first and its last.
+        itemsize: bytes of an element.
+    """
+
     low: int
     high: int
+    steps: tuple[tuple[int, int], ...] = ()
+    itemsize: int = 1
+
+    def overlaps(self, other: Extent) -> bool:
+        """Tell whether both have a byte, exactly."""
+        low, high = max(self.low, other.low), min(self.high, other.high)
+        if low >= high:
+            return False
+        parts = [found for one in (self, other) if (found := one._within(low, high)) is not None]
+        if len(parts) == 2:
+            return bool(np.isin(parts[0], parts[1]).any())
+        return all(part.size for part in parts)
+
+    def covers(self, other: Extent) -> bool:
+        """Tell whether all bytes of another are surely among these."""
+        if self.steps:
+            return self == other
+        return self.low <= other.low and other.high <= self.high
+
+    def _within(self, low: int, high: int) -> npt.NDArray[np.int64] | None:
+        """The addresses of its bytes there, or None for all of them."""
+        if not self.steps:
+            return None
+        found = np.arange(self.low, self.low + self.itemsize)
+        for size, stride in self.steps:
+            found = (found[:, None] + np.arange(size) * stride).reshape(-1)
+        return found[(found >= low) & (found < high)]
+
+
+@dataclass(slots=True)
+class Access:
+    extent: Extent
     operation: Operation
     writes: bool
 
@@ -90,26 +132,24 @@ class Memory:
         last = bisect_right(self._blocks, high - 1, key=_LOW)
         return [block for block in self._blocks[first:last] if block.low < high and low < block.high]
 
-    def access(self, low: int, high: int, operation: Operation, clock: Clock, *, writes: bool) -> None:
-        """`operation`, of a line that has `clock`, reads or writes `[low, high)`."""
-        block = self.at(low)
-        if block is None or low >= high:
+    def access(self, extent: Extent, operation: Operation, clock: Clock, *, writes: bool) -> None:
+        """`operation`, of a line that has `clock`, reads or writes these bytes."""
+        block = self.at(extent.low)
+        if block is None or extent.low >= extent.high:
             return
         for earlier in list(block.needs.values()):
             if not comes_after(clock, earlier):
                 del block.needs[earlier.line]
-                self._report(earlier, operation, block, low, True)
+                self._report(earlier, operation, block, extent.low, True)
         kept = []
         for known in block.accesses:
-            if known.low >= high or low >= known.high or known.operation is operation:
+            if known.operation is operation or not known.extent.overlaps(extent):
                 kept.append(known)
                 continue
-            ordered = comes_after(clock, known.operation)
-            if (writes or known.writes) and not ordered:
-                self._report(known.operation, operation, block, max(low, known.low), False)
-            covered = low <= known.low and known.high <= high
+            if (writes or known.writes) and not comes_after(clock, known.operation):
+                self._report(known.operation, operation, block, max(extent.low, known.extent.low), False)
             replaced = writes or (not known.writes and known.operation.line == operation.line)
-            if not (covered and replaced):
+            if not (replaced and extent.covers(known.extent)):
                 kept.append(known)
-        kept.append(Access(low, high, operation, writes))
+        kept.append(Access(extent, operation, writes))
         block.accesses = kept

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise._compat import FakeTensor
@@ -14,7 +15,26 @@ from shardwise.comm.kinds import NAMESPACES
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
 _RESHAPE = ("set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "resize_", "swapdims_")
-_WAIT = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim")
+# For these the host waits on CUDA, as a shape or a number depends on values. So it does where a mask is an
+# index, and for `repeat_interleave` of counts without a sum.
+_WAIT = (
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2",
+    "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "_to_sparse",
+    "_linalg_check_errors",
+)  # fmt: skip
+_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
+# Running statistics, which these write though their schema does not say so: by name, where they stand, and
+# the argument that says whether they are written.
+_STATISTICS = {
+    "native_batch_norm": (3, 4, 5),
+    "cudnn_batch_norm": (3, 4, 5),
+    "miopen_batch_norm": (3, 4, 5),
+    "batch_norm_update_stats": (1, 2, None),
+    "batch_norm_gather_stats": (3, 4, None),
+    "batch_norm_gather_stats_with_counts": (3, 4, None),
+}
+# What takes tensors of the host beside those of the device.
+_CROSSES = ("copy_", "_foreach_copy_", "_to_copy", "_pin_memory", "set_", *_INDEX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +46,7 @@ class Operator:
         only_views: it touches no memory.
         only_allocates: its result has no values yet.
         reshapes: it changes its first argument's shape or memory, and no values.
-        waits: the host does, for its result.
+        crosses: it takes tensors of the host and of the device.
     """
 
     name: str
@@ -37,17 +57,28 @@ class Operator:
     only_allocates: bool
     reshapes: bool
     communicates: bool
-    waits: bool
+    crosses: bool
 
     def accesses(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that are read, and those that are written."""
         if self.only_allocates or self.only_views:
             return [], []
+        writes = self.writes
+        if (known := _STATISTICS.get(self.name)) is not None:
+            mean, variance, flag = known
+            writes += (mean, variance) if flag is None or args[flag] else ()
         found = tuple(
-            [t for at in places for t in _tensors_at(at, args, kwargs)]
-            for places in (self.reads, self.writes)
+            [t for at in places for t in _tensors_at(at, args, kwargs)] for places in (self.reads, writes)
         )
         return found[0], found[1]
+
+    def waits(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Tell whether the host waits for the operator's result."""
+        if self.name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        if self.name in _INDEX:
+            return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_at(1, args, kwargs))
+        return self.name in _WAIT
 
     def returned(
         self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]
@@ -121,7 +152,7 @@ def of(func: Any) -> Operator:
         only_allocates=name in _ALLOCATE,
         reshapes=name in _RESHAPE and bool(writes),
         communicates=schema.name.partition("::")[0] in NAMESPACES,
-        waits=name in _WAIT,
+        crosses=name in _CROSSES,
     )
 
 

@@ -1,15 +1,14 @@
 """Streams and events of the simulated device, and which stream is current.
 
-Autograd runs a node of backward on the stream that its forward was issued to, after the nodes that its
-gradients come from; backward begins after what its caller issued, and whoever called it goes on after all of
-it. Inside a node `with stream:` changes the current stream as anywhere.
+In backward it is that of the node that runs (`backward.py`); inside a node `with stream:` changes it as
+anywhere.
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 
 from shardwise import _compat
 from shardwise.errors import LifecycleError
+from shardwise.verify.streams.backward import Backward
 from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
-_ACCUMULATES = 1 << 62  # from here on: numbers of nodes that accumulate gradients
 _INSIDE = ("shardwise/verify/streams/", "/torch/", "<frozen", "<string>", "contextlib.py")
 
 
@@ -43,9 +42,25 @@ class Stream:
     """In the place of `torch.Stream`: what is issued while it is entered is issued to it."""
 
     def __init__(self, device: Any = None, *, priority: int = 0, name: str = "", **_: Any) -> None:
-        self.timeline = active()
-        self.line = self.timeline.line(name or f"the stream made at {place_in_code()}")
         self.device, self.priority = torch.device("lazy", 0), priority
+        self.call(name or f"the stream made at {place_in_code()}")
+
+    def call(self, name: str) -> None:
+        """Give it a name, for findings."""
+        self._name, self._timeline = name, active()
+        self._line = self._timeline.line(name)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The timeline of the simulation that runs; a stream of an earlier one is a new stream in it."""
+        if self._timeline is not active():
+            self.call(self._name)
+        return self._timeline
+
+    @property
+    def line(self) -> Line:
+        assert self.timeline is self._timeline
+        return self._line
 
     @property
     def stream_id(self) -> int:
@@ -81,17 +96,23 @@ class Event:
     """In the place of `torch.Event`: a moment of a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.timeline = active()
-        self.clock: Clock = {}
+        self._recorded: tuple[Timeline, Clock] = (active(), {})
+
+    @property
+    def clock(self) -> Clock:
+        """What came before it; nothing of an earlier simulation, which has ended."""
+        timeline, clock = self._recorded
+        return clock if timeline is active() else {}
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or self.timeline.current()).line.clock)
+        stream = stream or active().current()
+        self._recorded = stream.timeline, dict(stream.line.clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.timeline.current()).wait_event(self)
+        (stream or active().current()).wait_event(self)
 
     def synchronize(self) -> None:
-        self.timeline.host_waits(self.clock)
+        active().host_waits(self.clock)
 
     def query(self) -> bool:
         return False
@@ -108,12 +129,8 @@ class Timeline:
         self.lines = [self.host]
         self._current: list[tuple[Stream, int | None]] = []  # entered, and inside of which node
         self._made: tuple[list[int], list[Stream]] = ([], [])  # nodes below a number, on which stream
-        self._node: int | None = None  # the one that backward runs
-        self._began: Clock = {}  # what came before backward
-        self._ended: Clock = {}  # all of what the nodes of this backward have done
-        self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
+        self._backwards: list[Backward] = []  # each called by a node of the one before
         self.waited: Callable[[Clock], None] | None = None  # told what the host waits for
-        self._nexts: tuple[int, ...] = ()  # to whom the one that runs gives gradients
         # Told of each operation, with how many of each line it comes after.
         self.listener: Callable[[Operation, Clock], None] | None = None
 
@@ -123,7 +140,7 @@ class Timeline:
         if _active:
             raise LifecycleError("a device is simulated already")
         _active.append(self)
-        self.computation = self._node_stream = Stream(name="the computing stream")
+        self.computation = Stream(name="the computing stream")
         try:
             yield
         finally:
@@ -133,18 +150,20 @@ class Timeline:
 
     def current(self) -> Stream:
         """The stream that operators are issued to."""
-        node = self._follow_autograd()
+        node = self._node()
         if self._current and self._current[-1][1] == node:
             return self._current[-1][0]
-        return self._outer if node is None else self._node_stream
+        return self._outer if node is None else self._backwards[-1].stream
 
     @property
     def _outer(self) -> Stream:
+        if self._backwards:
+            return self._backwards[-1].caller
         return self._current[-1][0] if self._current else self.computation
 
     def enter(self, stream: Stream) -> None:
         self._note_nodes()
-        self._current.append((stream, self._follow_autograd()))
+        self._current.append((stream, self._node()))
 
     def leave(self) -> None:
         self._note_nodes()
@@ -155,7 +174,7 @@ class Timeline:
         self._note_nodes()
         if self._current:
             self._current.pop()
-        self._current.append((stream, self._follow_autograd()))
+        self._current.append((stream, self._node()))
 
     # Autograd
 
@@ -167,35 +186,31 @@ class Timeline:
             numbers.append(now)
             streams.append(current)
 
-    def _stream_of(self, node: Any) -> Stream:
+    def _stream_of_node(self, number: int) -> Stream:
         numbers, streams = self._made
-        number = _compat.node_number(node)
-        if number >= _ACCUMULATES:  # torch's are of the stream that first used the leaf
-            return self._outer
         at = bisect_right(numbers, number)
         return streams[at] if at < len(numbers) else self._outer
 
-    def _follow_autograd(self) -> int | None:
+    def _node(self) -> int | None:
+        """The node of backward that runs now."""
         node = _compat.autograd_node()
-        number = None if node is None else _key(node)
-        if number == self._node:
-            return number
-        if self._node is None:
-            self._began, self._ended = dict(self._outer.line.clock), {}
-            self._arrivals.clear()
-        else:
-            done = self._node_stream.line.clock
-            for following in self._nexts:
-                merge(self._arrivals.setdefault(following, {}), done)
-            merge(self._ended, done)
-        self._node = number
-        if node is None:
-            merge(self._outer.line.clock, self._ended)
-            return None
-        self._node_stream = self._stream_of(node)
-        merge(self._node_stream.line.clock, self._arrivals.pop(_key(node), self._began))
-        self._nexts = tuple(_key(following) for following, _ in node.next_functions if following is not None)
-        return number
+        return id(node) if self._backwards and self._backwards[-1].follow(node) else None
+
+    def backward(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """Autograd's engine, with its nodes followed."""
+
+        def call(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            asked = _compat.nodes_of(args[3] or ()) if len(args) > 3 else []
+            self._note_nodes()
+            run = Backward(_compat.nodes_of(outputs), asked, self.current(), self._stream_of_node)
+            self._backwards.append(run)
+            try:
+                with run.watched():
+                    return engine(outputs, *args, **kwargs)
+            finally:
+                self._backwards.remove(run)
+
+        return call
 
     # Waiting
 
@@ -208,6 +223,8 @@ class Timeline:
         operation = line.issue(name, place_in_code(), self.host.clock)
         if self.listener is not None:
             self.listener(operation, dict(line.clock))
+        if self._backwards:
+            self._backwards[-1].issued()
         return operation
 
     def host_waits(self, clock: Clock) -> None:
@@ -220,10 +237,6 @@ class Timeline:
         """The host waits for everything."""
         for line in self.lines:
             self.host_waits(dict(line.clock))
-
-
-def _key(node: Any) -> int:
-    return hash((_compat.node_number(node), node.name()))
 
 
 _active: list[Timeline] = []

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.planner.noop_group import noop_world
-from shardwise.verify.case import CaseError, apply_shard, load_case
+from shardwise.verify.case import Case, CaseError, apply_shard, load_case, local_batch
 from shardwise.verify.reference import take_batch, take_loss
-from shardwise.verify.streams.check import Finding, simulated
+from shardwise.verify.streams.check import Finding, Findings, simulated
 from shardwise.verify.streams.device import NAME
 
 
@@ -21,10 +23,30 @@ class StreamsResult:
     findings: tuple[Finding, ...]
     operations: int
     streams: int
+    layout: str | None = None
 
     @property
     def ok(self) -> bool:
         return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "verdict": "ordered" if self.ok else "waits are missing",
+            "layout": self.layout,
+            "operations": self.operations,
+            "streams": self.streams,
+            "findings": [
+                {
+                    "what": one.what,
+                    "earlier": str(one.earlier),
+                    "later": str(one.later),
+                    "again": one.again,
+                    "text": str(one),
+                }
+                for one in self.findings
+            ],
+        }
 
     def describe(self) -> str:
         """The findings, one a line, and how many."""
@@ -50,7 +72,7 @@ def check_streams(
     whose results are as if all ranks were alike.
 
     Raises:
-        CaseError: no such case; one whose batch cannot be cut.
+        CaseError: no such case; one whose batch cannot be cut, that raises, or that uses no device.
     """
     if ranks % replicas:
         raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
@@ -59,16 +81,33 @@ def check_streams(
         torch.manual_seed(seed)
         shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
         mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        module = case.build().to(NAME)
-        found.models.append(module)
-        apply_shard(case, module, mesh, layout=layout)
-        optimizer = case.optimizer(module)
-        for step in range(steps):
-            batch = tuple(entry[: max(1, len(entry) // ranks)].to(NAME) for entry in take_batch(case, step))
-            loss = take_loss(case, module, batch)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.accelerator.synchronize()
+        try:
+            _train(case, mesh, found, steps, layout)
+        except CaseError:
+            raise
+        except Exception as error:
+            what = f"{case_spec} raised {type(error).__name__} on the simulated device: {error}"
+            raise CaseError(what, traceback=traceback.format_exc()) from error
     timeline = found.simulation.timeline
-    return StreamsResult(tuple(found.findings), found.operations, len(timeline.lines) - 1)
+    return StreamsResult(tuple(found.findings), found.operations, len(timeline.lines) - 1, layout)
+
+
+def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: str | None) -> None:
+    module = case.build().to(NAME)
+    found.models.append(module)
+    apply_shard(case, module, mesh, layout=layout)
+    optimizer = case.optimizer(module)
+    computed: set[str] = set()
+    found.simulation.timeline.listener = lambda operation, _: computed.add(operation.name)
+    for step in range(steps):
+        batch = local_batch(take_batch(case, step), step, mesh.size(), 0)
+        loss = take_loss(case, module, tuple(entry.to(NAME) for entry in batch))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    if computed <= {"copy_", "_to_copy"}:
+        raise CaseError(
+            "no operation of the case ran on the simulated device, so nothing was checked: its model or its"
+            f" loss moves to the CPU. Leave both on the device that they are given ('{NAME}')."
+        )

@@ -1,0 +1,74 @@
+"""One writer in a folder at a time: a lock that the system gives back when its process ends.
+
+    PATH/.saving    there while a process writes: its host, number and since when, for whoever else wants to
+
+A process that was killed leaves the file and no lock. Where a file system has no locks nothing is locked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from shardwise.errors import CheckpointError
+
+_NAME = ".saving"
+_held: dict[Path, int] = {}  # open files, by folder
+
+
+def lock(folder: Path) -> None:
+    """Take the lock of a folder for this process, if it has not got it already.
+
+    Raises:
+        CheckpointError: another process has it.
+    """
+    if sys.platform == "win32" or folder in _held:
+        return
+    import fcntl
+
+    file = folder / _NAME
+    while True:
+        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.exists() and os.path.samestat(os.fstat(opened), file.stat()):
+                break
+        except (BlockingIOError, PermissionError) as error:  # as systems say it
+            raise CheckpointError(f"{folder}: {_holder(opened)}") from error
+        except OSError:
+            break
+        os.close(opened)  # whoever had it has removed the file meanwhile
+    me = {"host": socket.gethostname(), "process": os.getpid(), "since": _now()}
+    os.truncate(opened, 0)
+    os.pwrite(opened, json.dumps(me).encode(), 0)
+    _held[folder] = opened
+
+
+def unlock(folder: Path) -> None:
+    """Give back the lock of a folder, if this process has it."""
+    opened = _held.pop(folder, None)
+    if opened is not None:
+        with suppress(OSError):
+            (folder / _NAME).unlink()
+        os.close(opened)
+
+
+def _holder(opened: int) -> str:
+    """Who has the lock, in words; closes the file."""
+    said: dict[str, object] = {}
+    with suppress(ValueError):
+        said = json.loads(os.pread(opened, 4096, 0))
+    os.close(opened)
+    return (
+        f"process {said.get('process', '?')} on host {said.get('host', '?')} has been saving there since"
+        f" {said.get('since', '?')}. Give each run a folder of its own, or wait until that one has saved"
+    )
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

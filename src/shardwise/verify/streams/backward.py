@@ -1,0 +1,137 @@
+"""On which stream autograd's engine runs a node of backward, and what that stream waits for.
+
+    a node             runs on its forward's stream, after the nodes that give it gradients; the first ones
+                       after what the caller of backward issued
+    a leaf's gradient  is accumulated on the stream on which the graph first used the leaf
+    sums               gradients of several nodes for one are added on that one's stream
+    the caller         goes on after the streams of leaves, and of tensors whose gradients it asked for
+
+Source of the rules: the engine's notes on streaming backwards, and its `InputBuffer`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardwise import _compat
+from shardwise.verify.streams.clocks import Clock, merge
+
+if TYPE_CHECKING:
+    from shardwise.verify.streams.streams import Stream
+
+ACCUMULATES = 1 << 62  # from here on: numbers of nodes that accumulate gradients
+
+
+class Backward:
+    """One call of the engine.
+
+    Attributes:
+        caller: the stream that was current where it was called.
+        parent: the node that called it, if one did.
+        stream: that of the node that runs now.
+    """
+
+    def __init__(self, roots: Sequence[Any], asked: Sequence[Any], caller: Stream, stream_of: Any) -> None:
+        self.caller = self.stream = caller
+        self.parent = _compat.autograd_node()
+        self._stream_of_number: Callable[[int], Stream] = stream_of
+        self._roots, self._asked = {id(node) for node in roots}, list(asked)
+        self._began: Clock = dict(caller.line.clock)
+        self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
+        self._given: set[tuple[int, int]] = set()  # nodes and places that have a gradient already
+        self._sums: deque[Any] = deque()  # for whom the engine adds next, after the node that ended last
+        self._running: Any = None
+        self._has_ended = self._is_over = False
+        self._first_uses: dict[int, int] = {}  # of leaves: the number of the first node that used it
+        self._leaves: dict[int, Any] = {}
+        self._nodes = self._graph(roots)
+
+    def _graph(self, roots: Sequence[Any]) -> dict[int, Any]:
+        found, ahead = {}, list(roots)
+        while ahead:
+            node = ahead.pop()
+            if id(node) in found:
+                continue
+            found[id(node)] = node
+            number = _compat.node_number(node)
+            if not node.next_functions:
+                self._leaves[id(node)] = node
+            for following, _ in node.next_functions:
+                if following is not None:
+                    first = self._first_uses.get(id(following), number)
+                    self._first_uses[id(following)] = min(first, number)
+                    ahead.append(following)
+        return found
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow the nodes, while the engine runs; the caller goes on after them unless one fails."""
+        handles = []
+        for node in self._nodes.values():
+            if _compat.node_number(node) < ACCUMULATES:
+                handles.append(node.register_prehook(partial(self._start, node)))
+                handles.append(node.register_hook(partial(self._end, node)))
+        try:
+            yield
+            self._finish()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def follow(self, node: Any) -> bool:
+        """Is one of these nodes the one that runs, with `stream`? It begins if it is seen first now."""
+        if node is None or node is self.parent or id(node) not in self._nodes:
+            if self._running is not None:
+                self._finish()  # callbacks at the end of backward
+            return False
+        if node is not self._running:
+            self._running, self._has_ended = node, False
+            self._begin(node)
+        elif self._has_ended and self._sums:
+            self._begin(self._sums[0])
+        return True
+
+    def issued(self) -> None:
+        """An operation was issued: it was the engine's if the node that runs has ended."""
+        if self._has_ended and self._sums:
+            merge(self._arrivals.setdefault(id(self._sums.popleft()), {}), self.stream.line.clock)
+
+    def _begin(self, node: Any) -> None:
+        self.stream = self._stream_of(node)
+        if id(node) in self._roots:
+            merge(self.stream.line.clock, self._began)
+        merge(self.stream.line.clock, self._arrivals.get(id(node), {}))
+
+    def _start(self, node: Any, _: Any) -> None:
+        self.follow(node)
+
+    def _end(self, node: Any, gradients: Sequence[Any], _: Any) -> None:
+        self.follow(node)
+        self._has_ended = True
+        self._sums.clear()
+        for (following, place), gradient in zip(node.next_functions, gradients, strict=False):
+            if following is None or gradient is None:
+                continue
+            merge(self._arrivals.setdefault(id(following), {}), self.stream.line.clock)
+            if (id(following), place) in self._given:
+                self._sums.append(following)
+            self._given.add((id(following), place))
+
+    def _finish(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        for node in (*self._leaves.values(), *self._asked):
+            line = self._stream_of(node).line
+            merge(line.clock, self._arrivals.get(id(node), {}))
+            merge(self.caller.line.clock, line.clock)
+
+    def _stream_of(self, node: Any) -> Stream:
+        number = _compat.node_number(node)
+        if number >= ACCUMULATES:
+            number = self._first_uses.get(id(node), number)
+        return self.caller if number >= ACCUMULATES else self._stream_of_number(number)

@@ -1,0 +1,402 @@
+"""Small programs as users write them: the right ones have no finding, the wrong ones have one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ranks import on_ranks
+from shardwise.planner.noop_group import noop_world
+from shardwise.verify.streams import DEVICE, Findings, Order, simulated
+
+Program = Callable[[], object]
+
+
+def races(program: Program) -> list[str]:
+    with simulated() as found, noop_world(2):
+        program()
+    return [str(one) for one in found.findings]
+
+
+def side(*, waits: bool = True) -> torch.Stream:
+    stream = torch.Stream(device=DEVICE)
+    if waits:
+        stream.wait_stream(current())
+    return stream
+
+
+def current() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+def square() -> Tensor:
+    return torch.randn(4, 4, device=DEVICE)
+
+
+# ---------------------------------------------------------------- operators
+
+
+def test_statistics_of_batch_norm_are_written_in_training_alone() -> None:
+    def program(*, training: bool) -> None:
+        norm, x, stream = nn.BatchNorm1d(4).to(DEVICE).train(training), square(), side()
+        with torch.no_grad():
+            norm(x)
+        assert norm.running_mean is not None
+        with stream:
+            norm.running_mean + 1
+
+    assert len(races(lambda: program(training=True))) == 1
+    assert not races(lambda: program(training=False))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, ones: x[x > 0],
+        lambda x, ones: x.masked_select(x > 0),
+        lambda x, ones: x.index_put_((x > 0,), x.new_zeros(())),
+        lambda x, ones: x.repeat_interleave(ones),
+        lambda x, ones: torch.unique_consecutive(x),
+        lambda x, ones: torch.bincount(ones),
+        lambda x, ones: torch.equal(x, x),
+    ],
+)
+def test_the_host_waits_for_what_shapes_depend_on(use: Callable[[Tensor, Tensor], object]) -> None:
+    def program(use: Callable[[Tensor, Tensor], object]) -> None:
+        x, ones = torch.randn(8, device=DEVICE), torch.ones(8, dtype=torch.long, device=DEVICE)
+        host = torch.empty(8, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        use(x, ones)
+        host.add_(1)
+
+    assert not races(lambda: program(use))
+    assert len(races(lambda: program(lambda x, ones: x.repeat_interleave(ones, output_size=8)))) == 1
+    assert len(races(lambda: program(lambda x, ones: x[ones]))) == 1
+
+
+def test_strided_tensors_race_where_they_share_a_byte() -> None:
+    def program(first: Any, second: Any) -> None:
+        x = torch.zeros(8, 8, device=DEVICE)
+        stream = side()
+        x[first].add_(1)
+        with stream:
+            x[second].add_(1)
+
+    every = slice(None)
+    assert not races(lambda: program((every, slice(0, None, 2)), (every, slice(1, None, 2))))
+    assert not races(lambda: program((every, slice(0, 4)), (every, slice(4, 8))))
+    assert not races(lambda: program((every, 0), (slice(0, 8, 2), slice(1, 4))))
+    assert len(races(lambda: program((every, slice(0, None, 2)), (every, slice(0, None, 3))))) == 1
+    assert len(races(lambda: program((every, 7), (slice(3, 5), every)))) == 1
+    assert len(races(lambda: program((slice(0, 2),), (every, slice(7, 8))))) == 1
+
+
+def test_tensors_of_two_devices_are_refused_where_torch_refuses_them() -> None:
+    def program(of: Callable[[Tensor, Tensor], object]) -> None:
+        of(torch.ones(4, device=DEVICE), torch.ones(4))
+
+    with pytest.raises(
+        RuntimeError, match=r"add is given tensors of two devices: one of shape \(4,\) on the host"
+    ):
+        races(lambda: program(lambda x, y: x + y))
+    with pytest.raises(RuntimeError, match="two devices"):
+        races(lambda: program(lambda x, y: torch.outer(y, x)))
+    for right in (lambda x, y: x + y[0], lambda x, y: x.copy_(y), lambda x, y: x[y.long() * 0]):
+        assert not races(lambda right=right: program(right))  # type: ignore[misc]
+
+
+def test_random_numbers_of_the_device_have_generators() -> None:
+    def program() -> None:
+        numbers = []
+        for _ in range(2):
+            generator = torch.Generator(device=DEVICE).manual_seed(3)
+            assert isinstance(generator, torch.Generator)
+            assert generator.device.type == DEVICE
+            numbers.append(torch.randn(4, device=DEVICE, generator=generator))
+        assert torch.equal(*numbers)
+        assert isinstance(torch.default_generator, torch.Generator)
+
+    assert not races(program)
+
+
+# ---------------------------------------------------------------- the host
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[0].item(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.data.numpy(),
+        lambda x: np.asarray(x),
+        lambda x: repr(x),
+        lambda x: f"{x[0]}",
+        lambda x: x.untyped_storage().tolist(),
+        copy.deepcopy,
+        lambda x: bool((x > 0).all()),
+    ],
+)
+def test_the_host_reads_pinned_memory_after_the_copy(read: Callable[[Tensor], object]) -> None:
+    def program(*, waits: bool) -> None:
+        host = torch.empty(8, pin_memory=True)
+        host.copy_(torch.ones(8, device=DEVICE), non_blocking=True)
+        if waits:
+            current().synchronize()
+        read(host)
+
+    assert not races(lambda: program(waits=True))
+    assert races(lambda: program(waits=False))
+
+
+def test_saving_reads_pinned_memory(tmp_path: Path) -> None:
+    def program(*, waits: bool) -> None:
+        host = torch.empty(8, pin_memory=True)
+        host.copy_(torch.ones(8, device=DEVICE), non_blocking=True)
+        if waits:
+            current().record_event().synchronize()
+        torch.save({"x": host}, tmp_path / "x.pt")
+
+    assert not races(lambda: program(waits=True))
+    assert len(races(lambda: program(waits=False))) == 1
+
+
+def test_a_loader_pins_its_batches() -> None:
+    def program(*, waits: bool) -> None:
+        for (batch,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4, pin_memory=True):
+            assert batch.is_pinned()
+            batch.to(DEVICE, non_blocking=True)
+            if waits:
+                torch.accelerator.synchronize()
+            batch.zero_()
+
+    assert not races(lambda: program(waits=True))
+    assert races(lambda: program(waits=False))
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def pair() -> list[Tensor]:
+    return [torch.randn(8, device=DEVICE) for _ in range(2)]
+
+
+def coalesced(tensors: list[Tensor]) -> Any:
+    with dist._coalescing_manager(device=torch.device(DEVICE), async_ops=True) as work:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    return work
+
+
+def sent_and_received(tensors: list[Tensor]) -> Any:
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, tensors[1], 1), dist.P2POp(dist.irecv, tensors[0], 1)]
+    )
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda t: dist.all_to_all_single(*t, async_op=True),
+        lambda t: dist.all_to_all(t[:1] * 2, t[1:] * 2, async_op=True),
+        lambda t: dist.all_reduce_coalesced(t, async_op=True),
+        lambda t: dist.all_reduce(t[0], async_op=True).get_future(),
+        coalesced,
+        sent_and_received,
+    ],
+)
+@pytest.mark.parametrize("again", [1, 2])
+def test_collectives_of_every_kind_are_waited_for(begin: Callable[[list[Tensor]], Any], again: int) -> None:
+    def program(*, waits: bool) -> None:
+        tensors = pair()
+        begun = begin(tensors)
+        begun = begun if isinstance(begun, list) else [begun]
+        for work in begun if waits else ():
+            work.wait()
+        tensors[0] + 1
+        for work in begun:
+            work.wait()
+
+    for _ in range(again):
+        assert not races(lambda: program(waits=True))
+        assert races(lambda: program(waits=False))
+
+
+@on_ranks(2)
+def test_ranks_may_send_before_they_receive_in_a_batch() -> None:
+    def program(order: Order | None, *, waits: bool) -> Findings:
+        with simulated(order) as found:
+            (received, sent), other = pair(), 1 - dist.get_rank()
+            sent.fill_(other)
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+            )
+            if waits:
+                for work in works:
+                    work.wait()
+            more = received + 1
+            for work in works:
+                work.wait()
+            assert more.tolist() == [1.0 + dist.get_rank()] * 8 or not waits
+        return found
+
+    for order in (None, Order.at_once(), Order.as_needed(), Order.of(3)):
+        right = program(order, waits=True)
+        assert not right.findings
+        assert not right.differences
+        assert len(program(order, waits=False).findings) == 1
+
+
+def test_a_callback_of_a_collective_runs_on_a_stream_of_its_own() -> None:
+    def program(*, waits: bool) -> None:
+        (x, _), results = pair(), []
+        future = dist.all_reduce(x, async_op=True).get_future().then(lambda done: results.append(x * 2))
+        if waits:
+            future.wait()
+        results[0] + 1
+
+    assert not races(lambda: program(waits=True))
+    assert races(lambda: program(waits=False))
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def branches(joins: Callable[[Tensor, Tensor], Tensor], *, waits: bool = True) -> None:
+    weight, x = square().requires_grad_(), square()
+    hidden = x @ weight
+    stream = side()
+    with stream:
+        left = (hidden.view(16) * 2).relu().view(4, 4).t()
+    right = hidden * 3
+    if waits:
+        current().wait_stream(stream)
+    joins(left, right).sum().backward()
+    assert weight.grad is not None
+    weight.grad.clone()
+
+
+def test_the_engine_orders_gradients_of_branches_on_several_streams() -> None:
+    assert not races(lambda: branches(lambda left, right: left + right))
+    assert not races(lambda: branches(lambda left, right: torch.cat([left, right])))
+    assert not races(lambda: branches(lambda left, right: left))
+    assert not races(lambda: branches(lambda left, right: torch.stack([left, left, right])))
+    assert races(lambda: branches(lambda left, right: left + right, waits=False))
+
+
+def test_a_leafs_gradient_is_accumulated_on_the_stream_that_first_used_the_leaf() -> None:
+    def program(*, waits: bool) -> None:
+        weight, seen, streams = square().requires_grad_(), [], []
+        stream = side()
+        with stream:
+            out = weight * 2
+
+        def hook(param: Tensor) -> None:
+            streams.append(current().stream_id)
+            assert param.grad is not None
+            if not waits:
+                with side(waits=False):
+                    seen.append(param.grad * 2)
+            seen.append(param.grad * 2)
+
+        weight.register_post_accumulate_grad_hook(hook)
+        current().wait_stream(stream)
+        out.sum().backward()
+        assert streams == [stream.stream_id]
+        seen[-1].add_(1)  # on the caller's stream, which backward lets wait
+
+    assert not races(lambda: program(waits=True))
+    assert races(lambda: program(waits=False))
+
+
+def test_what_a_hook_issues_to_another_stream_is_not_waited_for_by_backward() -> None:
+    def program(*, leaf: bool) -> None:
+        made: list[Tensor] = []
+        x = square().requires_grad_()
+        stream = side()
+        with stream:
+            out = x * 2 if leaf else x.detach() * 2
+            hidden = out if leaf else out.requires_grad_()
+        if leaf:
+            hidden.register_hook(lambda grad: made.append(grad + 1))
+        current().wait_stream(stream)
+
+        class Keeps(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, value: Tensor) -> Tensor:
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                late = side()
+                with late:
+                    made.append(grad * 2)
+                return grad
+
+        (Keeps.apply(hidden) if not leaf else hidden).sum().backward()
+        made[0].add_(1)
+
+    assert not races(lambda: program(leaf=True))
+    assert races(lambda: program(leaf=False))
+
+
+def test_gradients_that_are_asked_for_are_waited_for() -> None:
+    def program(*, waits: bool) -> None:
+        x = square().requires_grad_()
+        stream = side()
+        with stream:
+            hidden = x * 2
+            out = hidden.relu() * 3
+        if waits:
+            current().wait_stream(stream)
+        loss = out.sum()
+        for asked in ([x], [hidden], [x, hidden]):
+            for found in torch.autograd.grad(loss, asked, retain_graph=True):
+                found.add_(1)
+
+    assert not races(lambda: program(waits=True))
+    assert races(lambda: program(waits=False))
+
+
+# ---------------------------------------------------------------- several simulations
+
+
+def test_streams_and_tensors_of_an_earlier_simulation_go_on() -> None:
+    with simulated():
+        stream, tensor, event = side(), square(), current().record_event()
+
+    def program(*, waits: bool) -> None:
+        event.synchronize()
+        stream.wait_event(event)
+        tensor.add_(1)
+        if waits:
+            stream.wait_stream(current())
+        with stream:
+            assert current() is stream
+            tensor.add_(1)
+
+    assert not races(lambda: program(waits=True))
+    assert len(races(lambda: program(waits=False))) == 1
+
+
+def test_a_simulation_leaves_process_groups_as_they_were() -> None:
+    kinds = (dist.ProcessGroup, type(_noop_group()))
+    before = [dict(vars(kind)) for kind in kinds]
+    with simulated(), noop_world(2):
+        pass
+    assert [dict(vars(kind)) for kind in kinds] == before
+
+
+def _noop_group() -> dist.ProcessGroup:
+    with noop_world(2):
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD

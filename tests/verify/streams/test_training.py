@@ -1,0 +1,104 @@
+"""A script's case on the simulated device, through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+
+CASE = """
+import torch
+from torch import nn
+from shardwise import fully_shard
+from shardwise.verify import Case
+
+def shard(model, mesh, layout="interleaved"):
+    for layer in model:
+        fully_shard(layer, mesh=mesh, layout=layout)
+    fully_shard(model, mesh=mesh, layout=layout)
+
+def races(model, mesh):
+    shard(model, mesh)
+    stream = torch.Stream(device=mesh.device_type)
+    def halve(param):
+        with stream:
+            param.grad.to_local().mul_(0.5)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(halve)
+
+def fails(model, mesh):
+    shard(model, mesh)
+    raise KeyError("mine")
+
+def loss(model, batch):
+    return model(*batch).square().mean()
+
+def elsewhere(model, batch):
+    return batch[0].sum().cpu().requires_grad_()
+
+def case(shard, samples=8, loss=loss):
+    return Case(
+        build=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        shard=shard,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        batch=lambda step: (torch.randn(samples, 4),),
+        loss=loss,
+    )
+
+right = lambda: case(shard)
+racing = lambda: case(races)
+failing = lambda: case(fails)
+uneven = lambda: case(shard, samples=7)
+on_cpu = lambda: case(lambda model, mesh: model.cpu(), loss=lambda model, batch: model(batch[0].cpu()).sum())
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(CASE)
+    return path
+
+
+def check(script: Path, name: str, *more: str) -> tuple[int, str]:
+    asked = ["verify", f"{script}:{name}", "--streams", "--steps", "2", *more]
+    result = CliRunner().invoke(app, asked)
+    return result.exit_code, result.output
+
+
+def test_a_case_without_a_missing_wait_ends_with_0_and_its_result_is_written(script: Path) -> None:
+    path = script.with_suffix(".json")
+    status, text = check(script, "right", "--layout", "both", "--json", str(path))
+    assert status == 0, text
+    assert text.count("No operation of ") == 2
+    written = json.loads(path.read_text())
+    assert written["verdict"] == "ordered"
+    assert [one["layout"] for one in written["results"]] == ["interleaved", "contiguous"]
+
+
+def test_a_missing_wait_ends_with_1_and_is_written(script: Path) -> None:
+    path = script.with_suffix(".json")
+    status, text = check(script, "racing", "--json", str(path))
+    assert status == 1
+    assert "have no order" in text
+    written = json.loads(path.read_text())
+    assert written["verdict"] == "waits are missing"
+    assert written["findings"][0]["text"] in text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("failing", "raised KeyError on the simulated device: 'mine'"),
+        ("uneven", "batch(0) has 7 samples, which cannot be cut evenly over 2 ranks"),
+        ("on_cpu", "no operation of the case ran on the simulated device"),
+    ],
+)
+def test_what_cannot_be_checked_ends_with_2(script: Path, name: str, words: str) -> None:
+    status, text = check(script, name)
+    assert status == 2
+    assert words in text
