@@ -32,7 +32,7 @@ from mutants.places import Place, Switch, instrumented
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import Findings, simulated
 from shardwise.verify.streams.clocks import Operation
-from shardwise.verify.streams.memory import Block, Memory
+from shardwise.verify.streams.memory import Block, Extent, Memory
 
 LIMIT_SECONDS = 40.0  # of one case; the slowest takes 1 s
 
@@ -84,11 +84,11 @@ def _watched() -> Iterator[Callable[[], tuple[int, list[tuple[str, str]]]]]:
         held -= block.high - block.low
         free(memory, block, last)
 
-    def accessed(memory: Memory, low: int, high: int, operation: Operation, *args: Any, **how: Any) -> None:
+    def accessed(memory: Memory, extent: Extent, operation: Operation, *args: Any, **how: Any) -> None:
         nonlocal total
         total += held
         streams.add((operation.stream, operation.name))
-        access(memory, low, high, operation, *args, **how)
+        access(memory, extent, operation, *args, **how)
 
     with (
         mock.patch.object(Memory, "allocate", allocated),
@@ -101,8 +101,8 @@ def _watched() -> Iterator[Callable[[], tuple[int, list[tuple[str, str]]]]]:
 def _digest(tensors: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
-        digest.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        local = getattr(tensor, "_local_tensor", tensor).detach().cpu()
+        digest.update(local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

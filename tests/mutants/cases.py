@@ -8,6 +8,7 @@ OnRanks    collectives over gloo on two ranks, of which one is late; there are n
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -23,12 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.campaign import draw_cases
+from fuzz.campaign import REGRESSIONS, draw_cases
 from fuzz.streams_part.train import Block, Case, Planned, Run
-from shardwise import _compat, fully_shard
+from shardwise import _compat, compile_step, fully_shard
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.comm.exchange import exchange
 from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter
@@ -224,6 +226,68 @@ def list_of_which_one_is_recomputed(layout: str) -> Tensors:
     return list(model.parameters())
 
 
+class WithAWholeWeight(nn.Module):
+    """A layer cut over ranks, which gathers its weight, and does not wait for the weight's gradient."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8, device=DEVICE), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.weight.redistribute(placements=[Replicate()], async_op=True)
+        return x @ whole.to_local(grad_placements=[Partial()])
+
+
+def gradients_on_their_way() -> Tensors:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = WithAWholeWeight(mesh["tensor"])
+    fully_shard(model, mesh=mesh["shard"])
+    model(torch.randn(2, 8, device=DEVICE)).square().sum().backward()
+    return [model.weight.grad]
+
+
+def doubled(local: Tensor, mesh: DeviceMesh) -> tuple[tuple[Tensor], None]:
+    return (local * 2,), None
+
+
+def tensors_that_a_hook_makes(ranks: int) -> Tensors:
+    """Of a group with one parameter, whose hook gives one tensor: it is gathered from where it lies."""
+    mesh, found = init_device_mesh(DEVICE, (ranks,)), []
+    for async_op in (False, True):
+        model = nn.Linear(8, 8, bias=False).to(DEVICE)
+        fully_shard(model, mesh=mesh)
+        local: Any = model.weight._local_tensor
+        local.fsdp_pre_all_gather = partial(doubled, local)
+        local.fsdp_post_all_gather = halved
+        model._set_unshard_async_op(async_op)
+        for _ in range(2):
+            found.append(model(torch.randn(2, 8, device=DEVICE)))
+            found[-1].sum().backward()
+    return found
+
+
+def halved(outputs: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    if out is None:
+        whole = outputs[0] / 2
+        return whole, (whole, outputs[0])
+    return torch.div(outputs[0], 2, out=out.data)
+
+
+def compiled_step_after_an_evaluation() -> Tensors:
+    """What comes before its graph, which the simulated device cannot have."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE)
+    mesh, x = init_device_mesh(DEVICE, (2,)), torch.randn(2, 8, device=DEVICE)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile_step(model, lambda model, x: model(x).sum(), optimizer, backend="eager")
+    with torch.no_grad():
+        model(x)
+    model[0].unshard(async_op=True)
+    step._prepared([state for module in model if (state := state_of(module)) is not None])
+    return [x.mul_(1.1) for _ in range(40)]
+
+
 def exchange_of_boxes() -> Tensors:
     group = dist.group.WORLD
     mine, theirs = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
@@ -374,6 +438,11 @@ WRITTEN: dict[str, AnyCase] = {
         ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},
         first_forward_after_an_event_and_other_work,
     ),
+    "gradients on their way to their ranks": Program(gradients_on_their_way, ranks=4),
+    "tensors that a hook makes": Program(partial(tensors_that_a_hook_makes, 2)),
+    "tensors that a hook makes, on a rank alone": Program(partial(tensors_that_a_hook_makes, 1), ranks=1),
+    "hooks of an asynchronous gather": {"extension": True, "async_unshard": True},
+    "a compiled step after an evaluation": Program(compiled_step_after_an_evaluation),
     "exchanges of an optimizer": {"optimizer": "muon", "order": 0},
     "a list of which one is recomputed": Program(partial(list_of_which_one_is_recomputed, "interleaved")),
     "a list of which one is recomputed, contiguous": Program(
@@ -385,5 +454,7 @@ WRITTEN: dict[str, AnyCase] = {
     "collectives over gloo": OnRanks(collectives_over_gloo),
     "an exchange over gloo": OnRanks(exchange_over_gloo),
 }
-DRAWN = {f"drawn {case['drawn']}": case for case in draw_cases("streams", *FIXED)}
-CASES: dict[str, AnyCase] = {**DRAWN, **WRITTEN}
+# Those that need no other process.
+DRAWN = {f"drawn {case['drawn']}": case for case in draw_cases("streams", *FIXED) if case["world"] == 1}
+KEPT_CASES = {path.stem: json.loads(path.read_text()) for path in sorted(REGRESSIONS.glob("streams_*.json"))}
+CASES: dict[str, AnyCase] = {**DRAWN, **KEPT_CASES, **WRITTEN}

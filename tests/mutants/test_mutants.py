@@ -1,17 +1,18 @@
-"""What is left out is found, nothing else changes, and it is seen."""
+"""What can be left out is found, nothing changes until it is, and then it is seen."""
 
 from __future__ import annotations
 
 import re
 
-from mutants import places as found
-from mutants.campaign import run, steady
-from mutants.cases import WRITTEN
-from mutants.places import Place, Switch, instrumented, places
+import pytest
+
+from mutants.campaign import difference, run, steady
+from mutants.cases import WRITTEN, OnRanks
+from mutants.places import NOT_LOOKED_AT, SOURCE, Place, Switch, instrumented, places
 
 CALLS = re.compile(r"\.(?:wait_event|wait_stream|record_event|synchronize|record_stream)\(")
 CASE = "gathers begun before the optimizer's step"
-# Of each kind one, with how it is seen.
+# Of each kind at least one, with what is seen.
 EXAMPLES = [
     ("wait", "reduce_scatter: streams.reduce_scatter.wait_stream(current_stream(how.device))", "raced"),
     ("event", "Schedule.track_reductions: record_event(result.stream)", "raced"),
@@ -22,23 +23,31 @@ EXAMPLES = [
 ]
 
 
-def place_named(kind: str, text: str) -> Place:
-    [place] = [one for one in places() if one.kind == kind and str(one).endswith(text)]
-    return place
+def place_named(kind: str, name: str) -> Place:
+    [found] = [place for place in places() if place.kind == kind and str(place).endswith(name)]
+    return found
 
 
-def test_every_call_of_a_streams_or_events_method_is_a_place() -> None:
-    called = 0
-    for path in found.SOURCE.rglob("*.py"):
-        if not path.relative_to(found.SOURCE).as_posix().startswith(found.NOT_LOOKED_AT):
-            called += len(CALLS.findall(path.read_text()))
-    assert called == sum(bool(CALLS.search(place.text.partition(")")[0])) for place in places())
+def test_every_call_on_a_stream_or_an_event_is_a_place() -> None:
+    files = [path for path in SOURCE.rglob("*.py") if not str(path.relative_to(SOURCE)).startswith(NOT_LOOKED_AT)]
+    called = sum(len(CALLS.findall(path.read_text())) for path in files)
+    assert called == sum(place.method in ("wait_event", "wait_stream") for place in places())
 
 
-def test_functions_are_given_back_what_they_did() -> None:
-    before = found.SOURCE.joinpath("comm/streams.py").read_text()
-    assert before
-    seen = run(WRITTEN[CASE])
-    with instrumented(Switch()) as _:
-        again = run(WRITTEN[CASE])
-    assert steady(seen, again) == seen
+@pytest.mark.parametrize("name", [name for name, case in WRITTEN.items() if not isinstance(case, OnRanks)])
+def test_a_case_has_no_finding_where_nothing_is_left_out(name: str) -> None:
+    assert not run(WRITTEN[name]).findings
+
+
+def test_what_is_left_out_is_seen_and_nothing_else() -> None:
+    switch, case = Switch(), WRITTEN[CASE]
+    plain = run(case)
+    with instrumented(switch):
+        expected = steady(plain, run(case))
+        assert expected == plain
+        for kind, name, seen in EXAMPLES:
+            switch.place = place_named(kind, name).number
+            assert difference(CASE, run(case), expected).kind == seen, name
+    switch.reached.clear()
+    run(case)
+    assert not switch.reached

@@ -107,7 +107,7 @@ for _name in COLLECTIVES:
 @cache
 def _register() -> None:
     dist.Backend.register_backend(
-        "noop", lambda store, rank, size, timeout: NoopGroup(rank, size), devices=["cpu", "cuda", "lazy"]
+        "noop", lambda store, rank, size, timeout: NoopGroup(rank, size), devices=["cpu", "cuda"]
     )
 
 
