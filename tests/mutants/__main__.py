@@ -48,7 +48,9 @@ def markdown(lines: Iterator[tuple[str, ...]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", help="places whose file, line, function or text has one of these")
+    parser.add_argument(
+        "--only", nargs="*", help="places whose file, line, function or text has one of these"
+    )
     parser.add_argument("--write", action="store_true", help="replace the table in --results")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()

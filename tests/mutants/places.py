@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,18 +31,25 @@ NOT_LOOKED_AT = ("verify/", "planner/")  # which run nothing on a device
 # What waits there is the host: for threads, files, the store and words of other processes.
 HOST = ("checkpoint/", "comm/agree.py", "comm/order.py", "comm/watch.py", "sharded_tensor/remote.py")
 
-WAITS = {
-    "wait", "wait_event", "wait_stream", "wait_tensor", "synchronize", "wait_for_gather", "wait_for_unshard",
-    "wait_for_reductions", "wait_for_offload", "follow_computation", "begin_forward", "finish_gather",
-    "make_room_for_reduction",
+CALLS = {
+    "wait": {
+        "wait", "wait_event", "wait_stream", "wait_tensor", "synchronize", "wait_for_gather",
+        "wait_for_unshard", "wait_for_reductions", "wait_for_offload", "follow_computation", "begin_forward",
+        "finish_gather", "make_room_for_reduction",
+    },
+    "event": {"record_event", "record"},
+    "keep-alive": {"track_reductions"},
+    "giving back": {
+        "abandon_gather", "free_gathered", "drop_copying_gather", "free_later", "reclaim", "drop_stale"
+    },
 }  # fmt: skip
-GIVES_BACK = {"abandon_gather", "free_gathered", "drop_copying_gather", "free_later", "reclaim", "drop_stale"}
-EVENTS = {"record_event", "record"}
 STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}
 KEEPS = {
     "_freed", "copying_gather", "gathers_begun", "offload_events", "reduce_inputs", "reduce_shards",
     "reduced", "smaller_ready",
 }  # fmt: skip
+_NAMES = re.compile(rf"\b({'|'.join(set().union(*CALLS.values()))})\(|with .*stream|{'|'.join(KEEPS)}")
+_NOTHING = ast.Tuple([], ast.Load())
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,10 @@ class Switch:
         return number == self.place
 
 
+def _call(function: str) -> ast.Call:
+    return ast.Call(ast.Name(function, ast.Load()), [], [])
+
+
 def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -90,76 +102,60 @@ class _Finder(ast.NodeTransformer):
         self.places: list[Place] = []
         self.inside: list[str] = []
 
-    def _asks(self, kind: str, node: ast.AST) -> ast.Call:
-        number = self.first + len(self.places)
-        text = ast.unparse(node).splitlines()[0]
-        self.places.append(Place(number, kind, self.file, node.lineno, ".".join(self.inside), text))  # type: ignore[attr-defined]
+    def _asks(self, kind: str, node: Any, text: str) -> ast.Call:
+        number, function = self.first + len(self.places), ".".join(self.inside)
+        self.places.append(Place(number, kind, self.file, node.lineno, function, text.splitlines()[0]))
         return ast.Call(ast.Name("_left_out", ast.Load()), [ast.Constant(number)], [])
 
-    def _either(
-        self, kind: str, node: ast.expr, other: ast.expr, *, shown: ast.AST | None = None
-    ) -> ast.expr:
-        return ast.IfExp(self._asks(kind, shown or node), other, node)
+    def _either(self, kind: str, node: ast.expr, other: ast.expr, text: str = "") -> ast.expr:
+        return ast.IfExp(self._asks(kind, node, text or ast.unparse(node)), other, node)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._named(node, node.name)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._named(node, node.name)
-
-    def _named(self, node: ast.AST, name: str) -> ast.AST:
-        self.inside.append(name)
+    def _named(self, node: Any) -> Any:
+        self.inside.append(node.name)
         self.generic_visit(node)
         self.inside.pop()
         return node
 
+    visit_ClassDef = visit_FunctionDef = _named  # noqa: N815 - as ast calls them
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        before = ast.parse(ast.unparse(node), mode="eval").body
-        ast.copy_location(before, node)
         name = _name(node.func)
+        kind = next((kind for kind, names in CALLS.items() if name in names), "")
+        if (name == "wait" and self.file.startswith(HOST)) or (
+            name == "record" and isinstance(node.func, ast.Name)
+        ):
+            kind = ""
+        text = ast.unparse(node) if kind or name == "AllGatherResult" else ""
         self.generic_visit(node)
-        if name in EVENTS and not (name == "record" and isinstance(node.func, ast.Name)):
-            return self._either("event", node, ast.Call(ast.Name("_never", ast.Load()), [], []), shown=before)
-        if name in WAITS and not (name == "wait" and self.file.startswith(HOST)):
-            kind = "wait"
-        elif name in GIVES_BACK:
-            kind = "giving back"
-        elif name == "track_reductions":
-            kind = "keep-alive"
-        elif name == "AllGatherResult" and _name(node.args[1]):
-            node.args[1] = self._either("keep-alive", node.args[1], ast.Tuple([], ast.Load()), shown=before)
+        if name == "AllGatherResult" and _name(node.args[1]):
+            node.args[1] = self._either("keep-alive", node.args[1], _NOTHING, text)
+        if not kind:
             return node
-        else:
-            return node
+        if kind == "event":
+            return self._either(kind, node, _call("_never"), text)
         # What it would have been given is made all the same.
         made = [*node.args, *[keyword.value for keyword in node.keywords]]
-        which: int = 0
         if isinstance(node.func, ast.Attribute) and name == "wait":
-            made.insert(0, node.func.value)  # an object that nobody waits for
+            made.insert(0, node.func.value)  # what nobody waits for is the result
         elif name != "wait_tensor":
-            made, which = [*made, ast.Constant(None)], -1
-        other = ast.Subscript(ast.Tuple(made, ast.Load()), ast.Constant(which), ast.Load())
-        return self._either(kind, node, other, shown=before)
+            made.insert(0, ast.Constant(None))
+        other = ast.Subscript(ast.Tuple(made, ast.Load()), ast.Constant(0), ast.Load())
+        return self._either(kind, node, other, text)
 
     def visit_With(self, node: ast.With) -> ast.AST:
         for item in node.items:
             found = item.context_expr
             if _name(found) in STREAMS:
-                other = ast.Call(ast.Name("_nothing", ast.Load()), [], [])
-                item.context_expr = self._either("context", found, other)
+                item.context_expr = self._either("context", found, _call("_nothing"))
             elif isinstance(found, ast.IfExp) and _name(found.orelse) in STREAMS:
-                other = ast.Call(ast.Name("_nothing", ast.Load()), [], [])
-                found.orelse = self._either("context", found.orelse, other)
+                found.orelse = self._either("context", found.orelse, _call("_nothing"))
         self.generic_visit(node)
         return node
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
-        if isinstance(call, ast.Call) and _name(call.func) == "append":
-            assert isinstance(call.func, ast.Attribute)
-            return self._stores(node, call.func.value)
-        self.generic_visit(node)
-        return node
+        is_append = isinstance(call, ast.Call) and _name(call.func) == "append"
+        return self._stores(node, call.func.value if is_append else None)  # type: ignore[attr-defined]
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         target = node.targets[0]
@@ -171,18 +167,19 @@ class _Finder(ast.NodeTransformer):
 
     def _stores(self, node: Any, into: ast.expr | None) -> ast.AST:
         kept = into is not None and _name(into) in KEEPS
-        if not kept or (isinstance(into, ast.Name) and into.id != "gathers_begun"):
+        if kept and (isinstance(into, ast.Attribute) or _name(into) == "gathers_begun"):
+            asks = self._asks("keep-alive", node, ast.unparse(node))
             self.generic_visit(node)
-            return node
-        asks = self._asks("keep-alive", node)
+            return ast.If(ast.UnaryOp(ast.Not(), asks), [node], [])
         self.generic_visit(node)
-        return ast.If(ast.UnaryOp(ast.Not(), asks), [node], [])
+        return node
 
     def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
         """A tensor with the event after which it may be freed."""
-        first, *rest = node.elts or [node]
-        if len(rest) == 1 and isinstance(node.ctx, ast.Load) and _name(rest[0]) in ("event", "copied_out"):
-            node.elts[0] = self._either("keep-alive", first, ast.Constant(None), shown=node)
+        is_pair = isinstance(node.ctx, ast.Load) and len(node.elts) == 2
+        if is_pair and _name(node.elts[1]) in ("event", "copied_out"):
+            text = ast.unparse(node)
+            node.elts[0] = self._either("keep-alive", node.elts[0], ast.Constant(None), text)
         self.generic_visit(node)
         return node
 
@@ -191,10 +188,10 @@ def _transformed() -> Iterator[tuple[Path, ast.Module, list[Place]]]:
     """The files that have places."""
     count = 0
     for path in sorted(SOURCE.rglob("*.py")):
-        file = path.relative_to(SOURCE).as_posix()
-        if not file.startswith(NOT_LOOKED_AT):
+        file, text = path.relative_to(SOURCE).as_posix(), path.read_text()
+        if not file.startswith(NOT_LOOKED_AT) and _NAMES.search(text):
             finder = _Finder(file, count)
-            tree = ast.fix_missing_locations(finder.visit(ast.parse(path.read_text())))
+            tree = ast.fix_missing_locations(finder.visit(ast.parse(text)))
             count += len(finder.places)
             if finder.places:
                 yield path, tree, finder.places
@@ -220,7 +217,12 @@ def instrumented(switch: Switch) -> Iterator[None]:
         for code in _asking(compile(tree, str(path), "exec", dont_inherit=True)):
             codes[str(path), code.co_firstlineno, code.co_qualname] = code
     kept: list[tuple[FunctionType, CodeType]] = []
-    for function in [each for each in gc.get_objects() if type(each) is FunctionType]:
+    is_frozen = gc.get_freeze_count()
+    gc.unfreeze()  # frozen objects are not shown
+    functions = [each for each in gc.get_objects() if type(each) is FunctionType]
+    if is_frozen:
+        gc.freeze()
+    for function in functions:
         old = function.__code__
         new = codes.get((old.co_filename, old.co_firstlineno, old.co_qualname))
         if new is not None:
