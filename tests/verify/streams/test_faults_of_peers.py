@@ -1,4 +1,4 @@
-"""Faults that other libraries had on streams, written anew as small programs: found, and not where they are put right."""
+"""Faults that other libraries had on streams, as small programs: found, and not where they are put right."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from verify.streams.test_values import current, differences_by_order, numbers, p
 def offloading_of_replicated_shards(right: bool) -> Any:
     """FSDP2, HSDP with CPU offloading.
 
-    A reduced shard is allocated on one stream and copied to the host on another, and freed when nothing in Python
-    refers to it any more. The next reduction may be given its memory while it is copied.
+    A reduced shard is allocated on one stream and copied to the host on another, and freed when nothing in
+    Python refers to it any more. The next reduction may be given its memory while it is copied.
     """
     scatter, reduce = side(), side()
     kept, host = [], []
