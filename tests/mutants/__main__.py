@@ -15,12 +15,12 @@ from mutants.cases import CASES
 from mutants.places import HOST, Place, places
 
 ABOUT = (
-    "`make mutants` leaves out each wait, event, stream context and keep-alive of the package by itself, and"
-    " each call that gives gathered memory back. It runs the {cases} cases of `tests/mutants/cases.py` until one"
-    " *raced* on the simulated device. Where none does: *other numbers*, results differ; *raised*, an error, or"
-    " ranks that wait for ever; *held memory*, it is given back later; *other streams*, correct, but no longer"
-    " beside the rest. Not counted: `verify` and `planner`; and waits of the host for threads, files and words"
-    " of other processes ({host})."
+    "`make mutants` leaves out each wait, event, stream context and keep-alive of the package by itself,"
+    " and each call that gives gathered memory back. It runs the {cases} cases of `tests/mutants/cases.py`"
+    " until one *raced* on the simulated device. Where none does: *other numbers*, results differ;"
+    " *raised*, an error, or ranks that wait for ever; *held memory*, it is given back later; *other"
+    " streams*, correct, but no longer beside the rest. Not counted: `verify` and `planner`; and waits of"
+    " the host for threads, files and words of other processes ({host})."
 )
 
 

@@ -232,6 +232,7 @@ def instrumented(switch: Switch) -> Iterator[None]:
     try:
         yield
     finally:
+        switch.place = None  # closures that were made meanwhile go on asking
         for function, old in kept:
             function.__code__ = old
 
