@@ -36,7 +36,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients finetune test bindings fuzz faults soak lint bench gpu verify docs clean
+.PHONY: help train recommender clients finetune test bindings fuzz mutants faults soak lint bench gpu verify docs clean
 .DEFAULT_GOAL := help
 
 SHOWN = $(foreach name,$(sort $(shell sed -nE 's/^[a-z]+:.*## .* : //p' Makefile)),$(name)=$($(name)))
@@ -100,6 +100,9 @@ bindings: $(CUDA)/.installed ## what is passed to NCCL and CUDA against the bind
 
 fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process : CASES SEED PART MODE ARGS
 	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
+
+mutants: $(VENV)/.installed-dev ## every wait, event and keep-alive left out in turn: which case sees it, 10 minutes
+	PYTHONPATH=tests:. $(BIN)/python -W ignore -m mutants --write
 
 faults: $(VENV)/.installed-dev ## TRIALS faults from SEED: ranks killed, stopped, slowed, disks full, bits flipped; then torchrun 4 -> 3 -> 4 ranks, and 3 hosts : TRIALS SEED
 	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults --trials $(TRIALS) --seed $(SEED) --write

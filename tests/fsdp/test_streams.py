@@ -25,7 +25,6 @@ USERS = [
     "shardwise.fsdp.group",
     "shardwise.fsdp.reduction",
     "shardwise.fsdp.schedule",
-    "shardwise.fsdp.state",
 ]
 
 

@@ -244,11 +244,11 @@ class HostMemory:
             for message in mine:
                 if message.bytes and message.sender == self._rank:
                     numbers = _mapped(folder / message.name, message.bytes)
-                    works.append((self._group.send([numbers], message.receiver, _TAG), numbers))
+                    works.append(self._group.send([numbers], message.receiver, _TAG))
                 elif message.bytes:
                     numbers = _mapped(folder / f"{message.name}.new", message.bytes)
-                    works.append((self._group.recv([numbers], message.sender, _TAG), numbers))
-            for work, _ in works:
+                    works.append(self._group.recv([numbers], message.sender, _TAG))
+            for work in works:
                 work.wait()
         for message in received:
             (folder / f"{message.name}.new").rename(folder / message.name)

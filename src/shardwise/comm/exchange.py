@@ -226,12 +226,12 @@ def _exchange_over_gloo(
     """
     rank, ranks, cpu = group.rank(), group.size(), torch.device("cpu")
     tag = _TAG if agreement is None else agreement.tag
-    sending: list[tuple[dist.Work, Tensor]] = []
+    sending: list[dist.Work] = []  # works keep what they send and receive
 
     def send(peer: int) -> None:
         wire, staged = _buffer(sends[peer], cpu)
         _copy((view, piece) for piece, view in staged)
-        sending.append((group.send([wire], peer, tag), wire))
+        sending.append(group.send([wire], peer, tag))
 
     for peer in targets(rank, ranks):
         if peer in sends:
@@ -240,14 +240,14 @@ def _exchange_over_gloo(
     for peer in sources(rank, ranks):
         if peer in receives:
             wire, staged = _buffer(receives[peer], cpu)
-            receiving.append((group.recv([wire], peer, tag), wire, staged))
+            receiving.append((group.recv([wire], peer, tag), staged))
     _copy(local)
     if agreement is not None:
         agreement.settle()
-    for work, _, staged in receiving:
+    for work, staged in receiving:
         work.wait(_GROUP_TIMEOUT)
         _copy(staged)
-    for work, _ in sending:
+    for work in sending:
         work.wait(_GROUP_TIMEOUT)
 
 

@@ -84,8 +84,8 @@ def foreach_all_gather(
     side = None if async_op else streams
     only = inputs[0]
     in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
-    if in_place and ranks == 1:
-        return AllGatherResult(only, inputs, None, None)
+    if in_place and ranks == 1:  # which a hook may have made
+        return AllGatherResult(only, inputs, None if side is None else record_event(side.copy_in), None)
     if group is not None and in_place and side is None:
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
         work = comm(output_tensor=output, input_tensor=only, group=group, async_op=async_op)

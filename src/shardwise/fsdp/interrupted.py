@@ -207,7 +207,6 @@ def reset(root: ModuleState) -> None:
     schedule = root.schedule
     if schedule is None:
         return
-    schedule.drop_copying_gather()
     schedule.wait_for_reductions()
     schedule.order.clear()
     schedule.forward_root = schedule.pending_release = schedule.latest_output = None

@@ -301,8 +301,7 @@ class ShardedParam(ABC):
                 wanted[names.index(name)] = grad.placements[names.index(name)]
         if tuple(wanted) != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
-        local = _compat.local_tensor(grad)
-        return local.wait() if hasattr(local, "wait") else local
+        return _compat.local_tensor(grad)  # which whoever reads it waits for, if it is on its way
 
     @abstractmethod
     def as_grad(self, piece: Tensor) -> Tensor:

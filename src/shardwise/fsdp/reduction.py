@@ -201,7 +201,7 @@ class GradReducer(ABC):
             self.offload_events.append(current_stream(self.group.device).record_event())
         return shard
 
-    def finish(self) -> None:
+    def wait_for_offload(self) -> None:
         """At the end of the last backward: wait for gradients on their way to CPU."""
         for event in self.offload_events:
             event.synchronize()
@@ -209,7 +209,7 @@ class GradReducer(ABC):
 
     def reset(self) -> None:
         """Drop every gradient that was not reduced yet."""
-        self.finish()
+        self.wait_for_offload()
         self.partials.clear()
         for param in self.group.params:
             param.accumulated = None

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
-from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import explained
 from shardwise.errors import LifecycleError, here
@@ -297,13 +296,8 @@ class FSDPState(ModuleState):
         assert schedule is not None
         if not schedule.callback_queued:  # backward came in past the outputs' hooks
             self._await_end(schedule)
-        partly_run = self.is_list and self.training_state is _FORWARD
         _, self.training_state = _POST_BACKWARD[self.training_state]
         self.reduce(schedule)
-        if partly_run and schedule.streams is not None:
-            # No hook of this module begins its next backward: order it after this one here.
-            for event in schedule.reduced.values():
-                current_stream(self.device).wait_event(event)
 
     def reduce(self, schedule: Schedule, *, what_is_left: bool = False) -> None:
         """Reduce gradients, or keep them for a later reduction, and reshard.
@@ -383,4 +377,4 @@ class FSDPState(ModuleState):
             if group.gather is not None:
                 group.abandon_gather()
             if reducer.offload_events:
-                reducer.finish()
+                reducer.wait_for_offload()

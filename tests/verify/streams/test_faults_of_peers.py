@@ -1,0 +1,74 @@
+"""Faults that other libraries had on streams, as small programs: found, and not where they are put right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.verify.streams import DEVICE, Order
+from verify.streams.test_values import current, differences_by_order, numbers, pinned, run, side
+
+
+def offloading_of_replicated_shards(right: bool) -> Any:
+    """FSDP2, HSDP with CPU offloading.
+
+    A reduced shard is allocated on one stream and copied to the host on another, and freed when nothing in
+    Python refers to it any more. The next reduction may be given its memory while it is copied.
+    """
+    scatter, reduce = side(), side()
+    kept, host = [], []
+    for _ in range(3):
+        gradient = numbers(16) * 3
+        scatter.wait_stream(current())
+        with scatter:
+            shard = torch.empty(8, device=DEVICE)
+            dist.reduce_scatter_tensor(shard, gradient)
+        current().wait_stream(scatter)  # as the gradient goes back to it
+        reduce.wait_stream(scatter)
+        with reduce:
+            dist.all_reduce(shard)
+            host.append(pinned(8))
+            host[-1].copy_(shard, non_blocking=True)
+        if right:
+            kept.append(shard)
+        del shard
+    torch.accelerator.synchronize()
+    return [copy + 0 for copy in host]
+
+
+def storages_emptied_under_kernels(right: bool) -> Any:
+    """Megatron-FSDP: gathered parameters are resized to nothing as soon as the host is done with a module."""
+    gather, computed = side(), []
+    for _ in range(3):
+        with gather:
+            whole = torch.empty(16, device=DEVICE)
+            dist.all_gather_into_tensor(whole, numbers(8))
+        current().wait_stream(gather)
+        computed.append(whole * 2)
+        if right:
+            gather.wait_stream(current())
+        whole.untyped_storage().resize_(0)
+    return computed
+
+
+FAULTS: list[Callable[[bool], Any]] = [offloading_of_replicated_shards, storages_emptied_under_kernels]
+
+
+@pytest.mark.parametrize("program", FAULTS, ids=lambda program: program.__name__)
+def test_the_fault_is_found_and_changes_numbers(program: Callable[[bool], Any]) -> None:
+    findings = run(lambda: program(False)).findings
+    assert [one.again for one in findings] == [True] * len(findings) != []
+    orders = [Order.without(one.earlier) for one in findings]
+    assert differences_by_order(lambda: program(False), orders)
+
+
+@pytest.mark.parametrize("program", FAULTS, ids=lambda program: program.__name__)
+def test_put_right_it_is_not_found(program: Callable[[bool], Any]) -> None:
+    found = run(lambda: program(True))
+    assert not found.findings
+    lines = range(1, len(found.simulation.timeline.lines))
+    assert not differences_by_order(lambda: program(True), [Order.as_needed(), *map(Order.last, lines)])
