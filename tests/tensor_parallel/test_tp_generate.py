@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -24,6 +25,7 @@ from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
+from shardwise.tensor_parallel.pretrained import chosen_for
 from shardwise.tensor_parallel.serving import Programs
 
 transformers.logging.set_verbosity_error()
@@ -193,6 +195,27 @@ def test_a_word_or_a_model_without_a_meaning_here_is_named() -> None:
         strategies_of(nn.Linear(2, 2))
 
 
+def test_a_plan_that_leaves_most_of_a_model_whole_warns_with_the_way_out() -> None:
+    model, _ = made("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategies_of(model)
+    model._tp_plan = {"lm_head": "colwise"}
+    with pytest.warns(UserWarning, match=r"cuts \d+% of its [\d,]+ bytes \(lm_head\).*strategies='auto'"):
+        assert chosen_for(model, None) == {"lm_head": "colwise"}
+
+
+def test_a_model_without_a_plan_is_cut_by_auto_and_says_so() -> None:
+    model, _ = made("llama")
+    model._tp_plan = {}
+    with pytest.warns(UserWarning, match="LlamaForCausalLM brings no .* plan, so strategies='auto' chooses"):
+        assert chosen_for(model, None) == "auto"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen_for(model, "auto") == "auto"
+        assert chosen_for(model, {"lm_head": "colwise"}) == {"lm_head": "colwise"}
+
+
 def test_a_model_that_cannot_be_exported_with_a_cache_is_named() -> None:
     """Falcon's config tells six key heads, where its attention has one."""
     config = transformers.FalconConfig(
@@ -205,6 +228,7 @@ def test_a_model_that_cannot_be_exported_with_a_cache_is_named() -> None:
         export_steps(model, torch.ones(1, 3, dtype=torch.long), TOKENS)
 
 
+@pytest.mark.filterwarnings("ignore:the plan that")
 def test_every_word_of_transformers_is_known_or_refused() -> None:
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 

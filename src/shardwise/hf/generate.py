@@ -20,9 +20,9 @@ from shardwise.files.tensors import TensorFiles
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library, replace_tensors, skeleton_of, take_values
 from shardwise.layout import Box
-from shardwise.tensor_parallel import counts, cut_steps, export_steps, greedy, materialize, strategies_of
+from shardwise.tensor_parallel import counts, cut_steps, export_steps, greedy, materialize
 from shardwise.tensor_parallel.package import default_group
-from shardwise.tensor_parallel.pretrained import made_from
+from shardwise.tensor_parallel.pretrained import chosen_for, made_from
 from shardwise.tensor_parallel.serving import Programs, cache_bytes
 from shardwise.tensor_parallel.state import record_of
 
@@ -48,7 +48,7 @@ def cut_folder(
         with mode:
             replace_tensors(model, without_values)
             whole = export_steps(model.eval(), torch.empty_like(prompt), tokens)
-        plan = strategies_of(model) if strategies is None else strategies
+        plan = chosen_for(model, strategies)
         return cut_steps(whole, rank, world_size, plan, fill=partial(_fill, values=values, buffers=buffers))
 
 
@@ -121,7 +121,7 @@ def generate_command(
         else:
             torch.manual_seed(seed)
             model = made_from(config)
-            plan = strategies_of(model) if strategies is None else strategies
+            plan = chosen_for(model, strategies)
             programs = cut_steps(export_steps(model, prompt, tokens), rank, ranks, plan)
         made.extend((programs, prompt, tokenizer))
 

@@ -7,8 +7,10 @@ says of gradients, of sums over ranks and of inputs that each rank has whole fol
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ _WORDS: dict[str, str | None] = {
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), None),
     **dict.fromkeys(("all_reduce", "local_params", "moe_tp_experts", "moe_identity_expert"), None),
 }
+LEAST_CUT = 0.5  # of a model's bytes; a plan that cuts less warns
 _FLIPPED = {_COLUMN: _ROW, _ROW: _COLUMN}
 
 # Of kinds that bring none: columns, then rows, by the ends of names.
@@ -33,10 +36,27 @@ _PLANS: dict[str, tuple[str, str]] = {
 }
 
 
+def chosen_for(
+    model: nn.Module, strategies: Mapping[str, Any] | Literal["auto"] | None
+) -> Mapping[str, Any] | Literal["auto"]:
+    """`strategies`; of None those of the model's plan, or "auto", with a warning, where it brings none."""
+    if strategies is not None:
+        return strategies
+    if _plan_of(model):
+        return strategies_of(model)
+    warnings.warn(
+        f"{type(model).__name__} brings no tensor-parallel plan, so strategies='auto' chooses how it is cut;"
+        " explain() of a program tells what it chose",
+        stacklevel=3,
+    )
+    return "auto"
+
+
 def strategies_of(model: Any) -> dict[str, str]:
     """Strategies for a model, or for the one that generates by a config, from the plan that it brings.
 
-    Entries that fit nothing in this model, or parameters that are vectors by themselves, are left out.
+    Entries that fit nothing in this model, or parameters that are vectors by themselves, are left out. A plan
+    that leaves most of the model's bytes whole on every rank warns.
 
     Raises:
         ShardingError: a model without a plan, or a plan with a word that is not known here, naming it.
@@ -44,17 +64,14 @@ def strategies_of(model: Any) -> dict[str, str]:
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
             model = made_from(model)
-    config: Any = getattr(model, "config", None)
-    plan = dict(getattr(model, "_tp_plan", None) or {})
-    columns, rows = _PLANS.get(getattr(config, "model_type", ""), ("", ""))
-    plan = plan or {f"*{name}": _COLUMN for name in columns.split()} | {f"*{n}": _ROW for n in rows.split()}
+    plan = _plan_of(model)
     if not plan:
         raise ShardingError(
             f"{type(model).__name__} brings no tensor-parallel plan; give strategies by module, or 'auto'"
         )
     parameters = list(model.named_parameters(remove_duplicate=False))
     fused = {name.rpartition(".")[0] for name, word in plan.items() if word == "packed_rowwise"}
-    found = {}
+    found, cut = {}, dict[int, int]()
     for name, word in plan.items():
         if word not in _WORDS:
             raise ShardingError(
@@ -69,7 +86,23 @@ def strategies_of(model: Any) -> dict[str, str]:
         ]
         if style is not None and any(x.ndim > 1 for x in fits):
             found[name] = style
+            cut |= {id(x): x.nbytes for x in fits if x.ndim > 1}
+    whole = sum({id(x): x.nbytes for _, x in parameters}.values())
+    if sum(cut.values()) < LEAST_CUT * whole:
+        warnings.warn(
+            f"the plan that {type(model).__name__} brings cuts {sum(cut.values()) / max(whole, 1):.0%} of its"
+            f" {whole:,} bytes ({', '.join(found) or 'nothing'}); every rank holds the rest whole. Give"
+            " strategies='auto', or strategies by module",
+            stacklevel=2,
+        )
     return found
+
+
+def _plan_of(model: nn.Module) -> dict[str, str]:
+    """The plan that a model brings, or that is here for its kind; empty where there is none."""
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    columns, rows = _PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), ("", ""))
+    return plan or {f"*{name}": _COLUMN for name in columns.split()} | {f"*{n}": _ROW for n in rows.split()}
 
 
 def made_from(config: Any) -> nn.Module:

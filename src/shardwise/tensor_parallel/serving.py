@@ -21,7 +21,7 @@ from shardwise import _compat
 from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.package import default_group
-from shardwise.tensor_parallel.pretrained import strategies_of
+from shardwise.tensor_parallel.pretrained import chosen_for
 from shardwise.tensor_parallel.state import record_of
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
@@ -45,7 +45,8 @@ def generate(
         model: a model of `transformers` that generates, in eval mode, the same on every rank.
         prompt: token ids [batch, length], the same on every rank, all rows of one length.
         tokens: how many to generate.
-        strategies: by names within the model; by default its own (`strategies_of`).
+        strategies: by names within the model; by default its own (`strategies_of`), or 'auto'
+            where it brings none.
         ends: tokens after which a row is over; it goes on with the first of them until all are.
         group: the ranks; by default the default group.
 
@@ -59,7 +60,7 @@ def generate(
         whole,
         dist.get_rank(group),
         group.size(),
-        strategies_of(model) if strategies is None else strategies,
+        chosen_for(model, strategies),
         group_name=group.group_name,
     )
     return greedy(cut, prompt, tokens, ends=ends)
