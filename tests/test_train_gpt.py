@@ -349,3 +349,12 @@ def test_verify_case_offers_a_small_copy_of_the_model() -> None:
     loss = case.loss(first, case.batch(0))
     assert loss.item() == pytest.approx(math.log(256), abs=0.3)
     assert case.optimizer(first).param_groups[0]["params"]
+
+
+def test_the_readme_says_how_large_the_model_is() -> None:
+    args = train_gpt.parse_arguments([])
+    with torch.device("meta"):
+        model = train_gpt.GPT(width=args.width, depth=args.depth, heads=args.heads, seq=args.seq)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert f"\n{size:,} parameters over 4 ranks (cpu), interleaved layout, float32\n" in readme

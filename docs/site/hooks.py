@@ -36,6 +36,7 @@ ALSO = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
     "benchmarks/TABLES.md": "tables.md",
+    "benchmarks/CLAIMS.md": "claims.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results.svg": "results.svg",
     "benchmarks/scale.svg": "scale.svg",

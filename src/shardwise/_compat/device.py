@@ -80,6 +80,10 @@ def node_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+# Methods of a process group by which batches of messages and coalesced collectives begin and end, and by
+# which torch finds out whether a device's are batched. Those of a simulated device stand in their place.
+START_COALESCING, END_COALESCING, BACKEND_OF = "_start_coalescing", "_end_coalescing", "_get_backend"
+
 # What of torch.autograd calls the engine: all public ways do. A simulated device follows the nodes that run.
 ENGINE = "_engine_run_backward"
 

@@ -32,14 +32,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import (
-    GroupSettings,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    chosen,
-    home_of,
-    pins,
-)
+from shardwise.fsdp.policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen, pins
 from shardwise.fsdp.read_guard import ReadGuard
 from shardwise.fsdp.strategy import Strategy
 from shardwise.layout import Gathered, GroupLayout
@@ -214,6 +207,7 @@ class ParamGroup(ABC):
     def check_ready(self) -> None:
         """Pack, and raise for parameters that cannot be trained where they are."""
         self.check_params()
+        wanted = torch.device("cpu") if self.offload.on_host else self.device
         for param in self.params:
             param.adopt()
             found = param.local.device
@@ -222,7 +216,6 @@ class ParamGroup(ABC):
                     f"{here()}: '{param.name}' is still on the meta device; call to_empty(device=...) on the"
                     " model and initialise its parameters before the first forward"
                 )
-            wanted = home_of(self.offload, self.device)
             if found.type != wanted.type or (found.index is not None and found != wanted):
                 raise ShardingError(
                     f"{here()}: '{param.name}' is on {found}, expected {wanted} (the mesh is on"
@@ -336,7 +329,9 @@ class ParamGroup(ABC):
         segments: Sequence[Gathered] = self.layout.segments
         for segment, members in zip(segments, self.members, strict=True):
             home = device or members[0].local.device
-            shard = self._shard_memory(segment, home_of(self.offload, home))
+            if self.offload.on_host and home.type != "meta":
+                home = torch.device("cpu")
+            shard = self._shard_memory(segment, home)
             for param in members:
                 piece = param.part_of(shard)
                 if not param.local.is_meta:
@@ -354,7 +349,9 @@ class ParamGroup(ABC):
 
     def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
         shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
-        return shard.pin_memory() if pins(self.offload, self.device) and not shard.is_meta else shard
+        if self.offload.on_host and pins(self.offload, self.device) and not shard.is_meta:
+            shard = shard.pin_memory()
+        return shard
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
         """Make the unsharded parameters, over memory that every gather allocates anew, on the current stream.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,8 @@ class MixedPrecisionPolicy:
 class OffloadPolicy:
     """No offloading: sharded parameters, gradients and optimizer state stay on the device."""
 
+    on_host: ClassVar[bool] = False  # where sharded parameters are
+
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
@@ -70,13 +73,8 @@ class CPUOffloadPolicy(OffloadPolicy):
             Pinned memory is not available to other processes.
     """
 
+    on_host: ClassVar[bool] = True
     pin_memory: bool = True
-
-
-def home_of(offload: OffloadPolicy, device: torch.device) -> torch.device:
-    """Return where shards lie, of a group that is gathered on `device`."""
-    offloads = isinstance(offload, CPUOffloadPolicy) and device.type != "meta"
-    return torch.device("cpu") if offloads else device
 
 
 def pins(offload: OffloadPolicy, device: torch.device) -> bool:

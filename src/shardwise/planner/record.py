@@ -17,16 +17,18 @@ to them (`watch`); so it does there what it does on an accelerator.
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise import _compat
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
-from shardwise.fsdp import FSDPModule
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
 from shardwise.planner.compiled import compiled
@@ -42,8 +44,19 @@ from shardwise.planner.watch import watching
 STEPS = 2
 
 
-def record(model: Model, setup: Setup, *, layers: int) -> Recording:
-    """Train `model` with so many blocks for two steps.
+@dataclass(frozen=True)
+class Library:
+    """How a model is sharded, and how a recorder is told meanwhile what runs, on which stream."""
+
+    shard: Callable[[nn.Module, Model, Setup, DeviceMesh], None]
+    watching: Callable[[Recorder, bool], AbstractContextManager[None]]  # with streams, or without
+
+
+SHARDWISE = Library(shard, watching)
+
+
+def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
+    """Train `model` with so many blocks for two steps, sharded by `library`.
 
     Raises:
         ShardingError: the model, the mesh or the setup does not fit together.
@@ -67,7 +80,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
         gathered = sum(_compat.local_of(p).numel() for p in model.blocks(module)[0].parameters())
-        shard(module, model, setup, data)
+        library.shard(module, model, setup, data)
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         optimizers = optimizers_of(module, model, setup)
         looked_up_by_all: list[Tensor] = []
@@ -80,7 +93,7 @@ def record(model: Model, setup: Setup, *, layers: int) -> Recording:
         stack.enter_context(no_packed_sequences())
         tensor_group = None if tensor is None else tensor.get_group()
         recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile)
-        stack.enter_context(watching(recorder, streams=setup.device == "cuda"))
+        stack.enter_context(library.watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, model.blocks(module), tokens)
         recorder.share(looked_up_by_all)
@@ -115,8 +128,9 @@ def _step(
         optimizer.zero_grad()
     for micro in range(setup.accumulation):
         recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
-        if setup.reduce_once and isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(micro == setup.accumulation - 1)
+        syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
+        if setup.reduce_once and syncs is not None:
+            syncs(micro == setup.accumulation - 1)
         loss = model.loss(module, tokens, tokens)
         recorder.end_forward()
         recorder.go(phase="backward", layer=None, after=True)

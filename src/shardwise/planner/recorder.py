@@ -67,6 +67,7 @@ class Recorder(Storages):
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
         self.in_library = 0  # calls of it that are under way
         self.segments = [Segment(Place(0, 0, "start", None))]
+        self.blocks = blocks
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
         self.last = len(blocks) - 1
         self.group: int | str = ""  # on whose behalf something is sent

@@ -145,7 +145,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
                 takes = times * send_seconds(event.collective, hardware, stride=event.stride)
                 communication += takes
             else:
-                takes = times * _compute_seconds(event, hardware)
+                takes = times * compute_seconds(event, hardware)
                 computation += takes if event.stream == COMPUTATION else 0.0
             clocks[event.stream] = begin + takes
             known = spans.get(
@@ -184,7 +184,7 @@ def _by_group(times: Times) -> dict[tuple[str, int | None], list[Span]]:
     return groups
 
 
-def _compute_seconds(event: Compute, hardware: Hardware) -> float:
+def compute_seconds(event: Compute, hardware: Hardware) -> float:
     seconds = event.nbytes / (hardware.memory_bytes_per_s * hardware.bandwidth_efficiency)
     if not event.flops:
         return seconds

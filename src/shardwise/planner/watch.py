@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ Method = Callable[..., Any]
 
 
 @contextmanager
-def watching(recorder: Recorder, *, streams: bool) -> Iterator[None]:
+def watching(recorder: Recorder, streams: bool) -> Iterator[None]:
     """Tell `recorder` where the library is: for every state and group of the process, meanwhile.
 
     Args:
@@ -39,13 +40,12 @@ def watching(recorder: Recorder, *, streams: bool) -> Iterator[None]:
         (ParamGroup, "reshard", watcher.reshard),
         (ParamGroup, "unshard", watcher.unshard),
         (adamw8bit, "_initial_state", watcher.initial_state),
-        (*_compat.SHAPES_OF_DTENSORS, watcher.unseen),
     ]
     originals = [(kind, name, getattr(kind, name)) for kind, name, _ in watched]
     for kind, name, wrap in watched:
         setattr(kind, name, _inside(recorder, wrap(getattr(kind, name))))
     try:
-        with listening(recorder.heard), _recorded_streams(recorder) if streams else nullcontext():
+        with hearing(recorder, streams):
             yield
     finally:
         for kind, name, original in originals:
@@ -140,16 +140,6 @@ class _Watcher:
 
         return initial_state
 
-    def unseen(self, original: Method) -> Method:
-        def unseen(*args: Any, **kwargs: Any) -> Any:
-            before, self.recorder.looks_away = self.recorder.looks_away, True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.recorder.looks_away = before
-
-        return unseen
-
     def unshard(self, original: Method) -> Method:
         def unshard(group: ParamGroup, **kwargs: Any) -> None:
             self.recorder.group = self.names.get(id(group), group.name)
@@ -158,7 +148,7 @@ class _Watcher:
         return unshard
 
 
-class _Stream:
+class Stream:
     """In the place of an accelerator's: whatever is issued while it is entered is issued to it."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
@@ -178,19 +168,34 @@ class _Stream:
     def wait_event(self, mark: Mark) -> None:
         self.recorder.write(Wait(mark, self.name))
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
 
 @contextmanager
-def _recorded_streams(recorder: Recorder) -> Iterator[None]:
-    streams = {name: _Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
-    kept = (CommStreams.create, torch.accelerator.current_stream)
-    of_cpu = adamw8bit.ELEMENTS_AT_ONCE.pop("cpu")
-    CommStreams.create = lambda device: CommStreams(*(streams[name] for name in STREAMS))  # type: ignore
-    torch.accelerator.current_stream = lambda device=None: streams[recorder.streams[-1]]  # type: ignore
-    try:
-        yield
-    finally:
-        adamw8bit.ELEMENTS_AT_ONCE["cpu"] = of_cpu
-        CommStreams.create, torch.accelerator.current_stream = staticmethod(kept[0]), kept[1]  # type: ignore
+def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
+    """Tell `recorder` of collectives and, with `streams`, of an accelerator's, which are yielded by name."""
+    made = {name: Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
+    kind, name = _compat.SHAPES_OF_DTENSORS
+    with ExitStack() as stack:
+        stack.enter_context(listening(recorder.heard))
+        stack.enter_context(mock.patch.object(kind, name, _unseen(recorder, getattr(kind, name))))
+        if streams:
+            create = staticmethod(lambda device: CommStreams(*(made[name] for name in STREAMS)))  # type: ignore
+            stack.enter_context(mock.patch.object(CommStreams, "create", create))
+            current: Any = lambda device=None: made[recorder.streams[-1]]  # noqa: E731
+            stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", current))
+            stack.enter_context(mock.patch.dict(adamw8bit.ELEMENTS_AT_ONCE))
+            del adamw8bit.ELEMENTS_AT_ONCE["cpu"]
+        yield made
+
+
+def _unseen(recorder: Recorder, original: Method) -> Method:
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        before, recorder.looks_away = recorder.looks_away, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.looks_away = before
+
+    return unseen

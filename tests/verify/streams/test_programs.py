@@ -11,38 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ranks import on_ranks
 from shardwise.errors import ShardwiseError
-from shardwise.planner.noop_group import noop_world
-from shardwise.verify.streams import DEVICE, Findings, Order, simulated
-
-Program = Callable[[], object]
-
-
-def races(program: Program) -> list[str]:
-    with simulated() as found, noop_world(2):
-        program()
-    return [str(one) for one in found.findings]
-
-
-def side(*, waits: bool = True) -> torch.Stream:
-    stream = torch.Stream(device=DEVICE)
-    if waits:
-        stream.wait_stream(current())
-    return stream
-
-
-def current() -> torch.Stream:
-    return torch.accelerator.current_stream()
-
-
-def square() -> Tensor:
-    return torch.randn(4, 4, device=DEVICE)
-
+from shardwise.verify.streams import DEVICE, simulated
+from verify.streams.programs import current, races, side, square
 
 # ---------------------------------------------------------------- operators
 
@@ -185,91 +159,6 @@ def test_a_loader_pins_its_batches() -> None:
     assert races(lambda: program(waits=False))
 
 
-# ---------------------------------------------------------------- collectives
-
-
-def pair() -> list[Tensor]:
-    return [torch.randn(8, device=DEVICE) for _ in range(2)]
-
-
-def coalesced(tensors: list[Tensor]) -> Any:
-    with dist._coalescing_manager(device=torch.device(DEVICE), async_ops=True) as work:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    return work
-
-
-def sent_and_received(tensors: list[Tensor]) -> Any:
-    return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, tensors[1], 1), dist.P2POp(dist.irecv, tensors[0], 1)]
-    )
-
-
-@pytest.mark.parametrize(
-    "begin",
-    [
-        lambda t: dist.all_to_all_single(*t, async_op=True),
-        lambda t: dist.all_to_all(t[:1] * 2, t[1:] * 2, async_op=True),
-        lambda t: dist.all_reduce_coalesced(t, async_op=True),
-        lambda t: dist.all_reduce(t[0], async_op=True).get_future(),
-        coalesced,
-        sent_and_received,
-    ],
-)
-@pytest.mark.parametrize("again", [1, 2])
-def test_collectives_of_every_kind_are_waited_for(begin: Callable[[list[Tensor]], Any], again: int) -> None:
-    def program(*, waits: bool) -> None:
-        tensors = pair()
-        begun = begin(tensors)
-        begun = begun if isinstance(begun, list) else [begun]
-        for work in begun if waits else ():
-            work.wait()
-        tensors[0] + 1
-        for work in begun:
-            work.wait()
-
-    for _ in range(again):
-        assert not races(lambda: program(waits=True))
-        assert races(lambda: program(waits=False))
-
-
-@on_ranks(2)
-def test_ranks_may_send_before_they_receive_in_a_batch() -> None:
-    def program(order: Order | None, *, waits: bool) -> Findings:
-        with simulated(order) as found:
-            (received, sent), other = pair(), 1 - dist.get_rank()
-            sent.fill_(other)
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
-            )
-            if waits:
-                for work in works:
-                    work.wait()
-            more = received + 1
-            for work in works:
-                work.wait()
-            assert more.tolist() == [1.0 + dist.get_rank()] * 8 or not waits
-        return found
-
-    for order in (None, Order.at_once(), Order.as_needed(), Order.of(3)):
-        right = program(order, waits=True)
-        assert not right.findings
-        assert not right.differences
-        assert len(program(order, waits=False).findings) == 1
-
-
-def test_a_callback_of_a_collective_runs_on_a_stream_of_its_own() -> None:
-    def program(*, waits: bool) -> None:
-        (x, _), results = pair(), []
-        future = dist.all_reduce(x, async_op=True).get_future().then(lambda done: results.append(x * 2))
-        if waits:
-            future.wait()
-        results[0] + 1
-
-    assert not races(lambda: program(waits=True))
-    assert races(lambda: program(waits=False))
-
-
 # ---------------------------------------------------------------- autograd
 
 
@@ -390,20 +279,6 @@ def test_streams_and_tensors_of_an_earlier_simulation_go_on() -> None:
     assert len(races(lambda: program(waits=False))) == 1
 
 
-def test_a_simulation_leaves_process_groups_as_they_were() -> None:
-    kinds = (dist.ProcessGroup, type(_noop_group()))
-    before = [dict(vars(kind)) for kind in kinds]
-    with simulated(), noop_world(2):
-        pass
-    assert [dict(vars(kind)) for kind in kinds] == before
-
-
-def _noop_group() -> dist.ProcessGroup:
-    with noop_world(2):
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
-
 # ---------------------------------------------------------------- what the device itself does
 
 
@@ -504,38 +379,6 @@ def test_saving_a_tensor_of_the_device_reads_it(tmp_path: Path, read: str) -> No
 
     assert not races(lambda: program(waits=True))
     assert races(lambda: program(waits=False))
-
-
-def test_futures_wait_together_and_their_values_do_not() -> None:
-    def program(how: str) -> None:
-        tensors = pair()
-        futures = [dist.all_reduce(x, async_op=True).get_future() for x in tensors]
-        if how == "together":
-            torch.futures.wait_all(futures)
-        if how == "value":
-            futures[0].value()
-        work = dist.all_reduce(tensors[1], async_op=True)
-        while how == "polled" and not work.is_completed():
-            pass
-        tensors[0] + 1
-        torch.futures.wait_all(futures)
-
-    assert not races(lambda: program("together"))
-    assert not races(lambda: program("polled"))
-    assert races(lambda: program("value"))
-    assert races(lambda: program("nothing"))
-
-
-def test_messages_from_ranks_that_do_not_exist_have_the_same_numbers_in_every_order() -> None:
-    def program(order: Order) -> Findings:
-        with simulated(order) as found, noop_world(2):
-            x = torch.ones(4, device=DEVICE)
-            dist.recv(x, 1)
-            x.add_(1).tolist()
-        return found
-
-    for order in (Order.at_once(), Order.as_needed(), Order.of(1)):
-        assert not program(order).differences
 
 
 def test_what_is_no_order_is_refused() -> None:

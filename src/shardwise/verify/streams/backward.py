@@ -15,18 +15,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from shardwise import _compat
-from shardwise.verify.streams.clocks import Clock, merge
-
-if TYPE_CHECKING:
-    from shardwise.verify.streams.streams import Stream
+from shardwise.verify.streams.clocks import Clock, Line, merge
 
 ACCUMULATES = 1 << 62  # from here on: numbers of nodes that accumulate gradients
 
 
-class Backward:
+class Stream(Protocol):
+    """A stream, as far as autograd goes."""
+
+    @property
+    def line(self) -> Line: ...
+
+
+S = TypeVar("S", bound=Stream)
+
+
+class Backward(Generic[S]):
     """One call of the engine.
 
     Attributes:
@@ -35,10 +42,12 @@ class Backward:
         stream: that of the node that runs now.
     """
 
-    def __init__(self, roots: Sequence[Any], asked: Sequence[Any], caller: Stream, stream_of: Any) -> None:
+    def __init__(
+        self, roots: Sequence[Any], asked: Sequence[Any], caller: S, stream_of: Callable[[int], S]
+    ) -> None:
         self.caller = self.stream = caller
         self.parent = _compat.autograd_node()
-        self._stream_of_number: Callable[[int], Stream] = stream_of
+        self._stream_of_number = stream_of
         self._roots, self._asked = {id(node) for node in roots}, list(asked)
         self._began: Clock = dict(caller.line.clock)
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
@@ -130,7 +139,7 @@ class Backward:
             merge(line.clock, self._arrivals.get(id(node), {}))
             merge(self.caller.line.clock, line.clock)
 
-    def _stream_of(self, node: Any) -> Stream:
+    def _stream_of(self, node: Any) -> S:
         number = _compat.node_number(node)
         if number >= ACCUMULATES:
             number = self._first_uses.get(id(node), number)

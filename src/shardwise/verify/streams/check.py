@@ -187,9 +187,12 @@ def _patches(simulation: Simulation) -> list[Any]:
     ]
 
 
+_GENERATOR = torch.Generator
+
+
 class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, torch._C.Generator)
+        return isinstance(value, _GENERATOR)
 
 
 class _Generator(torch.Generator, metaclass=_AnyGenerator):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, storage_id, wait_for_collective
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
@@ -338,7 +339,7 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
             for name in {*COLLECTIVES, "allgather_coalesced", "recv_anysource"} & set(vars(kind)):
                 told = collectives.method(name, vars(kind)[name])
                 stack.enter_context(mock.patch.object(kind, name, told))
-        backend_of = dist.ProcessGroup._get_backend
+        backend_of = getattr(dist.ProcessGroup, _compat.BACKEND_OF)
 
         def of_device(group: dist.ProcessGroup, device: torch.device) -> Any:
             if device.type != NAME:
@@ -346,9 +347,9 @@ def told_to(simulation: Simulation) -> Iterator[Collectives]:
             return _Backend(backend_of(group, torch.device("cpu")))
 
         by_device: dict[str, Any] = {
-            "_get_backend": of_device,
-            "_start_coalescing": lambda group, device: collectives.start_coalescing(group),
-            "_end_coalescing": lambda group, device: collectives.end_coalescing(group),
+            _compat.BACKEND_OF: of_device,
+            _compat.START_COALESCING: lambda group, device: collectives.start_coalescing(group),
+            _compat.END_COALESCING: lambda group, device: collectives.end_coalescing(group),
         }
         stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **by_device))
         config_of = dist.get_backend_config

@@ -1,0 +1,117 @@
+"""benchmarks/CLAIMS.md against the documents it quotes, the checks it names and the figures it points to."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CLAIMS, TABLES = ROOT / "benchmarks/CLAIMS.md", ROOT / "benchmarks/TABLES.md"
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def cells(line: str) -> list[str]:
+    """Of a row of a table; a cell's own bars are written as `\\|`."""
+    return [cell.replace(r"\|", "|").strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the table below a heading of CLAIMS.md."""
+    section = CLAIMS.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [cells(line) for line in section.splitlines() if line.startswith("|")][2:]
+
+
+def quoted_claims() -> list[tuple[str, str]]:
+    """All claims, each with the page that makes it."""
+    return [(row[0], row[1]) for heading in ("Checked", "Recorded", "Commands") for row in table(heading)]
+
+
+def missing_checks(named: str) -> list[str]:
+    """Those of the code spans of a cell that are no test, script or target of make."""
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return [check for check in re.findall(r"`([^`]+)`", named) if not exists(check, targets)]
+
+
+def exists(check: str, targets: list[str]) -> bool:
+    if check.startswith("make "):
+        return check.split()[1] in targets
+    path, _, name = check.split()[0].partition("::")
+    if not (ROOT / path).is_file():
+        return False
+    defined = ast.parse((ROOT / path).read_text()).body
+    return not name or any(isinstance(node, ast.FunctionDef) and node.name == name for node in defined)
+
+
+def recorded(where: str) -> str:
+    """A cell of TABLES.md, by section, the beginning of a caption, row and column, between semicolons."""
+    section, caption, row, column = (part.strip() for part in where.split(";"))
+    text = TABLES.read_text().split(f"<!-- begin {section} -->")[1].split(f"<!-- end {section} -->")[0]
+    if caption:
+        text = text.split(f"\n**{caption}")[1]
+    lines = text[text.index("\n|") + 1 :].split("\n\n")[0].splitlines()
+    header, _, *rows = [cells(line) for line in lines]
+    (found,) = [one for one in rows if row in (one[0], ", ".join(one[:2]))]
+    return found[header.index(column)]
+
+
+def differing(figures: str, where: list[str]) -> list[str]:
+    """The figures that are not what the cells begin with, rounded as the figures are."""
+    found = [one.replace(",", "") for one in NUMBER.findall(figures)]
+    measured = [NUMBER.findall(recorded(one))[0].replace(",", "") for one in where]
+    return [
+        f"{figure}, recorded {cell}"
+        for figure, cell in zip(found, measured, strict=True)
+        if figure != f"{float(cell) + 1e-9:.{len(figure.partition('.')[2])}f}"
+    ]
+
+
+def test_every_claim_stands_word_for_word_in_its_page() -> None:
+    assert [(c, page) for c, page in quoted_claims() if c not in one_line((ROOT / page).read_text())] == []
+
+
+def test_every_check_that_is_named_exists() -> None:
+    named = [row[2] for heading in ("Checked", "Commands") for row in table(heading)]
+    assert [cell for cell in named if "`" not in cell] == []
+    assert [missing for cell in named for missing in missing_checks(cell)] == []
+
+
+def test_every_check_was_seen_to_fail() -> None:
+    assert [row[0] for row in table("Checked") if len(row) != 4 or not row[3]] == []
+
+
+@pytest.mark.parametrize("row", table("Recorded"), ids=lambda row: row[0])
+def test_figures_are_those_recorded(row: list[str]) -> None:
+    claim, page, figures, where, command = row
+    text = one_line((ROOT / page).read_text())
+    assert figures in text[text.index(claim) :][: len(claim) + 40]
+    assert differing(figures, re.findall(r"`([^`]+)`", where)) == []
+    assert missing_checks(command) == []
+
+
+def test_tables_on_two_pages_are_equal() -> None:
+    def section(page: str, name: str) -> list[str]:
+        text = (ROOT / page).read_text().split(f"<!-- begin {name} -->")[1]
+        return [line for line in text.split(f"<!-- end {name} -->")[0].splitlines() if line.startswith("|")]
+
+    programs = section("README.md", "tensor_parallel")
+    assert len(programs) > 20
+    assert programs == section("benchmarks/TABLES.md", "tensor_parallel")
+    assert section("README.md", "clients") == section("docs/tasks/other_code.md", "clients")
+
+
+def test_what_does_not_exist_or_fit_is_noticed() -> None:
+    assert missing_checks("`make nothing`, `tests/nowhere.py`, `make test`") == [
+        "make nothing",
+        "tests/nowhere.py",
+    ]
+    assert missing_checks("`tests/test_claims.py::test_no_such`") == ["tests/test_claims.py::test_no_such"]
+    where = ["tensor_parallel;; **right**; torch, as exported"]
+    assert differing("12", where) == []
+    assert differing("13", where) == ["13, recorded 12"]
