@@ -147,7 +147,6 @@ class FSDPModule(ModuleSettings):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # `to`, `to_empty`, `half` and their like replace or move parameters: the sharded ones.
         for group in self._groups():
-            group.abandon_gather()
             group.reshard()
         # Gradients whose dtype the user chose keep it.
         chosen = [param for group in self._groups() for param in group.params if param.chosen_grad_dtype]
