@@ -424,6 +424,10 @@ WRITTEN: dict[str, AnyCase] = {
     "a gather ahead that the user waits for": Own(
         CAST | {"blocks": 4}, gather_that_forward_began_and_the_user_waits_for
     ),
+    "a module that the user gathers while another runs": ROWS | {"amid": ["forward", 1, 0, "unshard"]},
+    "kept memory that the user gathers into": ROWS
+    | {"amid": ["forward", 0, 1, "unshard"], "set": {"set_keep_unsharded_storage": True}},
+    "a gather ahead that the user gives up": CAST | {"blocks": 4, "amid": ["backward", 3, 2, "reshard"]},
     "one root's gathers ahead in another's forward": CAST | AHEAD | {"two_roots": "apart"},
     "one root's gathers ahead in another's forward, contiguous": ROWS | AHEAD | {"two_roots": "apart"},
     "a step of a pipeline stage": Own({}, step_of_a_pipeline_stage),

@@ -194,15 +194,20 @@ class ContiguousGroup(ParamGroup):
     # Changing form
 
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult:
-        self.streams = streams
+        before, self.streams = self.streams, streams
         comm, group = self.settings.all_gather, self.gather_group
         if streams is not None and group is not None:
+            if self.holds_memory and before is None:  # into which a user gathered, beside these streams
+                streams.all_gather.wait_stream(current_stream(self.device))
             if streams.reclaim(self.buffers, keep=1):
                 self.holds_memory = True
+            self.streams = None
             with streams.all_gather:
                 result = self._start_gather(async_op, None)
                 self.streams, result = streams, replace(result, event=record_event(streams.all_gather))
             return result
+        if before is not None and streams is None:
+            before.reclaim(keep=0)  # else the next gather frees the memory that this one is to fill
         if self.refresh_group is not None or group is None:
             self._refresh(comm)
         if group is None:

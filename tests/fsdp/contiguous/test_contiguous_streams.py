@@ -13,12 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import shardwise
 from fsdp.models import sharded_net, step
 from fsdp.test_streams import LoggedAllGather, LoggedReduceScatter, Recorder, on_streams
 from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy
 from shardwise.fsdp.module_state import state_of
+from shardwise.planner.noop_group import noop_world
+from shardwise.verify.streams import DEVICE, simulated
+from shardwise.verify.streams.clocks import Clock, Operation
 
 Log = list[tuple[str, ...]]
 USERS = ("shardwise.fsdp.contiguous", "shardwise.fsdp.contiguous_reduction")
@@ -85,6 +91,27 @@ def test_memory_that_a_gather_reuses_is_waited_for_by_the_stream_that_gathers() 
     log = logged_steps(net(blocks=5))
     waits = log.count(("all_gather", "waits for", "compute"))
     assert waits > len(issued(log, "all-gather")) - 3
+
+
+def test_gathers_run_beside_the_computation_of_the_module_before() -> None:
+    """They follow what used the memory that they are given, which is earlier."""
+    behind = []
+
+    def heard(operation: Operation, clock: Clock) -> None:
+        if operation.stream == "the all-gather stream" and "all_gather" in operation.name:
+            computing = found.simulation.timeline.computation.line
+            behind.append(computing.clock[computing.number] - clock[computing.number])
+
+    with noop_world(2), simulated() as found:
+        model = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(6)))
+        mesh = init_device_mesh(DEVICE, (2,))
+        for module in (*model, model):
+            shardwise.fully_shard(module, mesh=mesh, layout="contiguous")
+        found.simulation.timeline.listener = heard
+        for _ in range(2):
+            model(torch.randn(2, 4, device=DEVICE)).sum().backward()
+    assert len(behind) == 2 * (6 + 5)
+    assert [count > 0 for count in behind].count(False) <= 2, "the first of each forward follows all before"
 
 
 @on_ranks(2)

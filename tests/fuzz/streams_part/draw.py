@@ -88,6 +88,9 @@ def draw(rng: random.Random) -> Case:
             case["pipeline"] = rng.choice(SCHEDULES)
         elif rng.random() < 0.4:
             case["tables"] = True
+    if rng.random() < 0.2:
+        what = rng.choice(["unshard", "unshard_async", "wait", "reshard"])
+        case["amid"] = [rng.choice(["forward", "backward"]), rng.randrange(4), rng.randrange(4), what]
     return mended(case)
 
 
@@ -119,6 +122,10 @@ def mended(case: Case) -> Case:
             case.pop("strategy")
         case.pop("optimizer", None)
         case.pop("clip", None)
+    _, at, other, what = case.get("amid", ("", 0, 1, ""))
+    runs = (at - other) % case.get("blocks", 3) == 0 or "set_unshard_in_backward" in case.get("set", {})
+    if (what == "reshard" and runs) or case.get("optimizer") == "in_backward":  # which steps on other streams
+        case.pop("amid", None)
     if case.get("blocks") == 1 or case.get("two_roots"):
         case.pop("skips", None)
     if case.get("blocks") == 1:

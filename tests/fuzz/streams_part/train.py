@@ -258,6 +258,22 @@ class Run:
         return []
 
     def hooks(self) -> None:
+        blocks = [module for module in self.each() if isinstance(module, Block)]
+        if "amid" in self.case:  # what a user does with another module while one runs
+            when, at, other, what = self.case["amid"]
+            module = blocks[other % len(blocks)]
+
+            def act(*_: Any) -> None:
+                if what == "reshard":
+                    module.reshard()
+                elif (handle := module.unshard(async_op=what != "unshard")) and what == "wait":
+                    handle.wait()
+
+            inner = blocks[at % len(blocks)].up
+            if when == "forward":
+                inner.register_forward_pre_hook(act)
+            else:
+                inner.register_full_backward_pre_hook(act)
         if self.case.get("gradient_hook"):
             for param in self.model.parameters():
                 if param.requires_grad:

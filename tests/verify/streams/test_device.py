@@ -198,6 +198,18 @@ def test_an_asynchronous_collective_is_waited_for_and_a_synchronous_one_is_of_it
     assert "of the process group of 2 ranks" in found
 
 
+def test_an_all_gather_in_place_writes_what_is_of_other_ranks() -> None:
+    def program(*, reads_own: bool) -> None:
+        whole, stream = torch.zeros(16, device=DEVICE), side()
+        stream.wait_stream(current())
+        with stream:
+            (whole[:8] if reads_own else whole[8:]).sum()
+        dist.all_gather_into_tensor(whole, whole[:8])
+
+    assert not races(lambda: program(reads_own=True))
+    assert len(races(lambda: program(reads_own=False))) == 1
+
+
 def test_functional_collectives_are_waited_for_when_they_are_read() -> None:
     def program(*, waits: bool) -> None:
         total = torch.ops._c10d_functional.all_reduce(ones(), "sum", dist.group.WORLD.group_name)

@@ -231,6 +231,8 @@ class Collectives:
             pass
         elif any(word in name for word in _TWO_SIDED) and len(args) > 1:
             written, read = list(tensors_in(args[0])), list(tensors_in(args[1]))
+            if "gather" in name and len(written) == len(read) == 1:
+                written = _all_but(read[0], written[0])
         elif name == "send":
             written = []
         elif name == "recv":
@@ -280,6 +282,16 @@ class Collectives:
             kept = [*tensors, *made]
             self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock), kept
         return on_tensors(result, on_device) if made else args[0]
+
+
+def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
+    """What an all-gather writes: in place it leaves this rank's own part as it is."""
+    begin = part.storage_offset() - whole.storage_offset()
+    end = begin + part.numel()
+    if storage_id(part) != storage_id(whole) or begin < 0 or end > whole.numel():
+        return [whole]
+    flat = whole.reshape(-1)
+    return [flat[:begin], flat[end:]]
 
 
 def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: list[Tensor]) -> None:
