@@ -88,7 +88,7 @@ class FSDPModule(ModuleSettings):
         for group in state.groups:
             group.abandon_gather()
             group.reshard()
-        if state.schedule is not None:
+        if state.schedule is not None and state.schedule.streams is not None:
             state.schedule.follow_computation()  # which waited for a gather that was given up
             state.schedule.free_gathered()
 
