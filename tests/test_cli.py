@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -140,6 +142,15 @@ def test_arguments_that_mean_nothing_exit_2(arguments):
     ended = run("verify", *(["case.py", *arguments] if arguments else []))
     assert ended.exit_code == 2
     assert ended.stderr.startswith("Usage: ")
+
+
+def test_a_wrong_argument_is_refused_before_torch_is_imported() -> None:
+    asks = "import sys\nfrom shardwise.cli import app\ntry: app()\nfinally: print('torch' in sys.modules)"
+    for arguments, imported in ((["--ranks", "0"], False), (["--ranks", "1"], True)):
+        ended = subprocess.run(
+            [sys.executable, "-c", asks, "plan", "no_such_model", *arguments], capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stdout.split()[-1]) == (2, str(imported)), ended.stderr
 
 
 def test_help_says_what_the_exit_status_means():

@@ -152,9 +152,11 @@ STUBS = {
 
 @pytest.mark.parametrize("version", STUBS)
 def test_a_torch_that_will_not_do_is_one_line(version: str, tmp_path: Path) -> None:
-    stub = f"__version__ = {version!r}" if version else "raise ModuleNotFoundError('none', name='torch')"
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(stub)
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = {version!r}")
+    if not version:
+        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None")
     path = os.pathsep.join([str(tmp_path), str(Path(launch.__file__).parents[1])])
     for command in (["-m", "shardwise", "doctor"], ["-c", "import shardwise"]):
         ended = subprocess.run(

@@ -179,7 +179,9 @@ def api_pages() -> Iterator[tuple[str, str]]:
 
 
 def public_names(source: sources.Source) -> list[str]:
-    for node in ast.parse(source.text).body:
+    """`__all__` of a package, or of the stub that says what it imports when asked for."""
+    stub = (ROOT / source.path).with_suffix(".pyi")
+    for node in ast.parse(stub.read_text(encoding="utf-8") if stub.exists() else source.text).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return sorted(ast.literal_eval(node.value), key=str.lower)
     raise LookupError(f"{source.path} has no __all__")

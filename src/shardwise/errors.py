@@ -6,8 +6,6 @@ problem, what was expected, what was found, and what to do about it.
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 
 class ShardwiseError(RuntimeError):
     """Base of every error this library raises on purpose."""
@@ -31,5 +29,7 @@ class CheckpointError(ShardwiseError):
 
 def here() -> str:
     """`rank R` of the calling process, for messages; `rank ?` before initialisation."""
+    import torch.distributed as dist  # the command reports errors without it
+
     known = dist.is_available() and dist.is_initialized()
     return f"rank {dist.get_rank()}" if known else "rank ?"

@@ -6,6 +6,8 @@ supported is refused only where a name that shardwise needs has gone from it.
 
 from __future__ import annotations
 
+import importlib.util
+import runpy
 import sys
 from pathlib import Path
 
@@ -23,23 +25,19 @@ def minor_version(version: str) -> tuple[int, int] | None:
 
 
 def problem() -> str:
-    """Why shardwise cannot run on what `import torch` finds; empty where it can."""
-    try:
-        import torch
-    except ModuleNotFoundError as missing:
-        if missing.name != "torch":
-            raise
+    """Why shardwise cannot run on the torch that is found; empty where it can. Imports only a newer torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return f"shardwise needs torch {WANTED}, and {sys.executable} has none: {_FIX}"
-    version = str(getattr(torch, "__version__", "of no version"))
+    version = str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
     found = minor_version(version)
     if found is None or found < SUPPORTED[0]:
-        return f"shardwise needs torch {WANTED}, found {version} ({torch.__file__}): {_FIX}"
-    try:
-        import shardwise._compat  # noqa: F401
-    except (ImportError, AttributeError) as missing:
-        if found <= SUPPORTED[1]:
-            raise
-        return f"shardwise needs torch {WANTED}, and {version} is too new ({missing}): {_FIX}"
+        return f"shardwise needs torch {WANTED}, found {version} ({spec.origin}): {_FIX}"
+    if found > SUPPORTED[1]:
+        try:
+            import shardwise._compat  # noqa: F401
+        except (ImportError, AttributeError) as missing:
+            return f"shardwise needs torch {WANTED}, and {version} is too new ({missing}): {_FIX}"
     return ""
 
 
