@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,7 +27,7 @@ from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
 from shardwise.tensor_parallel.pretrained import chosen_for
-from shardwise.tensor_parallel.serving import Programs
+from shardwise.tensor_parallel.serving import Programs, choice
 
 transformers.logging.set_verbosity_error()
 
@@ -214,6 +215,57 @@ def test_a_model_without_a_plan_is_cut_by_auto_and_says_so() -> None:
         warnings.simplefilter("error")
         assert chosen_for(model, "auto") == "auto"
         assert chosen_for(model, {"lm_head": "colwise"}) == {"lm_head": "colwise"}
+
+
+def test_what_auto_chose_is_said_with_the_bytes_that_it_leaves() -> None:
+    _, _, steps = exported("llama")  # so small that sending takes longer than computing
+    told = r"'auto' chose to cut nothing, as the fastest .*; rank 0 holds ([\d,]+) of \1 bytes"
+    with pytest.warns(UserWarning, match=told):
+        cut_steps(steps, 0, 2, "auto")
+    columns = dict.fromkeys(["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"], "colwise")
+    prefill, _ = cut_steps(steps, 1, 2, columns)
+    modules = r"colwise: (?:model.layers.\*.mlp.(?:gate|up)_proj(?:, |; )){2}"
+    found = re.search(modules + r"rank 1 holds ([\d,]+) of ([\d,]+) bytes", choice(prefill))
+    assert found is not None
+    here, whole = (int(one.replace(",", "")) for one in found.groups())
+    assert whole - here == 2 * 4 * 48 * 40 // 2
+
+
+ROTATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dynamic": (transformers.LlamaConfig, {"factor": 2.0}),
+    "longrope": (
+        transformers.Phi3Config,
+        {
+            "factor": 2.0,
+            "short_factor": [1.5] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROTATIONS)
+def test_positions_that_change_with_the_length_are_as_for_short_texts_and_refused_for_long(
+    kind: str, tmp_path: Path
+) -> None:
+    config, how = ROTATIONS[kind]
+    asked = {**TEXT, "pad_token_id": 0, "num_hidden_layers": 1, "max_position_embeddings": 16}
+    asked["original_max_position_embeddings"] = 16
+    torch.manual_seed(0)
+    rotations = {"rope_type": kind, "rope_theta": 100.0, **how}
+    model = transformers.AutoModelForCausalLM.from_config(config(**asked, rope_parameters=rotations)).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(3, 50, (2, 6))
+    with torch.no_grad():  # after a long text the model has other frequencies
+        model(torch.randint(3, 50, (1, 24)))
+    for programs in (
+        cut_steps(export_steps(model, prompt, TOKENS), 0, 1, {}),
+        cut_folder(tmp_path, prompt, TOKENS, 0, 1, {}),
+    ):
+        assert torch.equal(together([programs], prompt), whole(model, prompt))
+    limit = f"model.rotary_emb of {type(model).__name__} \\({kind}\\) .* at most 16, found .* of 17"
+    with pytest.raises(ShardingError, match=limit):
+        export_steps(model, prompt, 11)
 
 
 def test_a_model_that_cannot_be_exported_with_a_cache_is_named() -> None:

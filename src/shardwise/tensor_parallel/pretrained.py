@@ -45,8 +45,7 @@ def chosen_for(
     if _plan_of(model):
         return strategies_of(model)
     warnings.warn(
-        f"{type(model).__name__} brings no tensor-parallel plan, so strategies='auto' chooses how it is cut;"
-        " explain() of a program tells what it chose",
+        f"{type(model).__name__} brings no tensor-parallel plan, so strategies='auto' chooses how it is cut",
         stacklevel=3,
     )
     return "auto"

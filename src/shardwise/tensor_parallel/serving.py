@@ -9,8 +9,12 @@ that in the prefill, which keeps what its decoder attends to, and decodes from i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,7 @@ from torch.export import ExportedProgram
 from shardwise import _compat
 from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.explain import explain
 from shardwise.tensor_parallel.package import default_group
 from shardwise.tensor_parallel.pretrained import chosen_for
 from shardwise.tensor_parallel.state import record_of
@@ -70,15 +75,18 @@ def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
     """The whole model's prefill of prompts of `prompt`'s size, and its decode of up to `tokens`. Local.
 
     Raises:
-        ShardingError: torch.export, or the model with a cache of fixed size, cannot do it.
+        ShardingError: torch.export, or the model with a cache of fixed size, cannot do it; or positions whose
+            dynamic frequencies depend on how long a text is.
     """
     step = _Step(model, prompt, tokens)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _fixed_frequencies(model, prompt.shape[1] + tokens):
             prefill = torch.export.export(step, (prompt,), strict=False)
             _compat.check_index_copies(prefill)
             step.prefill = False
             return prefill, torch.export.export(step, (prompt[:, :1],), strict=False)
+    except ShardingError:
+        raise
     except Exception as error:
         told = str(error).strip().partition("\n")[0]
         raise ShardingError(
@@ -115,8 +123,24 @@ def cut_steps(
         strategies = {f"model.{name}": style for name, style in strategies.items()}
     prefill = cut(whole[0], strategies, None)
     fill(prefill)
-    known = record_of(prefill)["strategies"] if isinstance(strategies, str) else strategies
-    return prefill, cut(whole[1], known, prefill)
+    if isinstance(strategies, str):
+        strategies = record_of(prefill)["strategies"]
+        if rank == 0:
+            warnings.warn(choice(prefill), stacklevel=2)
+    return prefill, cut(whole[1], strategies, prefill)
+
+
+def choice(program: ExportedProgram) -> str:
+    """What "auto" chose: modules by style, layers together, and the bytes that it leaves on this rank."""
+    by_style: dict[str, dict[str, None]] = {}
+    for name, style in record_of(program)["strategies"].items():
+        by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name.removeprefix("model."))] = None
+    chosen = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
+    held = explain(program)
+    return (
+        f"strategies='auto' chose {chosen or 'to cut nothing, as the fastest (strategies by module cut)'};"
+        f" rank {held.rank} holds {held.bytes_here:,} of {held.bytes_whole:,} bytes"
+    )
 
 
 @torch.no_grad()
@@ -138,6 +162,40 @@ def cache_bytes(program: ExportedProgram) -> int:
 
 
 # ------------------------------------------------------------ what is exported
+
+
+@contextmanager
+def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
+    """Rotary frequencies of texts of `longest` tokens, where the model would choose them at each call.
+
+    A program chooses nothing by the length of a text.
+
+    Raises:
+        ShardingError: they would change within so long a text; the message names the module and its limit.
+    """
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            kinds = getattr(module, "rope_type", None)
+            by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
+            for key, kind in by_layer.items():
+                if not kind or not ("dynamic" in kind or kind == "longrope"):
+                    continue
+                asked = module.config.rope_parameters
+                asked = asked[key] if key else asked
+                limit = asked.get("original_max_position_embeddings") or module.original_max_seq_len
+                if longest > limit:
+                    raise ShardingError(
+                        f"{name} of {type(model).__name__} ({kind}) changes its frequencies after {limit}"
+                        f" tokens, which a program cannot; expected at most {limit}, found"
+                        f" a prompt and tokens of {longest}. Ask for fewer, or generate with the whole model"
+                    )
+                own = f"{key}_inv_freq" if key else "inv_freq"
+                original = getattr(module, own.replace("inv_freq", "original_inv_freq"))
+                stack.enter_context(mock.patch.dict(module._buffers, {own: original}))
+                fixed = {**by_layer, key: "default"} if key else "default"
+                stack.enter_context(mock.patch.object(module, "rope_type", fixed))
+                by_layer = fixed if isinstance(fixed, dict) else by_layer
+        yield
 
 
 class _Step(nn.Module):
