@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # What a functional collective returns outside of compilers: it waits when it is first read.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 # Tensors of a class with these are no hosts of user's overrides: operators come one level lower.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
@@ -56,6 +57,16 @@ def below_modes() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
     ):
         yield
+
+
+@contextmanager
+def shared_with_thread(mode: Any) -> Iterator[None]:
+    """Enter a dispatch mode of another thread; `with` sets flags of the process, and a thread may end last."""
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()
 
 
 def take_over(tensor: Tensor, other: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    is_in_any_mode_without_ignore_compile_internals,
+    is_in_torch_dispatch_mode,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.errors import ShardwiseError
@@ -364,6 +369,28 @@ def test_another_thread_is_refused() -> None:
         with pytest.raises(ShardwiseError, match="in another thread"):
             races(refused)
     assert not races(lambda: program(lambda: torch.ones(2).add_(1)))
+
+
+def test_a_thread_may_outlive_a_simulation() -> None:
+    """Whose mode would else be one that torch.compile believes to be in ever after, and compile anew."""
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        ended.set()
+        goes_on.wait()
+
+    def program() -> None:
+        thread = threading.Thread(target=waits)
+        thread.start()
+        ended.wait()
+        threads.append(thread)
+
+    threads: list[threading.Thread] = []
+    assert not races(program)
+    found = is_in_torch_dispatch_mode(), is_in_any_mode_without_ignore_compile_internals()
+    goes_on.set()
+    threads[0].join()
+    assert found == (False, False)
 
 
 @pytest.mark.parametrize("read", ["torch.save", "state_dict"])

@@ -139,7 +139,7 @@ def _patches(simulation: Simulation) -> list[Any]:
     to, run_thread = Tensor.to, threading.Thread.run
 
     def run_in_mode(thread: threading.Thread) -> None:
-        with simulation.mode:  # by which tensors that are made there are refused
+        with _compat.shared_with_thread(simulation.mode):  # which refuses tensors that are made there
             run_thread(thread)
 
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
