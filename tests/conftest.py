@@ -12,6 +12,7 @@ from functools import cache
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, start_server
 
@@ -20,6 +21,10 @@ OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat", "tests/shard
 
 
 keep_what_pytest_rewrites()
+settings.register_profile(
+    "suite", deadline=None
+)  # machines are shared: how long an example takes says nothing
+settings.load_profile("suite")
 
 
 def pytest_sessionstart() -> None:

@@ -79,7 +79,7 @@ def test_a_parameter_that_is_part_of_a_buffer_can_be_used_copied_and_saved() -> 
 
 
 @given(st.lists(st.integers(0, 5), max_size=4).map(tuple))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_strides_are_those_of_a_contiguous_tensor(shape: tuple[int, ...]) -> None:
     assert _compat.contiguous_stride(shape) == torch.empty(shape).stride()
 

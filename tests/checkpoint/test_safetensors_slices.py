@@ -139,7 +139,7 @@ def test_what_ranks_write_safetensors_reads_and_ranks_read_again(ranks: RankPool
     ranks(read, tmp_path / "theirs.safetensors", world_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shape=st.lists(st.integers(0, 5), max_size=4).map(tuple), random=st.randoms(use_true_random=False))
 def test_boxes_of_any_shape_land_where_the_whole_tensor_has_them(
     shape: tuple[int, ...], random: Random

@@ -19,7 +19,7 @@ from shardwise.comm.foreach import (
 )
 from shardwise.errors import ShardingError
 
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(max_examples=100)
 FP32, FP64, FP16, BF16, BYTES = torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8
 DTYPES = [FP32, FP64, FP16, BF16]
 

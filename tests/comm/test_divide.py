@@ -94,7 +94,7 @@ def test_a_factor_that_is_not_positive_is_refused(factor: float) -> None:
     factor=st.none() | st.floats(0.01, 1e6),
     force_sum=st.booleans(),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_divisions_and_averages_make_up_the_wanted_divisor(
     shard: int, replicate: int, dtype: torch.dtype, backend: str, factor: float | None, force_sum: bool
 ) -> None:

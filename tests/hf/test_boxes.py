@@ -34,7 +34,7 @@ def conversion_of_boxes(name: str) -> tuple[Tensor, Boxes]:
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_box_of_a_converted_tensor_is_read_as_it_would_be_cut_from_the_whole(
     name: str, data: st.DataObject

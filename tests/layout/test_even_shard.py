@@ -13,7 +13,7 @@ from ranks import on_ranks
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, EvenShard, cover
 
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(max_examples=100)
 Case = tuple[tuple[int, ...], int, int]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.layout import Packing, least_shard_numel, pack
 
-relaxed = settings(deadline=None, max_examples=200)
+relaxed = settings(max_examples=200)
 Shapes = list[tuple[int, ...]]
 
 

@@ -50,7 +50,7 @@ def as_box(marked: np.ndarray) -> Box | None:
     return box if box.numel == len(where) else None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_box_stays_a_box_under_a_reshape_exactly_if_its_elements_are_one(data: st.DataObject) -> None:
     old = data.draw(SIZES)
@@ -65,7 +65,7 @@ def test_a_box_stays_a_box_under_a_reshape_exactly_if_its_elements_are_one(data:
         assert np.array_equal(taken, numbers.reshape(new)[marks(found, new)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_an_empty_box_stays_empty_within_the_new_shape_unless_that_is_a_scalar(data: st.DataObject) -> None:
     old = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
@@ -94,7 +94,7 @@ def test_rows_cut_between_ranks_stay_rows_when_they_are_split_in_two() -> None:
     assert reshape_boxes([columns], old=(4, 6), new=(4, 2, 3)) == [Box((0, 1, 0), (4, 1, 3))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_what_an_index_leaves_of_a_box_lies_where_numpy_puts_its_elements(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 5), max_size=3))
@@ -127,7 +127,7 @@ def test_what_an_index_leaves_of_a_box_lies_where_numpy_puts_its_elements(data: 
     assert np.array_equal(found, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_box_is_expanded_where_its_dims_of_size_one_are(data: st.DataObject) -> None:
     old = data.draw(st.lists(st.integers(1, 3), max_size=3))

@@ -60,7 +60,7 @@ def drawn_placements(draw: random.Random, counts: tuple[int, ...], ndim: int) ->
 cuts_of_a_dim = st.lists(st.tuples(st.sampled_from([None, 1, 2, 3, 5]), st.integers(1, 5)), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=st.integers(0, 40), cuts=cuts_of_a_dim)
 def test_a_dim_is_split_as_chunks_of_its_indices(size: int, cuts: list[tuple[int | None, int]]) -> None:
     expected = {(): torch.arange(size)}

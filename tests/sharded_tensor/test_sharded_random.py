@@ -19,7 +19,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.random import bernoulli, normal_, uniform_
 
-relaxed = settings(deadline=None, max_examples=100)
+relaxed = settings(max_examples=100)
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WORD = (1 << 64) - 1
@@ -113,7 +113,7 @@ def test_the_finaliser_of_these_tests_gives_the_known_first_numbers_of_splitmix6
 
 
 @given(st.one_of(seeds, st.sampled_from([0, -1, 2**63 - 1, -(2**63)])))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_integers_are_those_of_the_stream_that_splitmix64_splits_off(seed: int) -> None:
     words = [word ^ (1 << 63) for word in split_stream(seed, 12)]
     assert uniform((3, 4), seed).flatten().tolist() == [(word >> 11) / 2**53 for word in words]

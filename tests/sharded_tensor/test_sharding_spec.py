@@ -30,7 +30,7 @@ from shardwise.sharded_tensor import (
     infer_sharding_spec,
 )
 
-relaxed = settings(deadline=None, max_examples=80)
+relaxed = settings(max_examples=80)
 FLOATS = TensorProperties()
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple)
 
@@ -104,7 +104,7 @@ def test_a_ragged_spec_gives_the_stated_rows_also_none(
 
 @given(st.integers(0, 2**32))
 @example(0)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_the_inferred_spec_gives_exactly_the_metadata_it_was_inferred_from(seed: int) -> None:
     rng = random.Random(seed)
     shape = torch.Size([rng.randint(0, 6) for _ in range(rng.randint(0, 4))])

@@ -38,7 +38,7 @@ def _taken(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
     return torch.cat([whole.narrow(split.dim, b, e - b) for b, e in held], split.dim)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_cut_seen_in_another_shape_has_the_same_elements_in_the_same_order(data: st.DataObject) -> None:
     old, new = data.draw(shapes())
@@ -53,7 +53,7 @@ def test_a_cut_seen_in_another_shape_has_the_same_elements_in_the_same_order(dat
         assert _taken(whole.view(new), found, rank).flatten().tolist() == one.flatten().tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_cut_along_whole_heads_is_found_again_after_heads_are_merged_and_parted(
     data: st.DataObject,
@@ -68,7 +68,7 @@ def test_a_cut_along_whole_heads_is_found_again_after_heads_are_merged_and_parte
     assert regroup(together, [batch * heads, width], [batch, heads, width]) == split
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=st.integers(0, 40), ranks=st.integers(1, 6))
 def test_an_even_cut_gives_every_element_to_one_rank_and_none_two_more_than_another(
     size: int, ranks: int
@@ -79,7 +79,7 @@ def test_an_even_cut_gives_every_element_to_one_rank_and_none_two_more_than_anot
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_part_of_a_cut_dim_is_cut_as_the_dim_is(data: st.DataObject) -> None:
     split = Split(0, data.draw(cuts(12)))
@@ -91,7 +91,7 @@ def test_a_part_of_a_cut_dim_is_cut_as_the_dim_is(data: st.DataObject) -> None:
         assert _taken(whole[begin:end], part, rank).tolist() == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_rank_finds_elements_where_they_lie_and_units_where_they_are_whole(data: st.DataObject) -> None:
     split = Split(0, data.draw(cuts(12)))

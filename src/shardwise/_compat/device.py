@@ -61,7 +61,7 @@ def below_modes() -> Iterator[None]:
 
 @contextmanager
 def shared_with_thread(mode: Any) -> Iterator[None]:
-    """Enter a dispatch mode of another thread; `with` sets flags of the process, and a thread may end last."""
+    """Enter another thread's dispatch mode; `with` sets flags of the process, and threads may end last."""
     _push_mode(mode)
     try:
         yield
