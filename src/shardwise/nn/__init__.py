@@ -1,5 +1,6 @@
-"""What models compute in less memory than by the functions that it replaces."""
+"""Parts of models: a cross-entropy in less memory, and sequences cut over ranks."""
 
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
+from shardwise.nn.sequence import SequenceCut
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["SequenceCut", "linear_cross_entropy"]

@@ -1,0 +1,185 @@
+"""Sequences in pieces over ranks: each computes its tokens, and in attention some heads of all tokens.
+
+Attention alone sees other tokens. Around it ranks exchange tokens for heads, and heads for tokens after::
+
+    before    queries, keys and values [batch, heads, piece, width] -> [batch, some heads, tokens, width]
+    after     [batch, some heads, tokens, width] -> [batch, heads, piece, width]
+
+by one all-to-all each way, and as many in backward. Each of P ranks sends (P - 1) / P of its queries, keys, values
+and results: the less, the more ranks there are (Jacobs et al. 2023, "DeepSpeed Ulysses").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import ShardingError, here
+
+
+class SequenceCut:
+    """Sequences in pieces, one after another over the ranks of a group; the first ones have a token more.
+
+        cut = SequenceCut(mesh["sp"])
+        ids, targets = cut(ids), cut(targets)                       # [batch, length] -> [batch, piece]
+        attention = cut.attention(F.scaled_dot_product_attention)   # for the model to call
+        loss = cut.mean(cross_entropy(..., reduction="sum"), targets.numel())
+
+    What is shifted against the tokens, such as targets, is shifted before it is cut. Gradients of a mean over
+    all the mesh's ranks, as `fully_shard` makes over a mesh with this group in it, are those of the whole.
+
+    Args:
+        group: the ranks, by their order in it; or a mesh of one dimension.
+
+    Attributes:
+        length: tokens of the sequences that were last cut, the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh) -> None:
+        self.group = group.get_group() if isinstance(group, DeviceMesh) else group
+        self.ranks, self.rank = self.group.size(), dist.get_rank(self.group)
+        self.length = 0
+
+    def __call__(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's piece of a tensor [..., length, ...] that all ranks have. A view, and local."""
+        self.length = whole.shape[dim]
+        return whole.tensor_split(self.ranks, dim)[self.rank]
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """Positions [piece] of this rank's tokens, int64."""
+        begin, end = _shares(self.length, self.ranks)[self.rank]
+        return torch.arange(begin, end, device=device)
+
+    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """A loss whose mean over the ranks is all ranks' totals over all ranks' counts. Collective.
+
+        Args:
+            total: a scalar, the sum of losses of this rank's tokens.
+            count: how many they are.
+        """
+        counted = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+        everywhere: Tensor = collectives.all_reduce(counted, "sum", self.group)
+        return total * (self.ranks / everywhere)
+
+    def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`function` of whole sequences as one of this rank's tokens. Each call is collective.
+
+        Args:
+            function: of queries [..., heads, tokens, width], keys and values, whose heads may be fewer by a
+                factor, to results [..., heads, tokens, width], each head by itself. Its other arguments are
+                of all tokens; tensors of at least four dims with as many heads as queries are cut by heads.
+                A rank without heads does not call it.
+
+        Returns:
+            A function that takes this rank's tokens. Where ranks are more than heads of keys and values,
+            `function` is given as many of those as of queries.
+
+        Raises:
+            ShardingError: by what it returns: other tokens than were cut last, heads of queries that are no
+                multiple of those of keys, or dtypes that differ. Local, and so raised where it is so.
+        """
+
+        def by_heads(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            lengths = self._check(query, key, value)
+            count = query.shape[-3]
+            shares = _heads(count, key.shape[-3], self.ranks)
+            sent = [
+                [query[..., mine, :, :], key[..., used, :, :], value[..., used, :, :]]
+                for mine, used, _ in shares
+            ]
+            mine, used, copies = shares[self.rank]
+            sizes = [(_size(heads), tokens) for tokens in lengths for heads in (mine, used, used)]
+            got = self._exchange(sent, sizes)
+            query, key, value = (torch.cat(got[each::3], -2) for each in range(3))
+            if copies is not None:
+                key, value = key[..., copies, :, :], value[..., copies, :, :]
+
+            def of_own_heads(given: Any) -> Any:
+                by_head = isinstance(given, Tensor) and given.ndim > 3 and given.shape[-3] == count
+                return given[..., mine, :, :] if by_head else given
+
+            if _size(mine):
+                args = tuple(map(of_own_heads, args))
+                kwargs = {name: of_own_heads(given) for name, given in kwargs.items()}
+                found = function(query, key, value, *args, **kwargs)
+            else:
+                found = value[..., :0, :, :]  # for backward, which is collective too
+            results = [[piece] for piece in found.split(lengths, -2)]
+            sizes = [(_size(heads), lengths[self.rank]) for heads, _, _ in shares]
+            return torch.cat(self._exchange(results, sizes), -3)
+
+        return by_heads
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> list[int]:
+        """How many tokens each rank has."""
+        lengths = [end - begin for begin, end in _shares(self.length, self.ranks)]
+        found = [each.shape[-2] for each in (query, key, value)]
+        if found != [lengths[self.rank]] * 3:
+            raise ShardingError(
+                f"{here()}: queries, keys and values have {found} tokens; expected {lengths[self.rank]} of"
+                f" each, of the {self.length} that were cut last over {self.ranks} ranks. Cut what goes into the"
+                " model by this SequenceCut, all of one length"
+            )
+        heads = [each.shape[-3] for each in (query, key, value)]
+        if heads[1] != heads[2] or not heads[1] or heads[0] % heads[1]:
+            raise ShardingError(
+                f"{here()}: queries, keys and values have {heads} heads; expected as many of keys as of"
+                " values, and of queries as many or a multiple"
+            )
+        if not query.dtype == key.dtype == value.dtype:
+            dtypes = ", ".join(str(each.dtype) for each in (query, key, value))
+            raise ShardingError(f"{here()}: queries, keys and values are {dtypes}; convert them to one dtype")
+        return lengths
+
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Send to each rank its tensors; those that come, as many from each, of `sizes` (heads, tokens).
+
+        One all-to-all. Outer dims and widths are the same on all ranks.
+        """
+        outer = [(each.shape[:-3], each.shape[-1]) for each in sent[self.rank]]
+        shapes = [
+            (*outer[i % len(outer)][0], *size, outer[i % len(outer)][1]) for i, size in enumerate(sizes)
+        ]
+        counts = [math.prod(shape) for shape in shapes]
+        step = len(outer)
+        received: Tensor = collectives.all_to_all_single_autograd(
+            torch.cat([each.reshape(-1) for tensors in sent for each in tensors]),
+            [sum(counts[i : i + step]) for i in range(0, len(counts), step)],
+            [sum(each.numel() for each in tensors) for tensors in sent],
+            self.group,
+        )
+        return [part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
+
+
+def _shares(count: int, ranks: int) -> list[tuple[int, int]]:
+    """[begin, end) of each rank, the first ones with one more, as `Tensor.tensor_split` has it."""
+    ends = [rank * (count // ranks) + min(rank, count % ranks) for rank in range(ranks + 1)]
+    return list(pairwise(ends))
+
+
+_Share = tuple[slice, slice, list[int] | None]
+
+
+def _heads(queries: int, keys: int, ranks: int) -> list[_Share]:
+    """For each rank: heads of queries, those of keys that they use, and which of them each uses, if unevenly."""
+    group = queries // keys
+    if keys >= ranks:
+        return [(slice(a * group, b * group), slice(a, b), None) for a, b in _shares(keys, ranks)]
+    found: list[_Share] = []
+    for a, b in _shares(queries, ranks):
+        used = [head // group for head in range(a, b)]
+        first, last = (used[0], used[-1] + 1) if used else (0, 0)
+        found.append((slice(a, b), slice(first, last), [head - first for head in used]))
+    return found
+
+
+def _size(part: slice) -> int:
+    return int(part.stop - part.start)
