@@ -5,5 +5,6 @@ from __future__ import annotations
 from shardwise.hf.adapters import merge
 from shardwise.hf.load import HostMemory, host_memory, load
 from shardwise.hf.save import save
+from shardwise.hf.sequence import cut_sequences
 
-__all__ = ["HostMemory", "host_memory", "load", "merge", "save"]
+__all__ = ["HostMemory", "cut_sequences", "host_memory", "load", "merge", "save"]

@@ -5,8 +5,8 @@ Attention alone sees other tokens. Around it ranks exchange tokens for heads, an
     before    queries, keys and values [batch, heads, piece, width] -> [batch, some heads, tokens, width]
     after     [batch, some heads, tokens, width] -> [batch, heads, piece, width]
 
-by one all-to-all each way, and as many in backward. Each of P ranks sends (P - 1) / P of its queries, keys, values
-and results: the less, the more ranks there are (Jacobs et al. 2023, "DeepSpeed Ulysses").
+by one all-to-all each way, and as many in backward. Each of P ranks sends (P - 1) / P of its queries, keys,
+values and results: the less, the more ranks there are (Jacobs et al. 2023, "DeepSpeed Ulysses").
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class SequenceCut:
         if found != [lengths[self.rank]] * 3:
             raise ShardingError(
                 f"{here()}: queries, keys and values have {found} tokens; expected {lengths[self.rank]} of"
-                f" each, of the {self.length} that were cut last over {self.ranks} ranks. Cut what goes into the"
-                " model by this SequenceCut, all of one length"
+                f" each, of the {self.length} that were cut last over {self.ranks} ranks. Cut what goes into"
+                " the model by this SequenceCut, all of one length"
             )
         heads = [each.shape[-3] for each in (query, key, value)]
         if heads[1] != heads[2] or not heads[1] or heads[0] % heads[1]:
@@ -169,7 +169,7 @@ _Share = tuple[slice, slice, list[int] | None]
 
 
 def _heads(queries: int, keys: int, ranks: int) -> list[_Share]:
-    """For each rank: heads of queries, those of keys that they use, and which of them each uses, if unevenly."""
+    """For each rank: heads of queries, those of keys that they use, and which each uses if uneven."""
     group = queries // keys
     if keys >= ranks:
         return [(slice(a * group, b * group), slice(a, b), None) for a, b in _shares(keys, ranks)]

@@ -1,0 +1,121 @@
+"""Causal language models of transformers on sequences cut over ranks: whole batches in, pieces computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import LifecycleError, ShardingError
+from shardwise.hf.load import library
+from shardwise.nn.sequence import SequenceCut
+
+_IGNORED = -100  # labels that have no part in the loss
+# Kinds of layers that see other tokens in attention alone.
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> SequenceCut:
+    """Let a causal language model take whole batches, and each rank compute a piece of each sequence.
+
+    Every rank is given the same batch. Its logits are those of its tokens, its loss such that the mean over
+    the ranks is the whole batch's; so are gradients that `fully_shard` averages over a mesh with these ranks
+    in it. To be called before the model is compiled. The model stays so.
+
+    Args:
+        model: of transformers, whose attention is by its interface ("sdpa", "flash_attention_2", ...).
+        group: the ranks, by their order in it; or a mesh of one dimension.
+
+    Returns:
+        The cut, for what is computed besides: losses of one's own, metrics.
+
+    Raises:
+        ShardingError: a model of another kind, by name. When it is called: positions or a cache given to it.
+        LifecycleError: when it is called: attention that did not go through the interface.
+    """
+    transformers = library()
+    name, config = type(model).__name__, model.config
+    kind = config._attn_implementation
+    known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    loss = getattr(getattr(model, "loss_function", None), "__name__", None)
+    if kind not in known or others or loss != "ForCausalLMLoss":
+        raise ShardingError(
+            f"{name} has attention {kind!r}, other layers {others} and the loss {loss}; expected attention by"
+            " transformers' interface ('sdpa', 'flash_attention_2', ...), none, and ForCausalLMLoss."
+            " Load it with attn_implementation='sdpa', or cut by shardwise.nn.SequenceCut"
+        )
+    cut = SequenceCut(group)
+    own = f"{kind}_by_heads_of_{cut.group.group_name}"
+    seen: set[Any] = set()
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> Any:
+        seen.add(module)
+        how.pop("position_ids", None)  # of this rank's tokens
+        groups = query.shape[-3] // key.shape[-3]
+
+        def whole(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Tensor:
+            grouped = query.shape[-3] == groups * key.shape[-3]
+            of = module if grouped else _Ungrouped(module)
+            found, _ = known[kind](of, query, key, value, attention_mask, **how)
+            return found.transpose(1, 2)  # type: ignore[no-any-return]
+
+        return cut.attention(whole)(query, key, value, attention_mask=mask).transpose(1, 2), None
+
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    make_mask: Callable[..., Any] = masks[kind]
+
+    def mask(*args: Any, q_length: int, kv_length: int, **how: Any) -> Any:
+        return make_mask(*args, q_length=cut.length, kv_length=cut.length, **how)
+
+    def take_piece(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **given}
+        extra = {key for key in ("position_ids", "past_key_values") if given.get(key) is not None}
+        if extra or len(args) > 2:
+            raise ShardingError(
+                f"{name} was given {', '.join(sorted(extra)) or 'more than two arguments without names'};"
+                " expected input_ids or inputs_embeds, attention_mask and labels of whole sequences. Packed"
+                " sequences and caches cannot be cut"
+            )
+        seen.clear()
+        for key in ("input_ids", "inputs_embeds"):
+            if given.get(key) is not None:
+                given[key] = cut(given[key])
+                given["position_ids"] = cut.positions(given[key].device).unsqueeze(0)
+        if given.get("labels") is not None:
+            labels = F.pad(given["labels"][..., 1:], (0, 1), value=_IGNORED)
+            counted = given.get("num_items_in_batch")
+            counted = (labels != _IGNORED).sum() if counted is None else counted
+            given["labels"] = given["shift_labels"] = cut(labels).contiguous()
+            given["num_items_in_batch"] = counted / cut.ranks
+        return (), given | {"use_cache": False}
+
+    def check(*_: Any) -> None:
+        if len(seen) < config.num_hidden_layers:
+            raise LifecycleError(
+                f"{len(seen)} of {config.num_hidden_layers} layers of {name} asked for attention by the"
+                " interface; others saw a piece of each sequence alone. Cut by shardwise.nn.SequenceCut"
+            )
+
+    known.register(own, attention)
+    masks.register(own, mask)
+    model.set_attn_implementation(own)
+    model.register_forward_pre_hook(take_piece, with_kwargs=True)
+    model.register_forward_hook(check)
+    return cut
+
+
+class _Ungrouped:
+    """A module of attention as it is where each head of queries has its own keys."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
