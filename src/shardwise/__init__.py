@@ -1,13 +1,33 @@
 """Sharded training for PyTorch models too large for one device."""
 
-from importlib import metadata
+from importlib import import_module, metadata
+from typing import Any
 
 import lazy_loader
 
 from shardwise import torch_version  # noqa: F401  # says what is wrong with torch
 
+_PACKAGES = [
+    "checkpoint",
+    "comm",
+    "fsdp",
+    "graph",
+    "hf",
+    "layout",
+    "nn",
+    "optim",
+    "planner",
+    "sharded_tensor",
+    "tensor_parallel",
+    "verify",
+]
 # Imports what `__init__.pyi` names when it is first asked for: the command answers before torch is imported.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_named, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    return import_module(f"{__name__}.{name}") if name in _PACKAGES else _named(name)
+
 
 try:
     __version__ = metadata.version("shardwise")

@@ -1,19 +1,5 @@
 """Public names and where they are defined: `__init__.py` imports each when it is first asked for."""
 
-from . import (
-    checkpoint,
-    comm,
-    fsdp,
-    graph,
-    hf,
-    layout,
-    nn,
-    optim,
-    planner,
-    sharded_tensor,
-    tensor_parallel,
-    verify,
-)
 from .adapters import install, uninstall
 from .comm.join import join
 from .errors import CheckpointError, LifecycleError, RankMismatchError, ShardingError, ShardwiseError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | None:
@@ -85,3 +87,7 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)
     _symmetric_memory.rendezvous(tensor, group=group)
     return tensor
+
+
+# Collectives that autograd and compilers follow have no public module.
+exchange: Callable[[Tensor, list[int], list[int], dist.ProcessGroup], Tensor] = all_to_all_single_autograd

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise import _compat
 from shardwise.errors import ShardingError, here
 
 
@@ -65,8 +65,8 @@ class SequenceCut:
             total: a scalar, the sum of losses of this rank's tokens.
             count: how many they are.
         """
-        counted = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-        everywhere: Tensor = collectives.all_reduce(counted, "sum", self.group)
+        everywhere = torch.tensor(0, dtype=total.dtype, device=total.device) + count
+        dist.all_reduce(everywhere, group=self.group)
         return total * (self.ranks / everywhere)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -150,7 +150,7 @@ class SequenceCut:
         ]
         counts = [math.prod(shape) for shape in shapes]
         step = len(outer)
-        received: Tensor = collectives.all_to_all_single_autograd(
+        received = _compat.exchange(
             torch.cat([each.reshape(-1) for tensors in sent for each in tensors]),
             [sum(counts[i : i + step]) for i in range(0, len(counts), step)],
             [sum(each.numel() for each in tensors) for tensors in sent],

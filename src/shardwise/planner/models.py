@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.launch import place
-from shardwise.nn import linear_cross_entropy
+from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import PUBLISHED, Decoder
 from shardwise.planner.positions import check_positions
 from shardwise.planner.tensor import ROWS, plan_of
