@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -24,6 +23,7 @@ from torch import Tensor, is_grad_enabled, nn
 from shardwise import _compat
 from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
 from shardwise.comm.foreach import Input, Reduction, current_stream, finish_reduction, reduce_scatter
+from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.fast import allocates_as
@@ -148,16 +148,16 @@ class ContiguousReducer(GradReducer):
             params = [param for param, grad in pairs if grad is not None]
         if self.group.orders:
             self.announce(plan, params, of=index)
-        limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
-        if members.numel <= limit or plan.shard_group is None:
-            reduce_input = self._copy_in(members, grads, complete, plan)
-            shard, event = reduce_scatter(reduce_input, plan)
-            inputs = [] if event is None else [(reduce_input, event)]
-            kept = members.staging
-            if kept is not None and kept.storage is not None and reduce_input is kept.buffer:
-                kept.storage.resize_(0)
-        else:
-            shard, inputs = self._reduce_in_slices(members, grads, plan, limit)
+        inputs: Sequence[Input] = ()
+        streams = plan.streams
+        if streams is None:
+            shard = self._reduce_scatter(members, grads, complete, plan)
+        else:  # all of it beside computation, whose next modules do not wait for copies either
+            read = [grad for grad in grads if grad is not None]
+            streams.reduce_scatter.wait_stream(current_stream(plan.device))
+            with streams.reduce_scatter:
+                shard = self._reduce_scatter(members, grads, complete, plan.on_current_stream)
+                inputs = [(read, record_event(streams.reduce_scatter))]
         if plan.ends_with_scatter and not self.partials:
             self._assign(members, params, shard)
             return None
@@ -235,10 +235,13 @@ class ContiguousReducer(GradReducer):
         size = shard.numel() // group.size()
         return shard.narrow(0, group.rank() * size, size).clone()
 
-    def _copy_in(
+    def _reduce_scatter(
         self, members: _Members, grads: list[Tensor | None], complete: bool, plan: Reduction
     ) -> Tensor:
-        """The gradients where their parameters lie, in the reduction's dtype, in one batched copy."""
+        """The reduced shard: gradients are copied where their parameters lie, in the reduction's dtype."""
+        limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
+        if members.numel > limit and plan.shard_group is not None:
+            return self._reduce_in_slices(members, grads, plan, limit)
         found: Any = grads
         staging = members.staging
         if staging is None or staging.plan is not plan:
@@ -255,7 +258,10 @@ class ContiguousReducer(GradReducer):
             found = [grad for grad in grads if grad is not None]
         _compat.foreach_copy(targets, found)
         del grads[:]
-        return staging.buffer
+        shard, _ = reduce_scatter(staging.buffer, plan)
+        if staging.storage is not None:
+            staging.storage.resize_(0)
+        return shard
 
     def _staging(self, members: _Members, plan: Reduction) -> _Staging:
         """The reduction's input, and the gradients' places in it.
@@ -268,35 +274,28 @@ class ContiguousReducer(GradReducer):
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
         made = _Staging(buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
-        if plan.streams is None and plan.shard_ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
+        if plan.shard_ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
             made.storage, made.plan = buffer.untyped_storage(), plan
             members.staging = made
         return made
 
     def _reduce_in_slices(
         self, members: _Members, grads: list[Tensor | None], plan: Reduction, limit: int
-    ) -> tuple[Tensor, list[Input]]:
-        """Reduce-scatter the same range of every rank's shard at a time; the shard, and what is in flight."""
+    ) -> Tensor:
+        """Reduce-scatter the same range of every rank's shard at a time."""
         ranks = plan.shard_ranks
         width = members.numel // ranks
         step = max(1, limit // ranks)
-        # Of the stream that writes it, which goes on with it after this returns.
-        with nullcontext() if plan.streams is None else plan.streams.reduce_scatter:
-            shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
+        shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]
-        pending: list[Input] = []
         for begin in range(0, width, step):
             size = min(step, width - begin)
-            while len(pending) > 1:  # accelerators: at most two slices in flight
-                current_stream(plan.device).wait_event(pending.pop(0)[1])
             reduce_input = plan.comm.allocate((ranks * size,), dtype=plan.dtype, device=plan.device)
             _fill_slice(reduce_input, sources, ranks=ranks, width=width, begin=begin, size=size)
-            _, event = reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
-            if event is not None:
-                pending.append((reduce_input, event))
-        return shard, pending
+            reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
+        return shard
 
 
 def _fill_slice(
