@@ -164,6 +164,7 @@ class ContiguousGroup(ParamGroup):
         if streams is None:
             super()._make_unsharded(None)
         else:
+            streams.reclaim(keep=1)  # first, as making allocates
             with streams.all_gather:
                 super()._make_unsharded(streams)
 

@@ -56,13 +56,13 @@ class _Members:
 
 @dataclass
 class _Staging:
-    """The input of a segment's reduction."""
+    """The input of a segment's reduction, or memory for slices of it, one after another."""
 
+    plan: Reduction  # for which it may be used again
     buffer: Tensor
-    targets: list[Tensor]  # where each gradient goes
+    targets: list[Tensor]  # where each gradient goes; of slices none
     gaps: list[Tensor]  # padding
     storage: torch.UntypedStorage | None = None  # freed after use, if the buffer is used again
-    plan: Reduction | None = None  # for which it may be used again
 
 
 # A segment's index and gradients, by parameter, None where there is none; and has every parameter one, of the
@@ -148,16 +148,22 @@ class ContiguousReducer(GradReducer):
             params = [param for param, grad in pairs if grad is not None]
         if self.group.orders:
             self.announce(plan, params, of=index)
+        staging = members.staging
+        if staging is None or staging.plan is not plan:
+            staging = self._staging(members, plan)
+        if staging.storage is not None:
+            staging.storage.resize_(staging.buffer.nbytes)
         inputs: Sequence[Input] = ()
         streams = plan.streams
         if streams is None:
-            shard = self._reduce_scatter(members, grads, complete, plan)
-        else:  # all of it beside computation, whose next modules do not wait for copies either
-            read = [grad for grad in grads if grad is not None]
+            shard = self._reduce_scatter(members, grads, complete, staging)
+        else:  # beside computation, copies too
+            read = [staging.buffer, *(grad for grad in grads if grad is not None)]
             streams.reduce_scatter.wait_stream(current_stream(plan.device))
             with streams.reduce_scatter:
-                shard = self._reduce_scatter(members, grads, complete, plan.on_current_stream)
-                inputs = [(read, record_event(streams.reduce_scatter))]
+                shard = self._reduce_scatter(members, grads, complete, staging)
+                inputs = ((read, record_event(streams.reduce_scatter)),)
+        del staging  # whose memory streams keep in `inputs`
         if plan.ends_with_scatter and not self.partials:
             self._assign(members, params, shard)
             return None
@@ -236,18 +242,16 @@ class ContiguousReducer(GradReducer):
         return shard.narrow(0, group.rank() * size, size).clone()
 
     def _reduce_scatter(
-        self, members: _Members, grads: list[Tensor | None], complete: bool, plan: Reduction
+        self, members: _Members, grads: list[Tensor | None], complete: bool, staging: _Staging
     ) -> Tensor:
-        """The reduced shard: gradients are copied where their parameters lie, in the reduction's dtype."""
-        limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
-        if members.numel > limit and plan.shard_group is not None:
-            return self._reduce_in_slices(members, grads, plan, limit)
+        """Copy gradients to where their parameters lie, in the reduction's dtype, and reduce them to a shard.
+
+        On the current stream. Consumes `grads`.
+        """
+        plan = staging.plan.on_current_stream
+        if not staging.targets:
+            return self._reduce_in_slices(members, grads, staging.buffer, plan)
         found: Any = grads
-        staging = members.staging
-        if staging is None or staging.plan is not plan:
-            staging = self._staging(members, plan)
-        if staging.storage is not None:
-            staging.storage.resize_(staging.buffer.nbytes)
         targets = staging.targets
         if complete:
             for gap in staging.gaps:
@@ -264,35 +268,38 @@ class ContiguousReducer(GradReducer):
         return shard
 
     def _staging(self, members: _Members, plan: Reduction) -> _Staging:
-        """The reduction's input, and the gradients' places in it.
+        """The reduction's input, and the gradients' places in it; or of a slice of it, if it is large.
 
         Kept from step to step, without its memory, where the reduction has ended with the call and its
         result is another buffer.
         """
+        limit, ranks = self.group.settings.staging_bytes // plan.dtype.itemsize, plan.shard_ranks
+        if members.numel > max(1, limit) and plan.shard_group is not None:
+            size = (max(1, limit // ranks) * ranks,)
+            return _Staging(plan, plan.comm.allocate(size, dtype=plan.dtype, device=plan.device), [], [])
         buffer = plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device)
         targets = [
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
-        made = _Staging(buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
-        if plan.shard_ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
-            made.storage, made.plan = buffer.untyped_storage(), plan
+        made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
+        if plan.streams is None and ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
+            made.storage = buffer.untyped_storage()
             members.staging = made
         return made
 
     def _reduce_in_slices(
-        self, members: _Members, grads: list[Tensor | None], plan: Reduction, limit: int
+        self, members: _Members, grads: list[Tensor | None], staging: Tensor, plan: Reduction
     ) -> Tensor:
         """Reduce-scatter the same range of every rank's shard at a time."""
         ranks = plan.shard_ranks
-        width = members.numel // ranks
-        step = max(1, limit // ranks)
+        width, step = members.numel // ranks, staging.numel() // ranks
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]
         for begin in range(0, width, step):
             size = min(step, width - begin)
-            reduce_input = plan.comm.allocate((ranks * size,), dtype=plan.dtype, device=plan.device)
+            reduce_input = staging.narrow(0, 0, ranks * size)
             _fill_slice(reduce_input, sources, ranks=ranks, width=width, begin=begin, size=size)
             reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
         return shard
