@@ -111,7 +111,7 @@ def test_forward_gathers_run_beside_the_computation_of_the_module_before() -> No
         for _ in range(2):
             before = len(behind)
             loss = model(torch.randn(2, 4, device=DEVICE)).sum()
-            first, *others = behind[before:]
+            _, *others = behind[before:]
             assert len(others) == 5
             assert all(others), "the first follows all before"
             loss.backward()
