@@ -241,7 +241,6 @@ RECOMPUTED: dict[str, Any] = {"checkpointing": "full"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
     "recomputed": RECOMPUTED,
-    "recomputed, 4 micro-batches": RECOMPUTED | {"accumulation": 4},
     "recomputed, 4 reduced once": RECOMPUTED | {"accumulation": 4, "reduce_once": True},
     "recomputed, 2048 tokens": RECOMPUTED | {"sequence": 2048},
 }
@@ -257,11 +256,11 @@ TITLE = (
     " computation, in slices; what the end of backward waits for then includes the last groups' copies"
 )
 WHY = (
-    "Reserved above FSDP2's, and the same with 8 blocks fewer to 8 more. As much is alive at the peak; whether"
+    "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As much is alive at the peak; whether"
     " a segment of the size of logits or of an embedding's gradient is whole when one is needed depends on the"
     " depth"
 )
-NEARBY = 8
+NEARBY = 4
 
 
 @dataclass(frozen=True)
