@@ -250,15 +250,16 @@ CASES = {  # by model: ranks, settings
 }
 ABOVE = 1.0005  # what the table shows as more than 1.000
 TITLE = (
-    "FSDP2, and ratios to it, simulated on {hardware}. GiB: reserved at the peak, by the default allocator;"
-    " exp.: with expandable segments. Exposed: what computation waits for communication; + copies: and for"
-    " copies to and from what is communicated, which block it too. Contiguous, gradients are copied beside"
-    " computation, in slices; what the end of backward waits for then includes the last groups' copies"
+    "FSDP2, and ratios to it, simulated on {hardware}. GiB: reserved at the peak, by the default"
+    " allocator; exp.: with expandable segments. Exposed: what computation waits for communication; +"
+    " copies: and for copies to and from what is communicated, which block it too. Contiguous, gradients"
+    " are copied beside computation, in slices; what the end of backward waits for then includes the last"
+    " groups' copies"
 )
 WHY = (
-    "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As much is alive at the peak; whether"
-    " a segment of the size of logits or of an embedding's gradient is whole when one is needed depends on the"
-    " depth"
+    "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As much is alive at the peak;"
+    " whether a segment of the size of logits or of an embedding's gradient is whole when one is needed"
+    " depends on the depth"
 )
 NEARBY = 4
 
