@@ -9,7 +9,7 @@ what is issued to them. The same allocator and the same hardware then take eithe
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from results import Table, add_output_arguments, machine_facts, ratio, report
+from results import Table, add_output_arguments, machine_facts, ratio, report, spread, with_spread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -187,21 +187,22 @@ class Figures:
         return self.exposed + self.copies
 
 
-def recorded(model: Model, setup: Setup, library: Library) -> Recording:
-    """All blocks, of which a few are run where they do the same."""
+def recorded(model: Model, setup: Setup, library: Library, depths: Sequence[int] = ()) -> list[Recording]:
+    """With as many blocks as the model has, or so many; a few are run where all do the same."""
+    depths = depths or (model.layers,)
     for number in (FEW, 6, RECORDED):
-        if model.layers <= number + 1:
+        if min(depths) <= number + 1:
             break
         few, more = (record(model, setup, layers=number + i, library=library) for i in (0, 1))
         with suppress(NotRegular):
-            return unroll(few, more, model.layers)
-    return record(model, setup, layers=model.layers, library=library)
+            return [unroll(few, more, depth) for depth in depths]
+    return [record(model, setup, layers=depth, library=library) for depth in depths]
 
 
 def figures_of(recording: Recording, setup: Setup, device: Hardware) -> Figures:
     """What the planner's models make of a recording."""
     times = time_of(recording, device, setup.accumulation)
-    reserved, expandable = (measure.allocated(recording, expandable=one).peak for one in (False, True))
+    reserved, expandable = reserved_bytes(recording)
     sent = measure.sent(recording, setup.accumulation)
     seconds = {True: 0.0, False: 0.0}  # is it a copy?
     for place, event, often in measure.last_step(recording, setup.accumulation):
@@ -223,70 +224,114 @@ def figures_of(recording: Recording, setup: Setup, device: Hardware) -> Figures:
     )
 
 
+def reserved_bytes(recording: Recording) -> tuple[int, int]:
+    """By the default allocator, and with expandable segments."""
+    default, expandable = (measure.allocated(recording, expandable=one).peak for one in (False, True))
+    return default, expandable
+
+
 PEER = "FSDP2"
 LIBRARIES: dict[str, tuple[Library, dict[str, Any]]] = {  # by column, each with more of its setup
     PEER: (FSDP2, {}),
     "interleaved": (SHARDWISE, {"layout": "interleaved"}),
     "contiguous": (SHARDWISE, {"layout": "contiguous"}),
 }
+HARDWARE = "h100"
 RECOMPUTED: dict[str, Any] = {"checkpointing": "full"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
-    "selective": {"checkpointing": "selective"},
     "recomputed": RECOMPUTED,
-    "recomputed, kept gathered": RECOMPUTED | {"reshard_after_forward": False},
-    "recomputed, HSDP": RECOMPUTED | {"replicas": 8},
-    "recomputed, 4 micro-batches": RECOMPUTED | {"accumulation": 4},
     "recomputed, 4 reduced once": RECOMPUTED | {"accumulation": 4, "reduce_once": True},
-    "recomputed, chunked loss": RECOMPUTED | {"loss": "chunked"},
     "recomputed, 2048 tokens": RECOMPUTED | {"sequence": 2048},
-    "recomputed, AdamW foreach": RECOMPUTED | {"optimizer": "AdamW"},
-    "2048 tokens": {"sequence": 2048},
 }
-RANKS = {"llama3-8b": (8, 64, 512), "llama3-70b": (64, 512)}
+CASES = {  # by model: ranks, settings
+    "llama3-8b": ((8, 64, 512), list(SETTINGS)),
+    "llama3-70b": ((64, 512), list(SETTINGS)[:-1]),
+}
+ABOVE = 1.0005  # what the table shows as more than 1.000
+TITLE = (
+    "FSDP2, and ratios to it, simulated on {hardware}. GiB: reserved at the peak, by the default"
+    " allocator; exp.: with expandable segments. Exposed: what computation waits for communication; +"
+    " copies: and for copies to and from what is communicated, which block it too. Contiguous, gradients"
+    " are copied beside computation, in slices; what the end of backward waits for then includes the last"
+    " groups' copies"
+)
+WHY = (
+    "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As much is alive at the peak;"
+    " whether a segment of the size of logits or of an embedding's gradient is whole when one is needed"
+    " depends on the depth"
+)
+NEARBY = 4
 
 
-def measured(model: str, column: str, setting: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one column in one setting."""
-    library, more = LIBRARIES[column]
-    setup = Setup(**(setting | more))
-    asked = model_of(model, sequence=setup.sequence)
-    return asdict(figures_of(recorded(asked, setup, library), setup, hardware_of("h100")))
+@dataclass(frozen=True)
+class Case:
+    model: str
+    ranks: int
+    setting: str
+
+    def run(self, column: str, *, nearby: int = 0) -> tuple[list[Recording], Setup]:
+        library, more = LIBRARIES[column]
+        setup = Setup(**({"ranks": self.ranks, "sequence": 8192} | SETTINGS[self.setting] | more))
+        model = model_of(self.model, sequence=setup.sequence)
+        depths = range(model.layers - nearby, model.layers + nearby + 1)
+        return recorded(model, setup, library, depths), setup
+
+    def figures(self, column: str) -> Figures:
+        (recording,), setup = self.run(column)
+        return figures_of(recording, setup, hardware_of(HARDWARE))
+
+    def reserved_nearby(self, column: str) -> list[int]:
+        return [reserved_bytes(one)[0] for one in self.run(column, nearby=NEARBY)[0]]
 
 
-def measure_cases(jobs: int) -> list[dict[str, Any]]:
-    cases = []
+Measured = dict[Case, dict[str, Figures]]
+Nearby = dict[Case, dict[str, list[int]]]
+
+
+def measure_cases(jobs: int) -> tuple[Measured, Nearby]:
+    cases = [Case(model, *one) for model, both in CASES.items() for one in itertools.product(*both)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        started = []
-        for model, ranks in RANKS.items():
-            for (name, setting), count in itertools.product(SETTINGS.items(), ranks):
-                if count // setting.get("replicas", 1) < 8:
-                    continue
-                setup = {"ranks": count, "sequence": 8192} | setting
-                runs = {column: pool.submit(measured, model, column, setup) for column in LIBRARIES}
-                started.append(({"model": model, "ranks": count, "setting": name}, runs))
-        for case, runs in started:
-            cases.append(case | {"figures": {column: run.result() for column, run in runs.items()}})
-            print(case, file=sys.stderr)
-    return cases
+        runs = {one: {column: pool.submit(one.figures, column) for column in LIBRARIES} for one in cases}
+        measured: Measured = {}
+        for case, by_column in runs.items():
+            measured[case] = {column: run.result() for column, run in by_column.items()}
+            print(case, file=sys.stderr, flush=True)
+        again = {one: [PEER, *found] for one, by_column in measured.items() if (found := above(by_column))}
+        looked = {
+            one: {c: pool.submit(one.reserved_nearby, c) for c in found} for one, found in again.items()
+        }
+        return measured, {one: {c: run.result() for c, run in found.items()} for one, found in looked.items()}
 
 
-def tables(cases: list[dict[str, Any]]) -> list[Table]:
+def above(by_column: dict[str, Figures]) -> list[str]:
+    """The layouts that reserve more than FSDP2."""
+    most = ABOVE * by_column[PEER].reserved_bytes
+    return [column for column, mine in by_column.items() if mine.reserved_bytes > most]
+
+
+def tables(measured: Measured, nearby: Nearby) -> list[Table]:
     header = ["case", "ranks", "GiB", "exposed ms", "+ copies ms", "step ms"]
     for column in list(LIBRARIES)[1:]:
         header += [f"{column}: GiB", "exp.", "exposed", "+ copies", "step"]
-    rows = []
-    for case in cases:
-        peer = case["figures"][PEER]
-        row = [f"{case['model']} {case['setting']}", str(case["ranks"])]
-        row += [f"{peer['reserved_bytes'] / 2**30:.2f}{'' if peer['fits'] else ' (too much)'}"]
-        row += [f"{1e3 * peer[name]:.1f}" for name in ("exposed", "unhidden", "step")]
+    rows, more = [], []
+    for case, by_column in measured.items():
+        peer = by_column[PEER]
+        names = [f"{case.model} {case.setting}".strip(), str(case.ranks)]
+        row = [*names, f"{peer.reserved_bytes / 2**30:.2f}{'' if peer.fits else ' (too much)'}"]
+        row += [f"{1e3 * getattr(peer, name):.1f}" for name in ("exposed", "unhidden", "step")]
         for column in list(LIBRARIES)[1:]:
-            mine = case["figures"][column]
             for name in ("reserved_bytes", "expandable_bytes", "exposed", "unhidden", "step"):
-                row.append(ratio(mine[name], peer[name]))
+                row.append(ratio(getattr(by_column[column], name), getattr(peer, name)))
         rows.append(row)
-    return [Table("beside FSDP2", header, rows)]
+        for column, sizes in nearby.get(case, {}).items():
+            if column != PEER:
+                ratios = [mine / its for mine, its in zip(sizes, nearby[case][PEER], strict=True)]
+                found = ratio(by_column[column].reserved_bytes, peer.reserved_bytes)
+                more.append([*names, column, found, with_spread(spread(ratios), digits=3)])
+    made = [Table(TITLE.format(hardware=hardware_of(HARDWARE).name), header, rows)]
+    told = ["case", "ranks", "layout", "ratio", "median [least..greatest]"]
+    return made + ([Table(WHY, told, more)] if more else [])
 
 
 def main() -> None:
@@ -294,9 +339,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="cases measured at a time")
     add_output_arguments(parser)
     options = parser.parse_args()
-    cases = measure_cases(options.jobs)
-    figures = {"facts": machine_facts(), "cases": cases}
-    report("beside_fsdp2", figures, tables(cases), options)
+    measured, nearby = measure_cases(options.jobs)
+    listed = [
+        {**asdict(case), "figures": {column: asdict(one) for column, one in found.items()}}
+        for case, found in measured.items()
+    ]
+    figures = {"facts": machine_facts(), "cases": listed}
+    report("beside_fsdp2", figures, tables(measured, nearby), options)
 
 
 if __name__ == "__main__":

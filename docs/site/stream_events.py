@@ -189,7 +189,7 @@ def words_for(step: Step) -> str:
     if kind == "wait for":
         return f"copy out {block}"
     if kind == "reduce":
-        if "computing" in stream:
+        if "computing" in stream or name in ("_foreach_copy_", "zero_"):
             return f"stage {block}"
         if "scatter" in name or "reduce" in name:
             return f"{'reduce' if 'scatter' in name else 'all-reduce'} {block}"

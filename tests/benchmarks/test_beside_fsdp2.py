@@ -40,7 +40,8 @@ def recording(column: str, **changes: Any) -> tuple[Any, Setup]:
 
     library, more = LIBRARIES[column]
     setup = replace(SETUP, **(changes | more))
-    return recorded(model(), setup, library), setup
+    (made,) = recorded(model(), setup, library)
+    return made, setup
 
 
 def figures(column: str, **changes: Any) -> Any:

@@ -206,7 +206,7 @@ class Reduction:
         return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
 
-Input = tuple[Tensor, torch.Event]  # of a reduce-scatter, and when it may be freed
+Input = tuple[Sequence[Tensor], torch.Event]  # what a reduction reads, and when it may be freed
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class ReduceResult:
 
     shard: Tensor | None  # 1-D sharded gradient in result_dtype; None if only accumulated
     partial: Tensor | None  # reduce-scattered but not yet all-reduced, for the next backward
-    inputs: Sequence[Input]  # accelerator: of the reduce-scatter
+    inputs: Sequence[Input]  # accelerator: what it reads of other streams' memory
     staged: Tensor  # the shard in the reduction's dtype
     added: Tensor | None  # what an earlier reduction left, and was added to it
     # On which `shard` was made. Whoever works on with it does so there, and records an event after that.
@@ -275,7 +275,7 @@ def foreach_reduce(
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
     rows.clear()
     shard, event = reduce_scatter(reduce_input, how)
-    inputs = () if event is None else ((reduce_input, event),)
+    inputs = () if event is None else (((reduce_input,), event),)
     return finish_reduction(shard, how, inputs=inputs, partial=partial)
 
 

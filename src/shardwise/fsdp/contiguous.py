@@ -193,14 +193,16 @@ class ContiguousGroup(ParamGroup):
 
     # Changing form
 
+    def _make_room(self, streams: CommStreams) -> None:
+        if streams.reclaim(self.buffers, keep=1):
+            self.holds_memory = True
+
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult:
         before, self.streams = self.streams, streams
         comm, group = self.settings.all_gather, self.gather_group
         if streams is not None and group is not None:
             if self.holds_memory and before is None:  # into which a user gathered, beside these streams
                 streams.all_gather.wait_stream(current_stream(self.device))
-            if streams.reclaim(self.buffers, keep=1):
-                self.holds_memory = True
             self.streams = None
             with streams.all_gather:
                 result = self._start_gather(async_op, None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -24,6 +23,7 @@ from torch import Tensor, is_grad_enabled, nn
 from shardwise import _compat
 from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
 from shardwise.comm.foreach import Input, Reduction, current_stream, finish_reduction, reduce_scatter
+from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.fast import allocates_as
@@ -56,13 +56,13 @@ class _Members:
 
 @dataclass
 class _Staging:
-    """The input of a segment's reduction."""
+    """The input of a segment's reduction, or memory for slices of it, one after another."""
 
+    plan: Reduction  # for which it may be used again
     buffer: Tensor
-    targets: list[Tensor]  # where each gradient goes
+    targets: list[Tensor]  # where each gradient goes; of slices none
     gaps: list[Tensor]  # padding
     storage: torch.UntypedStorage | None = None  # freed after use, if the buffer is used again
-    plan: Reduction | None = None  # for which it may be used again
 
 
 # A segment's index and gradients, by parameter, None where there is none; and has every parameter one, of the
@@ -148,16 +148,22 @@ class ContiguousReducer(GradReducer):
             params = [param for param, grad in pairs if grad is not None]
         if self.group.orders:
             self.announce(plan, params, of=index)
-        limit = self.group.settings.staging_bytes // plan.dtype.itemsize or 1
-        if members.numel <= limit or plan.shard_group is None:
-            reduce_input = self._copy_in(members, grads, complete, plan)
-            shard, event = reduce_scatter(reduce_input, plan)
-            inputs = [] if event is None else [(reduce_input, event)]
-            kept = members.staging
-            if kept is not None and kept.storage is not None and reduce_input is kept.buffer:
-                kept.storage.resize_(0)
-        else:
-            shard, inputs = self._reduce_in_slices(members, grads, plan, limit)
+        staging = members.staging
+        if staging is None or staging.plan is not plan:
+            staging = self._staging(members, plan)
+        if staging.storage is not None:
+            staging.storage.resize_(staging.buffer.nbytes)
+        inputs: Sequence[Input] = ()
+        streams = plan.streams
+        if streams is None:
+            shard = self._reduce_scatter(members, grads, complete, staging)
+        else:  # beside computation, copies too
+            read = [staging.buffer, *(grad for grad in grads if grad is not None)]
+            streams.reduce_scatter.wait_stream(current_stream(plan.device))
+            with streams.reduce_scatter:
+                shard = self._reduce_scatter(members, grads, complete, staging)
+                inputs = ((read, record_event(streams.reduce_scatter)),)
+        del staging  # whose memory streams keep in `inputs`
         if plan.ends_with_scatter and not self.partials:
             self._assign(members, params, shard)
             return None
@@ -235,16 +241,17 @@ class ContiguousReducer(GradReducer):
         size = shard.numel() // group.size()
         return shard.narrow(0, group.rank() * size, size).clone()
 
-    def _copy_in(
-        self, members: _Members, grads: list[Tensor | None], complete: bool, plan: Reduction
+    def _reduce_scatter(
+        self, members: _Members, grads: list[Tensor | None], complete: bool, staging: _Staging
     ) -> Tensor:
-        """The gradients where their parameters lie, in the reduction's dtype, in one batched copy."""
+        """Copy gradients to where their parameters lie, in the reduction's dtype, and reduce them to a shard.
+
+        On the current stream. Consumes `grads`.
+        """
+        plan = staging.plan.on_current_stream
+        if not staging.targets:
+            return self._reduce_in_slices(members, grads, staging.buffer, plan)
         found: Any = grads
-        staging = members.staging
-        if staging is None or staging.plan is not plan:
-            staging = self._staging(members, plan)
-        if staging.storage is not None:
-            staging.storage.resize_(staging.buffer.nbytes)
         targets = staging.targets
         if complete:
             for gap in staging.gaps:
@@ -255,48 +262,47 @@ class ContiguousReducer(GradReducer):
             found = [grad for grad in grads if grad is not None]
         _compat.foreach_copy(targets, found)
         del grads[:]
-        return staging.buffer
+        shard, _ = reduce_scatter(staging.buffer, plan)
+        if staging.storage is not None:
+            staging.storage.resize_(0)
+        return shard
 
     def _staging(self, members: _Members, plan: Reduction) -> _Staging:
-        """The reduction's input, and the gradients' places in it.
+        """The reduction's input, and the gradients' places in it; or of a slice of it, if it is large.
 
         Kept from step to step, without its memory, where the reduction has ended with the call and its
         result is another buffer.
         """
+        limit, ranks = self.group.settings.staging_bytes // plan.dtype.itemsize, plan.shard_ranks
+        if members.numel > max(1, limit) and plan.shard_group is not None:
+            size = (max(1, limit // ranks) * ranks,)
+            return _Staging(plan, plan.comm.allocate(size, dtype=plan.dtype, device=plan.device), [], [])
         buffer = plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device)
         targets = [
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
-        made = _Staging(buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
-        if plan.streams is None and plan.shard_ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
-            made.storage, made.plan = buffer.untyped_storage(), plan
+        made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
+        if plan.streams is None and ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
+            made.storage = buffer.untyped_storage()
             members.staging = made
         return made
 
     def _reduce_in_slices(
-        self, members: _Members, grads: list[Tensor | None], plan: Reduction, limit: int
-    ) -> tuple[Tensor, list[Input]]:
-        """Reduce-scatter the same range of every rank's shard at a time; the shard, and what is in flight."""
+        self, members: _Members, grads: list[Tensor | None], staging: Tensor, plan: Reduction
+    ) -> Tensor:
+        """Reduce-scatter the same range of every rank's shard at a time."""
         ranks = plan.shard_ranks
-        width = members.numel // ranks
-        step = max(1, limit // ranks)
-        # Of the stream that writes it, which goes on with it after this returns.
-        with nullcontext() if plan.streams is None else plan.streams.reduce_scatter:
-            shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
+        width, step = members.numel // ranks, staging.numel() // ranks
+        shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]
-        pending: list[Input] = []
         for begin in range(0, width, step):
             size = min(step, width - begin)
-            while len(pending) > 1:  # accelerators: at most two slices in flight
-                current_stream(plan.device).wait_event(pending.pop(0)[1])
-            reduce_input = plan.comm.allocate((ranks * size,), dtype=plan.dtype, device=plan.device)
+            reduce_input = staging.narrow(0, 0, ranks * size)
             _fill_slice(reduce_input, sources, ranks=ranks, width=width, begin=begin, size=size)
-            _, event = reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
-            if event is not None:
-                pending.append((reduce_input, event))
-        return shard, pending
+            reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
+        return shard
 
 
 def _fill_slice(

@@ -5,9 +5,8 @@
                        parameters are views of them, made once
 
 A group is in one of three forms: SHARDED, UNSHARDED, or (between forward and backward, if
-`reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. A layout says where parameters
-lie and how a gather fills the unsharded buffers: `interleaved.py` copies every parameter out of what was
-gathered, in `contiguous.py` that is the unsharded buffer. When any of this happens, `state.py` decides.
+`reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. Where parameters lie and how a
+gather fills the unsharded buffers a layout says (`interleaved.py`, `contiguous.py`); when, `state.py`.
 """
 
 from __future__ import annotations
@@ -160,6 +159,9 @@ class ParamGroup(ABC):
 
     def _buffer(self, index: int, full: Tensor) -> Buffer:
         return Buffer(full, full.untyped_storage(), full.nbytes)
+
+    def _make_room(self, streams: CommStreams) -> None:  # noqa: B027
+        """Before a gather: give back what computation is done with, or take it up again."""
 
     @abstractmethod
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult: ...
@@ -392,6 +394,8 @@ class ParamGroup(ABC):
                 break
         if self.orders and self.gathers:
             self.announce_gather()
+        if streams is not None:
+            self._make_room(streams)
         if not self._has_unsharded:
             self._make_unsharded(streams)
             for buffer in self.buffers:

@@ -318,6 +318,8 @@ class ModuleState:
         if state.schedule is not schedule:
             schedule = state.schedule
             schedule.follow_computation()
+        if schedule.streams is not None:  # this begins a module earlier: no memory need wait for the next
+            schedule.free_gathered()
         for group in state.groups:
             if group.settings.unshard_in_backward:
                 # Without streams only an asynchronous gather runs beside computation.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
-from shardwise.comm.foreach import current_stream
+from shardwise.comm.foreach import Input, current_stream
 from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event
 
@@ -46,7 +46,7 @@ class Schedule:
     # A gather whose buffer the copy-out may still read: kept until the next copy-out, so that the next
     # gather can run meanwhile.
     copying_gather: tuple[AllGatherResult, torch.Event] | None = None
-    reduce_inputs: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # in flight
+    reduce_inputs: list[Input] = field(default_factory=list)  # in flight
     max_reduce_inputs: int = 1
     # Reduced shards that a stream may still use, though another one allocated them.
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Schedule:
         for result in results:
             self.reduce_inputs += result.inputs
             # Where the shard axis has one rank the shard is the input itself, of computation's memory.
-            is_input = any(tensor is result.staged for tensor, _ in result.inputs)
+            is_input = any(one is result.staged for read, _ in result.inputs for one in read)
             if is_input or result.stream is not self.streams.reduce_scatter:
                 self.reduce_shards.append(result.staged)
             if is_input and result.added is not None:

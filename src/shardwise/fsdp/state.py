@@ -204,6 +204,7 @@ class FSDPState(ModuleState):
                 output = state.cast_output(state._leave(schedule, output))
         if not is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
             schedule.release_pending()
+        if schedule.streams is not None:
             schedule.free_gathered()
         schedule.drop_copying_gather()
         self.install_guards()
