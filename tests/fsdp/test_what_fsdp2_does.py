@@ -185,6 +185,17 @@ def test_torchs_clipping_refuses_several_meshes() -> None:
 
 
 @on_ranks(2)
+def test_fsdp2_exchanges_modules_of_ranks_that_differ_in_silence() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    first = model[dist.get_rank()]  # each rank begins with another one
+    alone = first(X).detach()
+    for layer in model:
+        fsdp.fully_shard(layer)
+    assert not torch.allclose(first(X), alone)
+
+
+@on_ranks(2)
 def test_torchs_checkpoints_load_a_flipped_bit(tmp_path: Path) -> None:
     state = {"w": torch.arange(256.0)}
     checkpoint.save(state, checkpoint_id=tmp_path)
