@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import plan_real
-from results import Table, write_section
+from results import Table, machine_facts, write_section
 
 from shardwise.planner import Hardware, Setup, hardware_of, plan
 from shardwise.planner.decoder import PUBLISHED
@@ -262,7 +262,9 @@ def main() -> None:
     for table in made:
         table.show()
     if options.write:
-        write_section(section, "\n\n".join([f"## {section}", text, *(table.markdown() for table in made)]))
+        facts = "; ".join(f"{name} {value}" for name, value in machine_facts().items())
+        parts = [f"## {section}", facts, text, *(table.markdown() for table in made)]
+        write_section(section, "\n\n".join(parts))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from results import Table, write_section
+from results import Table, machine_facts, write_section
 
 MOST_RANKS, MOST_SECONDS, MOST_BYTES = 10_000, 10.0, 2 * 2**30
 LAYOUTS = ("interleaved", "contiguous")
@@ -85,7 +85,8 @@ def main() -> None:
     table = Table(title, ["what", "ranks", "recordings", "CPU s", "wall s", "peak MiB"], rows)
     table.show()
     if options.write:
-        write_section("plan_ranks", f"## plan_ranks\n\n{table.markdown()}")
+        facts = "; ".join(f"{name} {value}" for name, value in machine_facts().items())
+        write_section("plan_ranks", f"## plan_ranks\n\n{facts}\n\n{table.markdown()}")
     if failed:
         sys.exit(f"more than {MOST_SECONDS:.0f} CPU s or 2 GiB: {', '.join(failed)}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -49,26 +50,39 @@ def exists(check: str, targets: list[str]) -> bool:
     return not name or any(isinstance(node, ast.FunctionDef) and node.name == name for node in defined)
 
 
-def recorded(where: str) -> str:
-    """A cell of TABLES.md, by section, the beginning of a caption, row and column, between semicolons."""
+def recorded(where: str) -> list[float]:
+    """Numbers of TABLES.md, by section, the beginning of a caption, a pattern of rows and a column."""
     section, caption, row, column = (part.strip() for part in where.split(";"))
     text = TABLES.read_text().split(f"<!-- begin {section} -->")[1].split(f"<!-- end {section} -->")[0]
-    if caption:
-        text = text.split(f"\n**{caption}")[1]
-    lines = text[text.index("\n|") + 1 :].split("\n\n")[0].splitlines()
-    header, _, *rows = [cells(line) for line in lines]
-    (found,) = [one for one in rows if row in (one[0], ", ".join(one[:2]))]
-    return found[header.index(column)]
+    found = []
+    for part in re.split(r"\n(?=\*\*)", text):
+        lines = [line for line in part.splitlines() if line.startswith("|")]
+        if not lines or (caption and not part.startswith(f"**{caption}")):
+            continue
+        header, _, *rows = [cells(line) for line in lines]
+        named = [one for one in rows if fnmatch(one[0].strip("*"), row) or fnmatch(", ".join(one[:2]), row)]
+        found += [NUMBER.findall(one[header.index(column)])[:1] for one in named if column in header]
+    return [float(number.replace(",", "")) for numbers in found for number in numbers]
+
+
+def measured(where: str) -> float:
+    """One cell's number, the least, most or sum of several, or the ratio of two."""
+    if " divided by " in where:
+        one, other = where.split(" divided by ")
+        return measured(one) / measured(other)
+    for word, of in (("least of ", min), ("most of ", max), ("sum of ", sum)):
+        if where.startswith(word):
+            return of(recorded(where.removeprefix(word)))
+    return recorded(where)[0]
 
 
 def differing(figures: str, where: list[str]) -> list[str]:
-    """The figures that are not what the cells begin with, rounded as the figures are."""
+    """The figures that are not those measured, rounded as the figures are."""
     found = [one.replace(",", "") for one in NUMBER.findall(figures)]
-    measured = [NUMBER.findall(recorded(one))[0].replace(",", "") for one in where]
     return [
-        f"{figure}, recorded {cell}"
-        for figure, cell in zip(found, measured, strict=True)
-        if figure != f"{float(cell) + 1e-9:.{len(figure.partition('.')[2])}f}"
+        f"{figure}, recorded {cell:g}"
+        for figure, cell in zip(found, map(measured, where), strict=True)
+        if figure != f"{cell + 1e-9:.{len(figure.partition('.')[2])}f}"
     ]
 
 
@@ -112,6 +126,9 @@ def test_what_does_not_exist_or_fit_is_noticed() -> None:
         "tests/nowhere.py",
     ]
     assert missing_checks("`tests/test_claims.py::test_no_such`") == ["tests/test_claims.py::test_no_such"]
-    where = ["tensor_parallel;; **right**; torch, as exported"]
+    where = ["tensor_parallel;; right; torch, as exported"]
     assert differing("12", where) == []
     assert differing("13", where) == ["13, recorded 12"]
+    gathers = "gloo_transport;; all-gather*, 33.600; ratio"
+    assert differing("0.33 to 0.47", [f"least of {gathers}", f"most of {gathers}"]) == []
+    assert len(differing("0.47 to 0.33", [f"least of {gathers}", f"most of {gathers}"])) == 2

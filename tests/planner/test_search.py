@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_reco
     speeds = [plan.tokens_per_s for plan in mine]
     assert speeds == sorted(speeds, reverse=True)
     sizes = [plan.reserved_bytes for plan in mine]
-    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) > 1
+    assert all(after < 0.85 * before for before, after in pairwise(sizes))
     for plan in (mine[0], mine[-1]):
         assert plan == planner.plan(gpt, plan.setup, hardware="h100")
     assert "the fastest that fits" in str(found)
