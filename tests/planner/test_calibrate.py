@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ranks import on_ranks
 from shardwise import launch, planner
 from shardwise.cli import NOT_RUN, app
-from shardwise.planner.calibrate import Sizes, line
+from shardwise.planner.calibrate import Sizes, _host_seconds, line
 
 TINY = Sizes((16, 32, 64), 1 << 16, (1 << 10, 1 << 14), 16, 2)
 
@@ -69,6 +71,30 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     assert "mine.txt: expected a name that ends in .toml" in result.stderr
 
 
+def test_as_many_ranks_measure_as_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[tuple[list[str], int]] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "launch", lambda command, *, ranks: begun.append((command, ranks)) or 3)
+    out = str(tmp_path / "mine.toml")
+    result = CliRunner().invoke(app, ["calibrate", out, "--small", "--like", "h100", "--ranks", "2"])
+    assert result.exit_code == 3  # that of the ranks
+    assert begun == [(["-m", "shardwise", "calibrate", out, "--like", "h100", "--small"], 2)]
+
+
+def test_what_the_host_takes_is_measured_on_operators() -> None:
+    class Adds(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.add_.Scalar or func is torch.ops.aten.add_.Tensor
+            return func(*args, **(kwargs or {}))
+
+    with Adds() as adds:
+        _host_seconds(torch.device("cpu"))
+    assert adds.count == (2 + 5) * 200
+
+
 def test_a_line_through_measurements_has_no_negative_latency() -> None:
     assert line([1.0, 10.0, 100.0], [3.0, 12.0, 102.0]) == pytest.approx((2.0, 1.0))
+    assert line([1.0, 10.0, 100.0], [1.5, 10.5, 100.5]) == pytest.approx((0.5, 1.0))
     assert line([1.0, 10.0, 100.0], [0.5, 9.0, 99.0]) == (0.0, 0.5)

@@ -20,6 +20,7 @@ from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.planner import drawing
+from shardwise.planner.page import HEIGHT, LANE, LEFT, TOP, WIDTH, _held, _lanes, _memory
 
 
 @cache
@@ -84,6 +85,19 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_planned(
     for path in (tmp_path, tmp_path / "none" / "plan"):
         result = CliRunner().invoke(app, ["plan", "no such model", option, str(path)])
         assert (result.exit_code, f"{path} cannot be written" in result.stderr) == (2, True)
+
+
+def test_what_a_page_draws_lies_in_its_drawing_and_each_stream_in_its_lane() -> None:
+    made = plan_of_gpt2()
+    held, memory, lanes = list(_held(made)), list(_memory(made)), list(_lanes(made))
+    ends = [*itertools.accumulate(one.width for one in held)]
+    assert [one.x for one in held] == pytest.approx([0, *ends[:-1]])
+    assert ends[-1] == pytest.approx(100)
+    for lane, stream in enumerate(drawing.streams(made)):
+        assert {one.y for one in lanes if one.text.startswith(f"{stream}:")} == {TOP + LANE * lane}
+    assert all(LEFT <= one.x < one.x + one.width <= WIDTH + 1 for one in memory + lanes)
+    assert min(one.y for one in memory) >= TOP
+    assert max(one.y + one.height for one in memory) == pytest.approx(TOP + HEIGHT)
 
 
 def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
