@@ -25,9 +25,10 @@ from mutation.trial import SECONDS, Trial, Trials
 ROOT = Path(__file__).parents[2]
 SOURCE, KEPT = ROOT / "src/shardwise", ROOT / "build/mutation"
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
-FEWEST, MOST_TESTS, MOST_SECONDS = 10, 40, 60.0  # of a package; of a trial
+FEWEST, MOST_TESTS, MOST_SECONDS = 10, 100, 60.0  # of a package; of a trial
 NOT_RECORDED = ("faults", "fuzz", "mutants", "mutation", "benchmarks")  # no tests of a package
 TOP = [f"tests/test_{name}.py" for name in ("cli", "compat", "doctor", "launch", "mesh", "verify")]
+OWN_PROCESS = ("torch_version.py", "launch.py", "run.py", "__main__.py")  # which tests start programs for
 # Where the tests of a package lie that has no folder of its own among them.
 OWN = {"_compat": ("tests/",), "errors": ("tests/",), "files": ("tests/checkpoint/", "tests/hf/")}
 ABOUT = (
@@ -152,7 +153,7 @@ def trials(chosen: list[Mutant]) -> Iterator[Trial]:
             if not picked or total + seconds[test] <= MOST_SECONDS:
                 picked.append(test)
                 total += seconds[test]
-        imported = not mutant.blocks or IMPORT in tests
+        imported = not mutant.blocks or IMPORT in tests or mutant.file in OWN_PROCESS
         yield Trial(mutant, picked, total, imported, "" if picked else "uncovered")
 
 
@@ -204,6 +205,8 @@ class Verdicts:
 
 
 def table(done: list[Trial], same: dict[str, str]) -> str:
+    from mutants.__main__ import markdown  # which imports the package
+
     heads = "package", "changes", "killed", "by others' tests", "equivalent", "survived", "killed of the rest"
     rows = [heads, ("---", *("---:",) * 6)]
     of: dict[str, list[Trial]] = defaultdict(list)
@@ -216,7 +219,7 @@ def table(done: list[Trial], same: dict[str, str]) -> str:
         rest = len(those) - alike
         share = f"{len(killed) / rest:.0%}" if rest else "-"
         rows.append((package, *map(str, (len(those), len(killed), others, alike, rest - len(killed))), share))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(iter(rows))
 
 
 def main() -> int:
@@ -242,7 +245,7 @@ def main() -> int:
 
     def batches() -> Iterator[list[Trial]]:
         """The changes; then each test that noticed one, with none."""
-        yield left
+        yield sorted(left, key=lambda trial: verdicts.key(trial) in verdicts.known)  # new ones first
         by = {trial.by for trial in verdicts.done if trial.by} - verdicts.sound
         yield [Trial(None, [test], SECONDS) for test in sorted(by)]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -259,12 +260,12 @@ class _Finder:
         self.children(node, but=tuple(k for k in getattr(node, "keywords", ()) if k.arg in NOT_SEEN))
 
 
-def mutants(source: Path) -> list[Mutant]:
-    """All of the package in the folder `source`."""
+def mutants(source: Path, files: Collection[str] = ()) -> list[Mutant]:
+    """All of the package in the folder `source`, or of some files in it."""
     found = []
     for path in sorted(source.rglob("*.py")):
         file = path.relative_to(source).as_posix()
-        if file in NOT_RUN:
+        if file in NOT_RUN or (files and file not in files):
             continue
         finder = _Finder(file.split("/")[0].removesuffix(".py"), file, path.read_bytes())
         finder.children(finder.tree)

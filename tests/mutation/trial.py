@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -77,13 +78,15 @@ def functions(source: Path) -> dict[tuple[str, int, str], list[FunctionType]]:
 
 
 def change(mutant: Mutant, source: Path, known: dict[tuple[str, int, str], list[FunctionType]]) -> int:
-    """Give functions the changed code; how many."""
+    """Give functions the changed code; how many, 0 where it cannot be done so."""
     path, changed = source / mutant.file, 0
     text = path.read_bytes()
     old = {_place(code): code for code in _codes(compile(text, str(path), "exec", dont_inherit=True))}
     for code in _codes(compile(mutant.applied(text), str(path), "exec", dont_inherit=True)):
         if code != old[_place(code)]:
             for function in known.get(_place(code), ()):
+                if function.__code__.co_freevars != code.co_freevars:
+                    return 0
                 function.__code__ = code
                 changed += 1
     return changed
@@ -140,11 +143,7 @@ class Trials:
             for trial in batch:
                 while len(self.running) >= self.workers:
                     self._wait()
-                if trial.mutant is None or not trial.imported:
-                    self.running.append(self._start(trial))
-                else:
-                    fresh(trial, trial.mutant, self.source)
-                    self.done(trial)
+                self.running.append(self._start(trial))
             while self.running:
                 self._wait()
         return True
@@ -157,9 +156,11 @@ class Trials:
             os.setsid()
             try:
                 said = self._in_child(trial, folder, write)
-            except BaseException as error:
-                said = ["error", "", f"{type(error).__name__}: {error}"]
-            os.write(write, json.dumps(said).encode()[:4000])
+            except (KeyboardInterrupt, SystemExit) as error:
+                said = ["killed", "", repr(error)]
+            except BaseException:
+                said = ["error", "", traceback.format_exc()[-2000:]]
+            os.write(write, json.dumps(said).encode())
             os._exit(0)
         os.close(write)
         return _Running(trial, pid, read, folder, time.monotonic() + SECONDS + TIMES * trial.seconds)
@@ -180,8 +181,8 @@ class Trials:
                     seen.append(report)
 
         plugins.register(Reports())
-        if trial.mutant and not change(trial.mutant, self.source, self.functions):
-            return ["error", "", "no such function"]
+        if trial.mutant and (trial.imported or not change(trial.mutant, self.source, self.functions)):
+            return fresh(trial.mutant, trial.tests, self.source)
         fork_server(not_held=pipe)
         items = [self.items[name] for name in trial.tests]
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -211,42 +212,23 @@ class Trials:
         self.running.remove(each)
         trial = each.trial
         trial.verdict, trial.by, trial.why = said
-        if trial.verdict == "error" and trial.mutant:
-            fresh(trial, trial.mutant, self.source)
+        if trial.verdict == "error":
+            raise RuntimeError(f"could not try {trial.mutant}: {trial.why}")
         self.done(trial)
 
 
-def fresh(trial: Trial, mutant: Mutant, source: Path) -> None:
-    """Try it in a process that imports the changed package."""
-    with tempfile.TemporaryDirectory(prefix="trial-") as folder:
-        package = Path(folder) / "src" / source.name
-        shutil.copytree(source, package)
-        changed = package / mutant.file
-        changed.write_bytes(mutant.applied(changed.read_bytes()))
-        paths = [str(package.parent), "tests", "."]
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTEST_DEBUG_TEMPROOT": folder,
-            "TMPDIR": folder,
-        }
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *trial.tests]
-        with subprocess.Popen(
-            command,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as run:
-            try:
-                output, _ = run.communicate(timeout=SECONDS + TIMES * trial.seconds)
-            except subprocess.TimeoutExpired:
-                trial.verdict = "hung"
-                os.killpg(run.pid, signal.SIGKILL)
-                return
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    trial.verdict = "killed" if run.returncode else "survived"
-    if failed:
-        trial.by, _, trial.why = failed[0].partition(" ")[2].partition(" - ")
-    elif run.returncode:
-        trial.why = (output.splitlines() or ["died"])[-1][:300]
+def fresh(mutant: Mutant, tests: list[str], source: Path) -> list[str]:
+    """Try it in a process that imports the changed package; what `Trials` tells."""
+    package = Path(tempfile.mkdtemp()) / source.name
+    shutil.copytree(source, package)
+    changed = package / mutant.file
+    changed.write_bytes(mutant.applied(changed.read_bytes()))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(package.parent), "tests", "."])}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+    run = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if not run.returncode:
+        return ["survived", "", ""]
+    lines = run.stdout.splitlines() or ["died"]
+    failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    by, _, why = failed[0].partition(" - ") if failed else ("", "", lines[-1])
+    return ["killed", by, why[:300]]
