@@ -7,7 +7,6 @@ import ast
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -51,16 +50,16 @@ def equivalent() -> dict[str, str]:
 
 
 def drawn(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """From each package its share, at least some; an edit elsewhere changes no draw."""
+    """From each package its share, at least some. A smaller draw is the beginning of a larger one."""
     of = defaultdict(list)
     for mutant in found:
         of[mutant.package].append((hashlib.sha1(f"{seed} {mutant}".encode()).digest(), mutant))
     chosen = []
-    for numbered_ones in of.values():
-        share = max(FEWEST, round(count * len(numbered_ones) / len(found)))
-        chosen += [mutant for _, mutant in sorted(numbered_ones, key=lambda one: one[0])[:share]]
-    random.Random(seed).shuffle(chosen)  # so that packages get equally far
-    return chosen
+    for those in of.values():
+        share = min(len(those), max(FEWEST, round(count * len(those) / len(found))))
+        first = sorted(those, key=lambda one: one[0])[:share]
+        chosen += [(place / share, mutant) for place, (_, mutant) in enumerate(first)]
+    return [mutant for _, mutant in sorted(chosen, key=lambda one: one[0])]  # packages get equally far
 
 
 # ---------------------------------------------------------------- which tests
@@ -141,6 +140,8 @@ def trials(chosen: list[Mutant]) -> Iterator[Trial]:
     mentioned = mentions()
     for mutant in chosen:
         blocks = mutant.blocks or [block for name in mutant.names for block in mentioned[name]]
+        if not any(map(reached.get, blocks)) and not mutant.blocks:
+            blocks = list(blocks_of(mutant.file))
         cases: Counter[str] = Counter()
         order = []
         tests = {test for block in blocks for test in reached.get(block, ())}

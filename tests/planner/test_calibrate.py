@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from typer.testing import CliRunner
 from ranks import on_ranks
 from shardwise import launch, planner
 from shardwise.cli import NOT_RUN, app
-from shardwise.planner.calibrate import Sizes, _host_seconds, line
+from shardwise.comm.count import Collective
+from shardwise.planner.calibrate import Sizes, _host_seconds, _links, line
+from shardwise.planner.timing import send_seconds
 
 TINY = Sizes((16, 32, 64), 1 << 16, (1 << 10, 1 << 14), 16, 2)
 
@@ -92,6 +96,34 @@ def test_what_the_host_takes_is_measured_on_operators() -> None:
     with Adds() as adds:
         _host_seconds(torch.device("cpu"))
     assert adds.count == (2 + 5) * 200
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 16])
+def test_links_are_those_that_the_times_of_collectives_were_made_of(
+    monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    of = replace(planner.hardware_of("h100"), host_latency_s=2e-6, network_latency_s=9e-6, devices_per_host=8)
+
+    def times(ranks: int, *_: Any) -> tuple[float, float]:
+        seconds = send_seconds(Collective("all_gather", ranks, torch.uint8, ranks), of)
+        return seconds, 1 / (of.host_link_bytes_per_s if ranks == 8 else of.network_bytes_per_s)
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 8 * hosts,
+        get_rank=lambda: 8,
+        new_group=len,
+        ProcessGroup=int,
+        group=SimpleNamespace(WORLD=8 * hosts),
+    )
+    for name, value in {"dist": fake, "_local_ranks": lambda: 8, "_collectives": times}.items():
+        monkeypatch.setitem(_links.__globals__, name, value)
+    unknown = replace(of, host_latency_s=0.0, network_latency_s=0.0, host_link_bytes_per_s=1.0)
+    found = _links(replace(unknown, network_bytes_per_s=1.0), torch.device("cpu"), TINY)
+    assert found.host_latency_s == pytest.approx(of.host_latency_s, rel=1e-3)
+    assert found.network_latency_s == pytest.approx(of.network_latency_s, rel=1e-3)
+    assert found.host_link_bytes_per_s == pytest.approx(of.host_link_bytes_per_s)
+    assert found.network_bytes_per_s == pytest.approx(of.network_bytes_per_s)
 
 
 def test_a_line_through_measurements_has_no_negative_latency() -> None:

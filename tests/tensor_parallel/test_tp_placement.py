@@ -53,6 +53,12 @@ def test_a_cut_seen_in_another_shape_has_the_same_elements_in_the_same_order(dat
         assert _taken(whole.view(new), found, rank).flatten().tolist() == one.flatten().tolist()
 
 
+def test_of_dims_without_elements_that_are_merged_nothing_is_said() -> None:
+    split = Split(1, (((0, 2),), ((2, 4),)))
+    assert regroup(split, [0, 4], [4, 0]) is None
+    assert regroup(split, [0, 4], [0, 4]) == split
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_cut_along_whole_heads_is_found_again_after_heads_are_merged_and_parted(
