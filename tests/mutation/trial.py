@@ -181,10 +181,10 @@ class Trials:
                     seen.append(report)
 
         plugins.register(Reports())
+        items = [self.items[name] for name in trial.tests if name in self.items]
         if trial.mutant and (trial.imported or not change(trial.mutant, self.source, self.functions)):
-            return fresh(trial.mutant, trial.tests, self.source)
+            return fresh(trial.mutant, [item.nodeid for item in items], self.source)
         fork_server(not_held=pipe)
-        items = [self.items[name] for name in trial.tests]
         for item, following in zip(items, [*items[1:], None], strict=True):
             self.session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if seen:
