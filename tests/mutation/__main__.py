@@ -27,7 +27,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 FEWEST, MOST_TESTS, MOST_SECONDS = 10, 100, 60.0  # of a package; of a trial
 NOT_RECORDED = ("faults", "fuzz", "mutants", "mutation", "benchmarks")  # no tests of a package
 TOP = [f"tests/test_{name}.py" for name in ("cli", "compat", "doctor", "launch", "mesh", "verify")]
-OWN_PROCESS = ("torch_version.py", "launch.py", "run.py", "__main__.py")  # which tests start programs for
+OWN_PROCESS = ("torch_version.py", "launch.py")  # which tests start programs for
 # Where the tests of a package lie that has no folder of its own among them.
 OWN = {"_compat": ("tests/",), "errors": ("tests/",), "files": ("tests/checkpoint/", "tests/hf/")}
 ABOUT = (

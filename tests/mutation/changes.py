@@ -9,8 +9,8 @@
     return        None, or what is not so: another truth, the next number
 
 Left out is what no user relies on: texts (and the arguments of what is raised or warned), `__repr__`, types,
-`__all__`, what is declared and has no body, assertions (`strict` of `zip` too), numbers in drawings, and
-`picture.py`, whose matplotlib is an extra.
+`__all__`, what is declared and has no body, assertions (`strict` of `zip` too), numbers in drawings,
+`picture.py`, whose matplotlib is an extra, and the two modules that do nothing but start the command.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TEXTS = {
     "Option",
     "Argument",
 }
-DRAWINGS, NOT_RUN = ("planner/drawing.py", "planner/page.py"), ("planner/picture.py",)
+DRAWINGS, NOT_RUN = ("planner/drawing.py", "planner/page.py"), ("planner/picture.py", "run.py", "__main__.py")
 NOT_SEEN = ("stacklevel", "help", "strict", "repr")  # keywords
 
 

@@ -182,6 +182,8 @@ class Trials:
 
         plugins.register(Reports())
         items = [self.items[name] for name in trial.tests if name in self.items]
+        if not items:
+            return ["uncovered", "", ""]
         if trial.mutant and (trial.imported or not change(trial.mutant, self.source, self.functions)):
             return fresh(trial.mutant, [item.nodeid for item in items], self.source)
         fork_server(not_held=pipe)
