@@ -100,6 +100,18 @@ def test_what_a_page_draws_lies_in_its_drawing_and_each_stream_in_its_lane() -> 
     assert max(one.y + one.height for one in memory) == pytest.approx(TOP + HEIGHT)
 
 
+@pytest.mark.parametrize(("times", "is_device"), [(0.5, False), (1.2, True), (9.0, False)])
+def test_the_axis_of_memory_ends_at_the_devices_unless_that_flattens_the_rest(
+    times: float, is_device: bool
+) -> None:
+    made = plan_of_gpt2()
+    assert made.hardware is not None
+    most = int(1.1 * max(made.peak_bytes, made.reserved_bytes))
+    hardware = replace(made.hardware, memory_bytes=int(times * most), context_bytes=0)
+    expected = int(1.05 * hardware.usable_bytes) if is_device else most
+    assert drawing.top_bytes(replace(made, hardware=hardware)) == expected
+
+
 def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
     made = plan_of_gpt2()
     found = drawing.windows(made)
