@@ -384,3 +384,12 @@ def test_a_model_that_forward_left_in_smaller_shards_may_be_converted() -> None:
     expected = net(x).double()
     net.double()
     torch.testing.assert_close(net(x.double()), expected, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_used_stays_without_gradient() -> None:
+    net = Net()
+    net.spare = nn.Linear(2, 2)
+    step(fully_shard(net))
+    assert net.spare.weight.grad is None
+    assert net.head.weight.grad is not None

@@ -96,6 +96,8 @@ def test_what_a_page_draws_lies_in_its_drawing_and_each_stream_in_its_lane() -> 
     for lane, stream in enumerate(drawing.streams(made)):
         assert {one.y for one in lanes if one.text.startswith(f"{stream}:")} == {TOP + LANE * lane}
     assert all(LEFT <= one.x < one.x + one.width <= WIDTH + 1 for one in memory + lanes)
+    for _, stack in itertools.groupby(memory, lambda one: one.x):  # one category on top of another
+        assert all(high.y + high.height == pytest.approx(low.y) for low, high in pairwise(stack))
     assert min(one.y for one in memory) >= TOP
     assert max(one.y + one.height for one in memory) == pytest.approx(TOP + HEIGHT)
 
