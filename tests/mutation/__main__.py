@@ -184,7 +184,7 @@ class Verdicts:
                 self.sound.update(trial.tests)
                 self.sound_path.write_text(json.dumps(sorted(self.sound)))
             else:
-                print(f"fails or hangs by itself: {trial.tests}: {trial.why}", flush=True)
+                print(f"fails or hangs by itself: {trial.by} of {trial.tests}: {trial.why}", flush=True)
             return
         self.done.append(trial)
         with self.path.open("a") as file:
@@ -245,14 +245,15 @@ def main() -> int:
             left.append(trial)
 
     def batches() -> Iterator[list[Trial]]:
-        """The changes; then each test that noticed one, with none."""
+        """The changes; then, with none, the tests that noticed one."""
         yield sorted(left, key=lambda trial: verdicts.key(trial) in verdicts.known)  # new ones first
-        by = {trial.by for trial in verdicts.done if trial.by} - verdicts.sound
-        yield [Trial(None, [test], SECONDS) for test in sorted(by)]
+        by = sorted({trial.by for trial in verdicts.done if trial.by} - verdicts.sound)
+        yield [Trial(None, by[at : at + 20], SECONDS) for at in range(0, len(by), 20)]
 
     print(f"{len(left)} to try, {len(verdicts.done)} known", flush=True)
     if left:
-        files = sorted({test.partition("::")[0] for trial in left for test in trial.tests})
+        tests = {test for trial in left for test in trial.tests} | {trial.by for trial in verdicts.done}
+        files = sorted({test.partition("::")[0] for test in tests - {""}})
         plugin = Trials(SOURCE, batches(), verdicts.finish, args.workers)
         pytest.main(
             ["-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", *files], plugins=[plugin]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -61,6 +62,9 @@ def test_what_does_not_fit_is_changed_one_thing_after_another(monkeypatch: pytes
     last = tried[-1]
     assert (last.replicas, last.micro_batch, last.accumulation) == (1, 1, 12)
     assert (last.layout, last.checkpointing, last.reshard_after_forward) == ("contiguous", "full", True)
+    most = advise.__globals__["MOST"]
+    list(advise("gpt2", replace(asked, ranks=most // 2), hardware="h100"))
+    assert tried[-1].ranks == most
 
 
 @pytest.mark.parametrize(
