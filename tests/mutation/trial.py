@@ -231,6 +231,6 @@ def fresh(mutant: Mutant, tests: list[str], source: Path) -> list[str]:
     if not run.returncode:
         return ["survived", "", ""]
     lines = run.stdout.splitlines() or ["died"]
-    failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     by, _, why = failed[0].partition(" - ") if failed else ("", "", lines[-1])
     return ["killed", by, why[:300]]
