@@ -70,6 +70,10 @@ def digest(path: str) -> str:
     return hashlib.sha1((ROOT / path).read_bytes()).hexdigest()
 
 
+def digest_of(test: str) -> str:
+    return digest(test.partition("::")[0])
+
+
 def record(workers: int) -> None:
     """Run the test files that changed since the last time, and write which blocks each test comes to."""
     files = [*TOP, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("*/**/test_*.py")))]
@@ -155,7 +159,7 @@ def trials(chosen: list[Mutant]) -> Iterator[Trial]:
                 picked.append(test)
                 total += seconds[test]
         imported = not mutant.blocks or IMPORT in tests or mutant.file in OWN_PROCESS
-        yield Trial(mutant, picked, total, imported, "" if picked else "uncovered")
+        yield Trial(mutant, picked, total, imported, verdict="" if picked else "uncovered")
 
 
 # ---------------------------------------------------------------- what came of them
@@ -172,18 +176,22 @@ class Verdicts:
         self.done: list[Trial] = []
 
     def is_known(self, trial: Trial) -> bool:
-        """Take it from the file: what was killed stays so, the rest while its tests are the same."""
-        verdict, by, why, tests = self.known.get(self.key(trial), ("", "", "", None))
-        if verdict == "killed" or tests == self.asked(trial):
+        """Take it from the file: what was killed stays so, what survived is tried by other tests only."""
+        verdict, by, why, tests = self.known.get(self.key(trial), ("", "", "", []))
+        asked = self.asked(trial)
+        if verdict == "survived":
+            trial.passed = [each for each in asked if each in tests]
+            trial.tests = [test for test, _ in asked if [test, digest_of(test)] not in tests]
+        if verdict == "killed" or (verdict and not trial.tests):
             trial.verdict, trial.by, trial.why = verdict, by, why
         return bool(trial.verdict)
 
     def finish(self, trial: Trial) -> None:
+        if trial.verdict == "survived" and not trial.imported:  # so they pass where tests are run
+            self.sound.update(trial.tests)
+            self.sound_path.write_text(json.dumps(sorted(self.sound)))
         if trial.mutant is None:
-            if trial.verdict == "survived":
-                self.sound.update(trial.tests)
-                self.sound_path.write_text(json.dumps(sorted(self.sound)))
-            else:
+            if trial.verdict != "survived":
                 print(f"fails or hangs by itself: {trial.by} of {trial.tests}: {trial.why}", flush=True)
             return
         self.done.append(trial)
@@ -201,8 +209,8 @@ class Verdicts:
         return mutant.key(around)
 
     def asked(self, trial: Trial) -> list[list[str]]:
-        asked = [[test, digest(test.partition("::")[0])] for test in trial.tests]
-        return [[IMPORT, ""], *asked] if trial.imported else asked
+        asked = [[test, digest_of(test)] for test in trial.tests]
+        return [*trial.passed, *asked] or [[IMPORT, ""]]
 
 
 def table(done: list[Trial], same: dict[str, str]) -> str:
@@ -244,11 +252,15 @@ def main() -> int:
         else:
             left.append(trial)
 
-    def batches() -> Iterator[list[Trial]]:
-        """The changes; then, with none, the tests that noticed one."""
-        yield sorted(left, key=lambda trial: verdicts.key(trial) in verdicts.known)  # new ones first
+    def unchanged() -> list[Trial]:
         by = sorted({trial.by for trial in verdicts.done if trial.by} - verdicts.sound)
-        yield [Trial(None, by[at : at + 20], SECONDS) for at in range(0, len(by), 20)]
+        return [Trial(None, by[at : at + 20], SECONDS) for at in range(0, len(by), 20)]
+
+    def batches() -> Iterator[list[Trial]]:
+        """The changes; before and after them, with none, the tests that noticed one."""
+        yield unchanged()
+        yield sorted(left, key=lambda trial: verdicts.key(trial) in verdicts.known)  # new ones first
+        yield unchanged()
 
     print(f"{len(left)} to try, {len(verdicts.done)} known", flush=True)
     if left:

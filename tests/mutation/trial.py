@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -41,6 +41,7 @@ class Trial:
     tests: list[str]
     seconds: float
     imported: bool = False  # does an import run it?
+    passed: list[list[str]] = field(default_factory=list)  # of an earlier trial, tests and their files
     verdict: str = ""  # killed, hung, survived, uncovered
     by: str = ""
     why: str = ""
