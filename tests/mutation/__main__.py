@@ -144,6 +144,9 @@ def trials(chosen: list[Mutant]) -> Iterator[Trial]:
     mentioned = mentions()
     for mutant in chosen:
         blocks = mutant.blocks or [block for name in mutant.names for block in mentioned[name]]
+        if not mutant.blocks:  # a default of the function, say
+            whose = f"{mutant.file}:{mutant.function}#"
+            blocks = [*blocks, *(block for block in blocks_of(mutant.file) if block.startswith(whose))]
         if not any(map(reached.get, blocks)) and not mutant.blocks:
             blocks = list(blocks_of(mutant.file))
         cases: Counter[str] = Counter()
