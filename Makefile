@@ -19,6 +19,8 @@ ARGS   ?=
 WORKERS ?= 2
 CASES  ?= 500
 TRIALS ?= 300
+COUNT  ?= 600
+PACKAGE ?=
 SEED   ?= 0
 PART   ?= all
 MODE   ?= numbers
@@ -36,7 +38,7 @@ PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
-.PHONY: help train recommender clients finetune test bindings fuzz mutants faults soak lint bench gpu verify docs clean
+.PHONY: help train recommender clients finetune test bindings fuzz mutants mutate faults soak lint bench gpu verify docs clean
 .DEFAULT_GOAL := help
 
 SHOWN = $(foreach name,$(sort $(shell sed -nE 's/^[a-z]+:.*## .* : //p' Makefile)),$(name)=$($(name)))
@@ -103,6 +105,10 @@ fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and o
 
 mutants: $(VENV)/.installed-dev ## every wait, event and keep-alive left out in turn: which case sees it, 10 minutes
 	PYTHONPATH=tests:. $(BIN)/python -W ignore -m mutants --write
+
+mutate: $(VENV)/.installed-dev ## COUNT small changes of the source, drawn from SEED over all packages or PACKAGE: which ones tests notice : COUNT SEED PACKAGE WORKERS
+	PYTHONPATH=tests:. $(BIN)/python -W ignore -m mutation --count $(COUNT) --seed $(SEED) --workers $(WORKERS) \
+		$(if $(PACKAGE),--package $(PACKAGE),--write)
 
 faults: $(VENV)/.installed-dev ## TRIALS faults from SEED: ranks killed, stopped, slowed, disks full, bits flipped; then torchrun 4 -> 3 -> 4 ranks, and 3 hosts : TRIALS SEED
 	PYTHONPATH=tests:.:examples $(BIN)/python -W ignore -m faults --trials $(TRIALS) --seed $(SEED) --write

@@ -143,6 +143,11 @@ def test_a_host_name_must_lead_to_an_address_that_others_reach(monkeypatch):
     assert judge_host_name("a", ["127.0.1.1", "::1"], several=True).status is Status.WARNING
     assert judge_host_name("a", ["127.0.1.1", "10.0.0.1"], several=True).status is Status.OK
 
+    monkeypatch.setattr(doctor.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    for hosts, status in (("1", Status.OK), ("2", Status.WARNING)):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+        assert check_host_name().status is status
+
     def unknown(*_):
         raise OSError("Name or service not known")
 
@@ -205,6 +210,17 @@ def meet(port):
     with mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}):
         os.environ["MASTER_ADDR"] = "localhost"
         return examine_ranks()
+
+
+def test_ranks_that_do_not_meet_are_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("connection refused\nand a long trace")
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("torch.distributed.init_process_group", refuse)
+    (found,) = examine_ranks()
+    assert (found.name, found.status, found.found) == ("ranks meet", Status.BROKEN, "connection refused")
+    assert "MASTER_ADDR" in found.fix
 
 
 def test_ranks_tell_rank_0_what_they_are(ranks):

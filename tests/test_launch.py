@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from shardwise import launch
@@ -141,6 +143,15 @@ def test_the_status_is_0_where_no_rank_fails(monkeypatch: Any) -> None:
     monkeypatch.setattr("torch.distributed.run.run", lambda args: None)
     monkeypatch.setattr("logging.disable", lambda level: None)
     assert launch.launch(["train.py"], ranks=2) == 0
+
+
+def test_the_status_tells_the_signal_that_ended_the_launcher(monkeypatch: Any) -> None:
+    def ended(args: Any) -> None:
+        raise SignalException("ended", signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.run.run", ended)
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    assert launch.launch(["train.py"], ranks=2) == 143  # as a shell says it
 
 
 STUBS = {

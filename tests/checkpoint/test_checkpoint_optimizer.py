@@ -168,6 +168,8 @@ def test_several_optimizers_have_one_state(tmp_path: Path) -> None:
     mixed = [flat(torch.optim.AdamW, rows, params=[rows.bias]), Muon([rows.weight])]
     with pytest.raises(CheckpointError, match="FlatAdamW loads a state of its own parameters only"):
         optimizer_state(rows, mixed)
+    alone = optimizer_state(rows, mixed[:1])
+    assert alone["param_groups"] == optimizer_state(rows, mixed[0])["param_groups"]
 
 
 class PartlyTrained(nn.Module):

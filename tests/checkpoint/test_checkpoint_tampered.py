@@ -30,6 +30,7 @@ from shardwise.checkpoint import PerRank, load, load_slices, save
 from shardwise.checkpoint.records import read_records
 from shardwise.checkpoint.stored import Stored, locate
 from shardwise.errors import CheckpointError
+from shardwise.files.paths import inside
 from shardwise.sharded_tensor import ChunkShardingSpec
 from shardwise.tensor_parallel.materialize import _opened
 
@@ -373,3 +374,9 @@ def read_by_name(source: Path, name: str) -> Tensor | None:
 def test_random_damage_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert fuzz_checkpoints(tmp_path, cases=60)["refused"] > 40
     assert fuzz_slices(tmp_path, cases=25)["refused"] > 5
+
+
+@pytest.mark.parametrize("name", ["", None, 3, ["file"]])
+def test_a_name_of_a_file_that_is_none_is_refused(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(CheckpointError, match="expected the name of a file"):
+        inside(tmp_path, name)

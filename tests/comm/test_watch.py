@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+
+from shardwise.comm import watch
 
 SCRIPT = """
 from contextlib import suppress
@@ -38,3 +41,13 @@ watch._look_after(order)
 def test_a_process_that_ends_while_its_thread_looks_does_not_abort() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+class StoreIsGone(SimpleNamespace):
+    def read(self) -> None:
+        raise RuntimeError("connection closed")
+
+
+def test_a_failure_after_which_the_store_is_gone_is_laid_to_the_rank_that_holds_it() -> None:
+    order = StoreIsGone(size=2, rank=1, ranks=[0, 1], store=None)
+    assert "rank 0" in str(watch._roll_call(order))  # type: ignore[arg-type]

@@ -112,3 +112,19 @@ def test_hooks_before_the_gather_run_where_their_results_are_copied_in(kind: typ
         streams = state_of(net).schedule.streams
         assert set(seen) == {streams.copy_in.stream_id}
         assert len(seen) >= STEPS * 2 * len(net.blocks)
+
+
+@pytest.mark.parametrize("kind", [Narrowed, Quantized])
+def test_what_hooks_made_of_a_gather_is_freed_with_it(kind: type[Held]) -> None:
+    with noop_world(2):
+        net = Net()
+        wrap_weights(kind)(net)
+        for block in net.blocks:
+            shardwise.fully_shard(block, mp_policy=BF16)
+        shardwise.fully_shard(net, mp_policy=BF16)
+        with torch.no_grad():
+            net(torch.ones(1, 8))
+        (group,) = state_of(net.blocks[0]).groups
+        made = [tensor for each in group.extended.values() for tensor in (*each.outputs, *each.inner)]
+        assert made
+        assert not any(tensor.untyped_storage().nbytes() for tensor in made)

@@ -53,3 +53,16 @@ def test_an_override_that_is_neither_the_stored_nor_the_computed_dtype_is_refuse
     assert "'inner.weight'" in message
     assert "torch.float32" in message
     assert type(net.inner.weight) is nn.Parameter
+
+
+@on_ranks(2)
+def test_keyword_arguments_are_cast_as_others_are() -> None:
+    class Takes(nn.Linear):
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+            seen.append((x.dtype, mask.dtype))
+            return super().forward(x * mask)
+
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    module = fully_shard(Takes(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    module(torch.ones(1, 4), mask=torch.ones(4))
+    assert seen == [(torch.bfloat16, torch.bfloat16)]

@@ -38,6 +38,9 @@ def test_a_mesh_of_the_wrong_shape_names_its_dims_and_what_to_pass() -> None:
     dims = DataParallelMeshDims(shard="z")
     message = raises_on_every_rank(ShardingError, lambda: fully_shard(net, mesh=cube, dp_mesh_dims=dims))
     mentions(message, "'z'", "('a', 'b', 'c')")
+    dims = DataParallelMeshDims(shard="a")
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(net, mesh=cube, dp_mesh_dims=dims))
+    mentions(message, "is a plain tensor; distribute the module first")
     assert type(net) is Net, "a refused model stays as it was"
 
 

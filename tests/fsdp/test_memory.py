@@ -156,3 +156,18 @@ def test_the_whole_parameters_are_freed_when_sharded() -> None:
     fully_shard(net)
     gc.collect()
     assert data() is None
+
+
+@on_ranks(2)
+def test_a_list_is_freed_once_the_module_after_its_last_one_runs() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    fully_shard([model[0], model[1]])
+    fully_shard([model[2]])
+    fully_shard(model)
+    seen: list[bool] = []
+    for module in model:
+        module.register_forward_hook(
+            lambda *unused: seen.append(any(group.is_unsharded for group in state_of(model[0]).groups))
+        )
+    model(torch.ones(2, 8))
+    assert seen == [True, True, False, False]

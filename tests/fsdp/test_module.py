@@ -375,3 +375,21 @@ def test_backward_of_each_module_of_a_list_gathers_also_where_the_last_was_recom
             model(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
     for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@on_ranks(4)
+@torch.no_grad()
+def test_a_model_that_forward_left_in_smaller_shards_may_be_converted() -> None:
+    net, x = sharded_net(reshard_after_forward=2), torch.ones(1, 8)
+    expected = net(x).double()
+    net.double()
+    torch.testing.assert_close(net(x.double()), expected, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_used_stays_without_gradient() -> None:
+    net = Net()
+    net.spare = nn.Linear(2, 2)
+    step(fully_shard(net))
+    assert net.spare.weight.grad is None
+    assert net.head.weight.grad is not None

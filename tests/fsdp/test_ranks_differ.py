@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import RankFailure, RankPool, on_ranks
-from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from shardwise._compat import timeout_of
 from shardwise.checkpoint import save
 from shardwise.comm import watch
 from shardwise.comm.agree import together
 from shardwise.comm.order import Event
 from shardwise.comm.watch import order_of
+from shardwise.fsdp.policy import GroupSettings, chosen
 
 LAYOUTS = ("interleaved", "contiguous")
 SECONDS = 20.0  # on a busy machine; alone it takes under 1, and 3 where a rank has gone. The timeout is 180
@@ -344,3 +345,12 @@ def test_why_a_rank_raised_is_known_after_its_end(mortal_ranks: RankPool, case: 
         mortal_ranks(raise_and_go, case, world_size=2)
     message = str(error.value)
     assert re.search(rf"rank 1 will not come to .*: it raised ValueError in its {case}[:,]", message), message
+
+
+def test_what_is_chosen_is_told_in_words_and_defaults_in_none() -> None:
+    mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    assert chosen(MixedPrecisionPolicy(), OffloadPolicy(), GroupSettings()) == []
+    assert chosen(MixedPrecisionPolicy(), CPUOffloadPolicy(), GroupSettings()) == ["CPUOffloadPolicy"]
+    (word,) = chosen(mixed, OffloadPolicy(), GroupSettings())
+    assert "reduce_dtype" in word
+    assert "float32" in word

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.layout import Packing, least_shard_numel, pack
+from shardwise.layout.packing import _candidates
 
 relaxed = settings(max_examples=200)
 Shapes = list[tuple[int, ...]]
@@ -233,3 +234,9 @@ def test_a_thousand_parameters_are_packed_over_a_hundred_thousand_ranks() -> Non
     assert padding(layers) < 0.03
     for start, numel, block in zip(packing.starts, layers.numels, layers.blocks, strict=True):
         assert all(cut % block == 0 for cut in inner_boundaries(start, numel, packing.shard_numel))
+
+
+def test_a_size_that_cuts_the_largest_without_loss_is_tried_next_to_the_least() -> None:
+    least = (1 << 20) + 1  # where strides are longer than a step
+    tried = itertools.takewhile(lambda shard: shard < least + 1024, _candidates(least, [(4096, 512)]))
+    assert least + 511 in tried

@@ -65,6 +65,15 @@ def test_autocast_computes_in_its_dtype_as_in_torchs_linear(hidden_dtype: torch.
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)  # one rounding of bfloat16 in each product
 
 
+def test_autocast_leaves_float64_as_it_is() -> None:
+    hidden, weight, targets, bias = drawn()
+    hidden, weight, bias = hidden.double(), weight.double(), bias.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk=4)
+        torch.testing.assert_close(found, whole(hidden, weight, targets, bias))
+    assert found.dtype == torch.float64
+
+
 def test_extreme_logits_and_targets_that_are_all_ignored_are_as_torchs() -> None:
     hidden, weight, targets, _ = drawn()
     with torch.no_grad():

@@ -85,6 +85,17 @@ def test_gradients_of_several_backwards_add_up() -> None:
 
 
 @on_ranks(2)
+def test_reduced_gradients_are_read_where_they_lie() -> None:
+    _, (net, optimizer) = pair(torch.optim.SGD, lr=1e-2)
+    backward(net, 0)
+    held = [param.grad._local_tensor for param in net.parameters() if param.grad._local_tensor.numel()]
+    read = [run.gradient() for run in optimizer._runs.values()]
+    assert {each.untyped_storage().data_ptr() for each in held} == {
+        each.untyped_storage().data_ptr() for each in read
+    }
+
+
+@on_ranks(2)
 def test_gradients_that_a_user_replaced_are_used() -> None:
     (net, optimizer), (other, by_flat) = pair(torch.optim.AdamW, lr=1e-2, foreach=True)
     for each, of in ((net, optimizer), (other, by_flat)):

@@ -62,6 +62,14 @@ def test_the_end_of_a_segment_that_grows_is_left_for_what_fits_nowhere_else() ->
     assert allocator.reserved == 80 * MIB
 
 
+def test_a_segment_grows_by_what_is_not_free_at_its_end() -> None:
+    allocator = Allocator(expandable=True)
+    allocator.allocate(60 * MIB, "a")
+    allocator.free(allocator.allocate(15 * MIB, "a"))  # joined with the 5 MiB behind it
+    allocator.allocate(30 * MIB, "a")
+    assert allocator.reserved == 100 * MIB
+
+
 @pytest.mark.parametrize(("expandable", "kept"), [(False, 40 * MIB), (True, 20 * MIB)])
 def test_before_it_takes_more_than_there_is_an_allocator_gives_back_what_is_free(
     expandable: bool, kept: int
@@ -86,6 +94,8 @@ def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> Non
     assert send_seconds(replace(call, group_size=1), hardware) == 0
     apart = send_seconds(call, hardware, stride=8)  # on a host of its own each, beside seven such groups
     assert apart == pytest.approx(7 * 10**9 / (hardware.network_bytes_per_s / 8), rel=0.01)
+    far = send_seconds(Collective("all_gather", 16, torch.bfloat16, 16), hardware)  # two hosts of eight
+    assert far == pytest.approx(7 * hardware.host_latency_s + hardware.network_latency_s, rel=1e-3)
     rate = hardware.memory_bytes_per_s * hardware.bandwidth_efficiency
     for longer in (0.5, 2.0):
         computes = Compute("add", 0, int(longer * sends * rate), "bfloat16", COMPUTATION)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ranks import on_ranks
 from shardwise import launch, planner
 from shardwise.cli import NOT_RUN, app
-from shardwise.planner.calibrate import Sizes, line
+from shardwise.comm.count import Collective
+from shardwise.planner.calibrate import Sizes, _host_seconds, _links, line
+from shardwise.planner.timing import send_seconds
 
 TINY = Sizes((16, 32, 64), 1 << 16, (1 << 10, 1 << 14), 16, 2)
 
@@ -69,6 +75,58 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     assert "mine.txt: expected a name that ends in .toml" in result.stderr
 
 
+def test_as_many_ranks_measure_as_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[tuple[list[str], int]] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "launch", lambda command, *, ranks: begun.append((command, ranks)) or 3)
+    out = str(tmp_path / "mine.toml")
+    result = CliRunner().invoke(app, ["calibrate", out, "--small", "--like", "h100", "--ranks", "2"])
+    assert result.exit_code == 3  # that of the ranks
+    assert begun == [(["-m", "shardwise", "calibrate", out, "--like", "h100", "--small"], 2)]
+
+
+def test_what_the_host_takes_is_measured_on_operators() -> None:
+    class Adds(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.add_.Scalar or func is torch.ops.aten.add_.Tensor
+            return func(*args, **(kwargs or {}))
+
+    with Adds() as adds:
+        _host_seconds(torch.device("cpu"))
+    assert adds.count == (2 + 5) * 200
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 16])
+def test_links_are_those_that_the_times_of_collectives_were_made_of(
+    monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    of = replace(planner.hardware_of("h100"), host_latency_s=2e-6, network_latency_s=9e-6, devices_per_host=8)
+
+    def times(ranks: int, *_: Any) -> tuple[float, float]:
+        seconds = send_seconds(Collective("all_gather", ranks, torch.uint8, ranks), of)
+        return seconds, 1 / (of.host_link_bytes_per_s if ranks == 8 else of.network_bytes_per_s)
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 8 * hosts,
+        get_rank=lambda: 8,
+        new_group=len,
+        ProcessGroup=int,
+        group=SimpleNamespace(WORLD=8 * hosts),
+    )
+    for name, value in {"dist": fake, "_local_ranks": lambda: 8, "_collectives": times}.items():
+        monkeypatch.setitem(_links.__globals__, name, value)
+    unknown = replace(of, host_latency_s=0.0, network_latency_s=0.0, host_link_bytes_per_s=1.0)
+    found = _links(replace(unknown, network_bytes_per_s=1.0), torch.device("cpu"), TINY)
+    assert found.host_latency_s == pytest.approx(of.host_latency_s, rel=1e-3)
+    assert found.network_latency_s == pytest.approx(of.network_latency_s, rel=1e-3)
+    assert found.host_link_bytes_per_s == pytest.approx(of.host_link_bytes_per_s)
+    assert found.network_bytes_per_s == pytest.approx(of.network_bytes_per_s)
+
+
 def test_a_line_through_measurements_has_no_negative_latency() -> None:
     assert line([1.0, 10.0, 100.0], [3.0, 12.0, 102.0]) == pytest.approx((2.0, 1.0))
+    assert line([1.0, 10.0, 100.0], [1.5, 10.5, 100.5]) == pytest.approx((0.5, 1.0))
     assert line([1.0, 10.0, 100.0], [0.5, 9.0, 99.0]) == (0.0, 0.5)

@@ -20,6 +20,7 @@ from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.planner import drawing
+from shardwise.planner.page import HEIGHT, LANE, LEFT, TOP, WIDTH, _held, _lanes, _memory
 
 
 @cache
@@ -84,6 +85,33 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_planned(
     for path in (tmp_path, tmp_path / "none" / "plan"):
         result = CliRunner().invoke(app, ["plan", "no such model", option, str(path)])
         assert (result.exit_code, f"{path} cannot be written" in result.stderr) == (2, True)
+
+
+def test_what_a_page_draws_lies_in_its_drawing_and_each_stream_in_its_lane() -> None:
+    made = plan_of_gpt2()
+    held, memory, lanes = list(_held(made)), list(_memory(made)), list(_lanes(made))
+    ends = [*itertools.accumulate(one.width for one in held)]
+    assert [one.x for one in held] == pytest.approx([0, *ends[:-1]])
+    assert ends[-1] == pytest.approx(100)
+    for lane, stream in enumerate(drawing.streams(made)):
+        assert {one.y for one in lanes if one.text.startswith(f"{stream}:")} == {TOP + LANE * lane}
+    assert all(LEFT <= one.x < one.x + one.width <= WIDTH + 1 for one in memory + lanes)
+    for _, stack in itertools.groupby(memory, lambda one: one.x):  # one category on top of another
+        assert all(high.y + high.height == pytest.approx(low.y) for low, high in pairwise(stack))
+    assert min(one.y for one in memory) >= TOP
+    assert max(one.y + one.height for one in memory) == pytest.approx(TOP + HEIGHT)
+
+
+@pytest.mark.parametrize(("times", "is_device"), [(0.5, False), (1.2, True), (9.0, False)])
+def test_the_axis_of_memory_ends_at_the_devices_unless_that_flattens_the_rest(
+    times: float, is_device: bool
+) -> None:
+    made = plan_of_gpt2()
+    assert made.hardware is not None
+    most = int(1.1 * max(made.peak_bytes, made.reserved_bytes))
+    hardware = replace(made.hardware, memory_bytes=int(times * most), context_bytes=0)
+    expected = int(1.05 * hardware.usable_bytes) if is_device else most
+    assert drawing.top_bytes(replace(made, hardware=hardware)) == expected
 
 
 def test_memory_is_drawn_over_the_time_of_its_computation() -> None:

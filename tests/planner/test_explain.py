@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +14,7 @@ import shardwise
 from planner.models import Even
 from shardwise import planner
 from shardwise.errors import ShardingError
+from shardwise.planner.plan import advise
 from shardwise.planner.setup import Setup
 
 
@@ -43,6 +46,25 @@ def test_what_is_wrong_with_a_model_uncut_too_is_not_laid_to_its_cut(
 ) -> None:
     with pytest.raises(ShardingError, match=told):
         run(factory, Setup(ranks=2, tensor=2, sequence=8))
+
+
+def test_what_does_not_fit_is_changed_one_thing_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Setup] = []
+
+    def never_fits(model: Any, setup: Setup, *, hardware: Any) -> Any:
+        tried.append(setup)
+        return SimpleNamespace(fits=False)
+
+    monkeypatch.setitem(advise.__globals__, "plan", never_fits)
+    asked = Setup(ranks=4, replicas=2, micro_batch=4, accumulation=3, reshard_after_forward=False)
+    assert len(list(advise("gpt2", asked, hardware="h100"))) == len(tried)
+    assert [setup.ranks for setup in tried[-3:]] == [4, 8, 16]
+    last = tried[-1]
+    assert (last.replicas, last.micro_batch, last.accumulation) == (1, 1, 12)
+    assert (last.layout, last.checkpointing, last.reshard_after_forward) == ("contiguous", "full", True)
+    most = advise.__globals__["MOST"]
+    list(advise("gpt2", replace(asked, ranks=most // 2), hardware="h100"))
+    assert tried[-1].ranks == most
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from shardwise import planner
 from shardwise.comm.count import CommCounter
 from shardwise.planner.decoder import Decoder, Shape
 from shardwise.planner.models import model_of
-from shardwise.planner.search import _degrees, _kept_bytes, _sent, _space
+from shardwise.planner.search import _degrees, _kept_bytes, _sent, _sent_seconds, _space
 from shardwise.planner.setup import Setup
 
 SEQUENCE = 32
@@ -40,7 +40,11 @@ def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_reco
     sizes = [plan.reserved_bytes for plan in mine]
     assert len(sizes) > 1
     assert all(after < 0.85 * before for before, after in pairwise(sizes))
+    device = planner.hardware_of("h100")
     for plan in (mine[0], mine[-1]):
+        assert _sent_seconds(plan.setup, plan, device) == pytest.approx(
+            plan.step_times.communication, rel=0.6
+        )
         assert plan == planner.plan(gpt, plan.setup, hardware="h100")
     assert "the fastest that fits" in str(found)
     assert planner.from_json(planner.Search, planner.to_json(found)) == found

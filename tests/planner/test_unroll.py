@@ -87,6 +87,13 @@ def test_a_block_that_does_something_of_its_own_is_noticed() -> None:
         unroll(few, more, 12)
 
 
+def test_blocks_that_are_run_more_often_where_there_are_more_are_noticed() -> None:
+    model = model_of(tiny, sequence=16)
+    few, more = (record(model, Setup(sequence=16, accumulation=1 + i), layers=RECORDED + i) for i in (0, 1))
+    with pytest.raises(NotRegular, match=f"loops with {RECORDED} blocks"):
+        unroll(few, more, 12)
+
+
 class Late(Model):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

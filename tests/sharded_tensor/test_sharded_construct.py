@@ -36,6 +36,8 @@ from shardwise.sharded_tensor import (
     shard_tensor,
     zeros,
 )
+from shardwise.sharded_tensor.group import group_or_default
+from shardwise.tensor_parallel.package import default_group
 
 # On ranks 0 to 2: one shard each; none on rank 1; several on rank 0, none on rank 2.
 SPECS: list[ShardingSpec] = [
@@ -371,3 +373,11 @@ def test_gather_fills_what_it_is_given_in_the_dtype_that_was_asked_for() -> None
             made.gather(dst, dtype=torch.float64)
         away = 0 if on_dst else sum(tensor.numel() for tensor in made.tensors)
         assert counter.bytes("send") == 8 * away
+
+
+def test_what_is_no_group_is_refused_and_so_is_none_where_there_is_no_default_group() -> None:
+    with pytest.raises(ShardingError, match="expected a process group, found 'world'"):
+        group_or_default("world")  # type: ignore[arg-type]
+    for ask in (lambda: group_or_default(None), default_group):
+        with pytest.raises(ShardingError, match="init_process_group first"):
+            ask()

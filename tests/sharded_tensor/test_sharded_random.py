@@ -67,6 +67,7 @@ def test_any_box_made_alone_in_slabs_of_any_size_equals_that_part_of_the_whole(
     with mock.patch.object(random, "_slab_numel", return_value=slab):
         out = torch.full(box.sizes, math.nan, dtype=dtype)
         assert uniform_(out, box=box, shape=shape, seed=seed) is out
+        assert ((out >= 0) & (out < 1)).all()
         torch.testing.assert_close(out, part(uniforms, box), rtol=0, atol=0)
         normal_(out, box=box, shape=shape, seed=seed, mean=1.0, std=2.0)
         torch.testing.assert_close(out, part(normals, box), rtol=0, atol=0)

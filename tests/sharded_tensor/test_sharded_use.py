@@ -20,6 +20,7 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.layout import Box
 from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec, autograd, ones, zeros
+from shardwise.sharded_tensor.ops.arguments import given
 
 SIZE = (5, 7)
 # On three ranks: one shard each; several on rank 0 and none on rank 2.
@@ -403,3 +404,9 @@ def test_tensors_are_hashed_by_identity_and_printed_so_that_they_can_be_read() -
     assert str(made) == repr(made)
     assert f"{made}" == repr(made)
     assert "device='meta'" in repr(ones(GridShardingSpec([2], ["rank:0/meta", "rank:1/meta"]), 4))
+
+
+def test_arguments_that_an_operation_does_not_take_are_refused() -> None:
+    for args, kwargs in (((1, 2, 3), {}), ((1,), {"q": 2})):
+        with pytest.raises(TypeError, match=r"dropout\(\) takes .'input', 'p'."):
+            given(["input", "p"], torch.dropout, args, kwargs)

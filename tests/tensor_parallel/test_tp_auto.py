@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram, export
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import tensor_parallel_transformation
 from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best, choose
 from shardwise.tensor_parallel.explain import counts
-from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explore, repeated
+from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, _flops, explore, repeated
 from shardwise.tensor_parallel.program import read
 
 CHEAP = Prices(latency=1e-9)  # for tiny models, which are not worth a collective otherwise
@@ -287,6 +289,25 @@ def test_a_table_says_what_other_styles_would_cost() -> None:
             assert more == pytest.approx(least - plan.seconds, rel=1e-6, abs=1e-15)
         assert decision.names[0] in plan.table()
     assert "2 all_reduce" in str(plan)
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.mix = nn.Conv2d(3, 8, 3), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(self.cut(x))
+        return F.scaled_dot_product_attention(x, x, x.flip(-2)) + torch.baddbmm(x[0], x[0], x[0, :, :5])
+
+
+def test_computation_is_counted_as_torch_counts_it() -> None:
+    batch = torch.randn(2, 3, 8, 8)
+    nodes = export(Products(), (batch,)).graph.nodes
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        Products()(batch)
+    counted = sum(_flops(node) for node in nodes if node.op == "call_function")
+    assert counted == counter.get_total_flops()
 
 
 def test_layers_that_repeat_are_decided_once() -> None:

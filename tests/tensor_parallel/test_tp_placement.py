@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.tensor_parallel.placement import Split, even, normal, regroup
+from shardwise.tensor_parallel.training import _repeated
 
 
 @st.composite
@@ -51,6 +52,12 @@ def test_a_cut_seen_in_another_shape_has_the_same_elements_in_the_same_order(dat
     for rank in range(len(split.ranges)):
         one = _taken(whole.view(old), split, rank)
         assert _taken(whole.view(new), found, rank).flatten().tolist() == one.flatten().tolist()
+
+
+def test_of_dims_without_elements_that_are_merged_nothing_is_said() -> None:
+    split = Split(1, (((0, 2),), ((2, 4),)))
+    assert regroup(split, [0, 4], [4, 0]) is None
+    assert regroup(split, [0, 4], [0, 4]) == split
 
 
 @settings(max_examples=100)
@@ -101,3 +108,12 @@ def test_a_rank_finds_elements_where_they_lie_and_units_where_they_are_whole(dat
     assert split.scaled(3).divided(3) == split
     shifted = split.scaled(3).each(lambda begin, end: (begin + 1, end + 1))
     assert shifted.divided(3) is None or not any(split.ranges)
+
+
+def test_elements_that_several_ranks_have_get_a_place_each_that_all_of_them_know() -> None:
+    at = Split(0, (((0, 4),), ((2, 6), (8, 9)), ((3, 5), (8, 9))))
+    found = [_repeated(at, rank) for rank in range(3)]
+    assert [total for _, total in found] == [4, 4, 4]
+    assert found[0][0] == [2, 1, 0, 3, 1, 1]  # begin on the rank, length, place
+    assert found[1][0] == [0, 1, 0, 1, 1, 1, 2, 1, 2, 4, 1, 3]
+    assert found[2][0] == [0, 1, 1, 1, 1, 2, 2, 1, 3]

@@ -246,6 +246,7 @@ def test_a_program_that_is_one_ranks_already_is_refused() -> None:
         ({0: nn.Linear(6, 6)}, r"expected an ExportedProgram, got a module; export the model first"),
         ({0: None}, "expected an ExportedProgram, got NoneType"),
         ({1: "0"}, r"rank and world_size must be ints, got '0' and 2"),
+        ({1: False}, "rank and world_size must be ints, got False and 2"),
         ({2: 0}, "rank 0 is not one of 0 ranks"),
         ({3: "gpu"}, "device_type is 'gpu', which torch does not know"),
         ({3: None}, "device_type is None"),

@@ -19,8 +19,8 @@ def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool
     """
     if not values.is_floating_point():
         return reduce(values.clone(memory_format=torch.contiguous_format))
-    worst, sign = (-torch.inf, 1) if largest else (torch.inf, -1)
     no_number = values.isnan()
-    both = torch.stack([values.masked_fill(no_number, worst), no_number.to(values.dtype) * sign])
+    sign = 1 if largest else -1
+    both = torch.stack([values.masked_fill(no_number, 0), no_number.to(values.dtype) * sign])
     value, no_number = reduce(both).unbind()
     return value.masked_fill(no_number != 0, torch.nan)

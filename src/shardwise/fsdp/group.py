@@ -311,8 +311,6 @@ class ParamGroup(ABC):
         `Module.to` and its like, `to_empty`, `load_state_dict(assign=True)`, before the first forward; with
         `device` to give parameters on the meta device memory there.
         """
-        if self.form is Form.POST_FORWARD:
-            self.reshard()
         for param in self.params:
             param.adopt()
         params = self.packed_params()

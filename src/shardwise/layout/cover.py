@@ -83,7 +83,7 @@ def _add_up(starts: Ints, ends: Ints) -> bool:
             known, numbers = np.unique(places, return_inverse=True)
             places, points = numbers.reshape(places.shape), len(known)
         places = (places * len(values) + edges.reshape(2, 1, -1)).reshape(-1, starts.shape[1])
-        signs, points = np.append(signs, -signs, axis=0), points * len(values)
+        signs, points = np.concatenate([signs, -signs]), points * len(values)
     order = np.argsort(places, axis=None)
     first = np.flatnonzero(np.diff(places.ravel()[order], prepend=-1))
     return not np.add.reduceat(signs.ravel()[order], first).any()

@@ -56,8 +56,8 @@ class Slot:
     unsharded_offset: int  # in the unsharded buffer
 
     # Read for every parameter in every step, where a property that is cached costs ten times an attribute.
-    padded_shard_numel: int = field(init=False, repr=False, compare=False)
-    shard_stride: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    padded_shard_numel: int = field(init=False, repr=False)
+    shard_stride: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_shard_numel", math.prod(self.padded_shard_shape))

@@ -59,11 +59,9 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
     with _group() as device:
         sizes = sizes or (SMALL if device.type == "cpu" else Sizes())
         main = torch.float32 if device.type == "cpu" else torch.bfloat16
-        rates = {}
+        rates, halves = {}, {}
         for dtype in [torch.float32, torch.bfloat16, torch.float16][: 2 if device.type == "cpu" else 3]:
-            rates[dtype], half = _matmuls(device, dtype, sizes)
-            if dtype is main:
-                main_half = half
+            rates[dtype], halves[dtype] = _matmuls(device, dtype, sizes)
         peak = (like.peak_flops[_name(main)] if like else None) or rates[main].best
         efficiency = rates[main].asymptote / peak
         copied, summed = _memory(device, sizes)
@@ -80,7 +78,7 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
             host_latency_s=like.host_latency_s if like else 0.0,
             network_latency_s=like.network_latency_s if like else 0.0,
             matmul_efficiency=efficiency,
-            matmul_half_flops=main_half,
+            matmul_half_flops=halves[main],
             attention_efficiency=_attention(device, main, sizes) / peak,
             bandwidth_efficiency=min(1.0, summed / bandwidth),
             host_seconds=_host_seconds(device),

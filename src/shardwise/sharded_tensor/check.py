@@ -63,15 +63,12 @@ def gather_shards(
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
     known = {name: value for tale in reversed(told) for name, value in tale.items()}
+    properties = {name: known[name] for name in ("requires_grad", "pin_memory") if name in known}
+    properties |= {name: _named(known[name]) for name in ("dtype", "memory_format") if name in known}
     metadata = ShardedTensorMetadata(
         [ShardMetadata(*place) for tale in told for place in tale["shards"]],
         size_of(global_size),
-        TensorProperties(
-            dtype=_named(known.get("dtype", str(torch.get_default_dtype()))),
-            requires_grad=known.get("requires_grad", False),
-            memory_format=_named(known.get("memory_format", "torch.contiguous_format")),
-            pin_memory=known.get("pin_memory", False),
-        ),
+        TensorProperties(**properties),
     )
     metadata.check(ranks)
     return metadata

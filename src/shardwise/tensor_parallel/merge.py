@@ -80,10 +80,8 @@ def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overw
     place = Path(out)
     if place.is_dir() or (place.exists() and not overwrite):
         raise CheckpointError(f"{out} is there already; choose another file, or pass --overwrite")
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise CheckpointError("writing safetensors files needs `pip install safetensors`") from error
+    from safetensors.torch import save_file
+
     named = {name.removeprefix(strip): x for name, x in merge(folder).items()}
     first: dict[int, str] = {}
     alone = {

@@ -112,8 +112,6 @@ def _context() -> mp.context.BaseContext:
 
     The import, seconds long, is then paid once instead of once per rank.
     """
-    if "forkserver" not in mp.get_all_start_methods():
-        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.verify"])
     return context

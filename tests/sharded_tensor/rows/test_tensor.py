@@ -164,6 +164,8 @@ def test_inference_mode_and_masks_mean_the_same() -> None:
     assert torch.equal(rows.full_tensor(), torch.where(whole > 0, 3.0, whole))
     with pytest.raises(ShardingError, match="full_tensor"):
         rows[whole > 0]
+    with pytest.raises(ShardingError, match="full_tensor"):
+        rows.index_put_((rows > 0,), torch.tensor(1.0), accumulate=True)
     rows = sharded(whole, uneven)
     with suppress(ShardingError):  # torch indexes before 2.15, which is refused, and fills since
         rows[whole > 0] = 3.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import itertools
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, comes_after, latest, merge
@@ -130,3 +132,21 @@ def test_a_stream_that_the_allocator_was_told_of_may_go_on() -> None:
     world.memory.allocate(0, 8, owner=1, made="")
     world.use(1, 0, 8, "first write", writes=True)
     assert not world.races
+
+
+@st.composite
+def extents(draw: st.DrawFn) -> tuple[Extent, set[int]]:
+    """The memory of a tensor, and its bytes one by one."""
+    low, itemsize = draw(st.integers(0, 12)), draw(st.sampled_from([1, 2]))
+    steps = tuple(draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), max_size=2)))
+    offsets = itertools.product(*(range(0, size * stride, stride) for size, stride in steps))
+    held = {low + sum(offset) + byte for offset in offsets for byte in range(itemsize)}
+    return Extent(low, max(held) + 1, steps, itemsize), held
+
+
+@settings(deadline=None)
+@given(extents(), extents())
+def test_memory_overlaps_where_it_has_a_byte_in_common(
+    one: tuple[Extent, set[int]], other: tuple[Extent, set[int]]
+) -> None:
+    assert one[0].overlaps(other[0]) == bool(one[1] & other[1])

@@ -13,6 +13,7 @@ from torch import Tensor
 from ranks import on_ranks
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, Order, simulated
+from shardwise.verify.streams.collectives import _all_but
 from verify.streams.programs import pair, races
 
 
@@ -138,3 +139,10 @@ def _noop_group() -> dist.ProcessGroup:
     with noop_world(2):
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+
+
+def test_a_gather_in_place_leaves_what_is_there_already_at_either_end() -> None:
+    whole = torch.arange(6.0)
+    for own, others in ((whole[:2], [2, 3, 4, 5]), (whole[2:4], [0, 1, 4, 5]), (whole[4:], [0, 1, 2, 3])):
+        assert torch.cat(_all_but(own, whole)).tolist() == others
+    assert _all_but(torch.zeros(2), whole) == [whole]

@@ -1,0 +1,36 @@
+"""Other ways to write an operation become the one that rules know."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import export
+
+from shardwise.tensor_parallel.canonical import _as_copied
+
+
+class Copies(nn.Module):
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype).copy_(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of run_decompositions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_a_copy_into_another_dtype_or_shape_is_converted_and_no_other(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    module, x = Copies(shape, dtype), torch.randn(3)
+    made = export(module, (x,)).run_decompositions({}).graph_module
+    (copy,) = [node for node in made.graph.nodes if node.target is torch.ops.aten.copy.default]
+    _as_copied(made.graph, copy)
+    made.recompile()
+    torch.testing.assert_close(made(x)[0], module(x))
+    added = {node.target for node in made.graph.nodes if node.op == "call_function"}
+    assert (torch.ops.aten.to.dtype in added) == (dtype != x.dtype)
+    assert (torch.ops.aten.expand_as.default in added) == (shape != (3,))
