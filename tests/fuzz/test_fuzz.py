@@ -17,7 +17,7 @@ FIXED = {
     "fsdp": (21, 15),
     "sharded_tensor": (12, 40),
     "compiled": (4, 2),
-    "streams": (1, 40),
+    "streams": (1, 28),
     "disagree": (2, 6),
 }
 
