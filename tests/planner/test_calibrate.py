@@ -128,5 +128,6 @@ def test_links_are_those_that_the_times_of_collectives_were_made_of(
 
 def test_a_line_through_measurements_has_no_negative_latency() -> None:
     assert line([1.0, 10.0, 100.0], [3.0, 12.0, 102.0]) == pytest.approx((2.0, 1.0))
+    assert line([1.0, 10.0, 100.0], [2.5, 7.0, 52.0]) == pytest.approx((2.0, 0.5))
     assert line([1.0, 10.0, 100.0], [1.5, 10.5, 100.5]) == pytest.approx((0.5, 1.0))
     assert line([1.0, 10.0, 100.0], [0.5, 9.0, 99.0]) == (0.0, 0.5)
