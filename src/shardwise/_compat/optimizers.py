@@ -101,7 +101,8 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def count_step(counts: list[Tensor]) -> None:
     """Add one to each, in one call. Public code has a call for each."""
     with torch.no_grad():  # on CPU, a number would become a tensor for each count
-        torch._foreach_add_(counts, torch.ones((), device="cpu") if counts[0].is_cpu else 1)
+        ones: Any = [torch.ones((), device="cpu")] * len(counts) if counts[0].is_cpu else 1
+        torch._foreach_add_(counts, ones)
 
 
 def as_torch_made_it(optimizer: Optimizer) -> None:
