@@ -71,9 +71,12 @@ train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to r
 recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model : RANKS ARGS
 	$(BIN)/python examples/recommender.py --ranks $(RANKS) $(ARGS)
 
-$(VENV)/.installed-clients: $(VENV)/.installed
+ALONE = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+
+$(VENV)/.installed-clients: $(VENV)/.installed $(wildcard examples/clients/*.txt)
 	$(PIP) -c examples/clients/constraints.txt -e '.[clients]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r examples/clients/without_dependencies.txt
+	$(ALONE) -r examples/clients/without_dependencies.txt
+	for one in torchtune timm; do $(ALONE) --upgrade --target $(VENV)/apart/$$one -r examples/clients/$$one.txt || exit; done
 	touch $@
 
 clients: $(VENV)/.installed-clients ## accelerate, Trainer, TRL, torchtitan and more: losses on FSDP2 and on shardwise, side by side : ARGS

@@ -89,5 +89,5 @@ def test_the_verdict_is_on_losses_and_on_how_many_modules_were_sharded() -> None
 
 
 def test_every_client_has_a_row() -> None:
-    helpers = {"common", "compare", "accelerate_on_cpu"}
+    helpers = {"common", "compare", "accelerate_on_cpu", "torchvision_on_cpu"}
     assert {path.stem for path in compare.HERE.glob("*.py")} - helpers == set(compare.NEEDS)

@@ -10,11 +10,11 @@ A run whose ranks do not all show that the implementation in question sharded th
 
 import argparse
 import ast
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ NEEDS = {
     "torchao_float8": "torchao",
     "torchtitan_llama": "torchtitan",
     "torchtitan_experts": "torchtitan",
+    "torchtune_llama": "torchtune",
+    "timm_vit": "timm",
 }
 ROUNDING = {"torchtitan_llama": 1e-2, "torchtitan_experts": 1e-2}
 RANKS = 2
@@ -50,13 +52,19 @@ HEADER = ("client", "modules sharded", "interleaved", "contiguous")
 Reports = dict[int, dict[str, Any]]  # by rank, what `common.report` printed
 
 
+def apart(client: str) -> str:
+    """The folder of what the client needs in versions, or in company, that would not do for other clients."""
+    return f"{sys.prefix}/apart/{NEEDS[client]}"
+
+
 def run(client: str, way: str) -> Reports | str:
     """Every rank's report, or what went wrong in a line."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    quiet = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([apart(client), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
     command = [*launch, *WAYS[way], f"{client}.py"]
     try:
-        ended = subprocess.run(command, cwd=HERE, env=quiet, capture_output=True, text=True, timeout=600)
+        ended = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:
         return "FAILED: not ended after 10 minutes"
     if ended.returncode:
@@ -102,7 +110,7 @@ def row(client: str) -> list[str]:
     """The client's name and purpose, how many modules FSDP2 sharded, and the verdicts on both layouts."""
     purpose = (ast.get_docstring(ast.parse((HERE / f"{client}.py").read_text())) or "").split("\n")[0]
     cells = [f"`{client}`: {purpose.rstrip('.')}"]
-    if importlib.util.find_spec(NEEDS[client]) is None:
+    if PathFinder.find_spec(NEEDS[client], [apart(client), *sys.path]) is None:
         return [*cells, f"FAILED: {NEEDS[client]} is not installed"]
     theirs = run(client, "FSDP2")
     if isinstance(theirs, str):

@@ -98,6 +98,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("shardwise") for hook in hooks)
 
 
+def count_step(counts: list[Tensor]) -> None:
+    """Add one to each, in one call. Public code has a call for each."""
+    with torch.no_grad():  # on CPU, a number would become a tensor for each count
+        ones: Any = [torch.ones((), device="cpu")] * len(counts) if counts[0].is_cpu else 1
+        torch._foreach_add_(counts, ones)
+
+
 def as_torch_made_it(optimizer: Optimizer) -> None:
     """Undo `change_step_lists` and `drop_gradients_unread`."""
     for name in ("_init_group", "zero_grad"):

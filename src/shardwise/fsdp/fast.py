@@ -234,7 +234,7 @@ class _Bystander(NamedTuple):
     param: ShardedRows
     options: dict[str, Any]
     state: dict[str, Any] | None
-    steps: Tensor | None  # its "step", one for all bystanders that have taken as many
+    step: Tensor | None  # its count, which state dicts may hold too
 
 
 @dataclass
@@ -259,21 +259,20 @@ def put_aside(optimizer: Optimizer) -> None:
     known = _bystanders.get(optimizer)
     if known is None or known.state is not optimizer.state:
         known = _find_bystanders(optimizer)
-    counts = {}
-    for param, options, state, count in known.members:
+    counts = []
+    for param, options, state, step in known.members:
         grad, found = param.grad, known.state.get(param)
-        as_before = found is state and (state.get("step") is count if state else not options.get("momentum"))
+        as_before = found is state and (state.get("step") is step if state else not options.get("momentum"))
         if grad is None or not as_before:  # an unused parameter does not count this step
             put_back(optimizer)
-            separate_counts(optimizer)
+            forget_bystanders(optimizer)
             return
         param.grad = None
         known.aside.append((param, grad))
-        if count is not None:
-            counts[id(count)] = count
-    with torch.no_grad():
-        for count in counts.values():
-            count.add_(1)
+        if step is not None:
+            counts.append(step)
+    if counts:
+        _compat.count_step(counts)
 
 
 def put_back(optimizer: Optimizer) -> None:
@@ -282,6 +281,11 @@ def put_back(optimizer: Optimizer) -> None:
         for param, grad in known.aside:
             param.grad = grad
         known.aside.clear()
+
+
+def forget_bystanders(optimizer: Optimizer) -> None:
+    """Look for them anew before the next step."""
+    _bystanders.pop(optimizer, None)
 
 
 def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
@@ -297,34 +301,8 @@ def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
             state = optimizer.state.get(param)
             if not stateless and not state:
                 return _Bystanders(optimizer.state)
-            found.members.append(_Bystander(param, options, state, None))
-    shared: dict[tuple[float, torch.device], Tensor] = {}
-    found.members = [one._replace(steps=_share_count(one.state, shared)) for one in found.members]
-    if shared and optimizer not in _separating:
-        _separating.add(optimizer)
-        optimizer.register_state_dict_pre_hook(separate_counts)
+            step = state.get("step") if state else None
+            count = step if isinstance(step, Tensor) else None
+            found.members.append(_Bystander(param, options, state, count))
     _bystanders[optimizer] = found
     return found
-
-
-def _share_count(
-    state: dict[str, Any] | None, shared: dict[tuple[float, torch.device], Tensor]
-) -> Tensor | None:
-    """Let all bystanders with equal counts have one tensor, so that counting is one addition."""
-    if not state or not isinstance(step := state.get("step"), Tensor):
-        return None
-    value = 0.0 if _compat.is_fake(step) else float(step)  # fake tensors have no values that differ
-    count = state["step"] = shared.setdefault((value, step.device), step.clone())
-    return count
-
-
-_separating: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def separate_counts(optimizer: Optimizer) -> None:
-    """A count of its own to each: before it steps by itself, or for a state dict, which may be written to."""
-    known = _bystanders.pop(optimizer, None)
-    for bystander in () if known is None else known.members:
-        state, steps = bystander.state, bystander.steps
-        if state and state.get("step") is steps and steps is not None:
-            state["step"] = steps.clone()

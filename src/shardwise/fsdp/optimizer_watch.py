@@ -97,13 +97,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fast.step_in_graphs(optimizer)
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
-        fast.separate_counts(optimizer)
+        fast.forget_bystanders(optimizer)
         if not compiled:
             fast.step_locally(optimizer)
     closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-    if closure or _compat.has_step_hooks(optimizer):  # which make gradients, or look at them
-        fast.separate_counts(optimizer)
-    else:
+    if not (closure or _compat.has_step_hooks(optimizer)):  # which make gradients, or look at them
         fast.put_aside(optimizer)
 
 

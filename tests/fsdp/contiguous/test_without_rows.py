@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import on_ranks
@@ -117,6 +120,18 @@ def test_a_loaded_state_counts_on() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     _train(model, optimizer, 2, share=True)
     assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
+
+
+@on_ranks(2)
+def test_a_state_dict_counts_on_with_the_optimizer_as_fsdp2s_does() -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    for shard in (torchs, partial(fully_shard, layout="contiguous")):
+        model = shard(_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        _train(model, optimizer, 3, share=True)
+        held = get_optimizer_state_dict(model, optimizer, options=options)
+        _train(model, optimizer, 2, share=True)
+        assert {float(value) for name, value in held.items() if name.endswith(".step")} == {5.0}
 
 
 def _forget_one(optimizer: torch.optim.Optimizer) -> None:
