@@ -257,9 +257,10 @@ TITLE = (
     " groups' copies"
 )
 WHY = (
-    "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As much is alive at the peak;"
-    " whether a segment of the size of logits or of an embedding's gradient is whole when one is needed"
-    " depends on the depth"
+    "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As many bytes are alive at the"
+    " peak, to 0.2%; the rest is holes in computation's memory, which interleaved are gone with"
+    " expandable segments. There the likely cause is that a group's gathered parameters are one piece of"
+    " memory, where FSDP2 has a piece for each parameter"
 )
 NEARBY = 4
 
