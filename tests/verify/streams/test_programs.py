@@ -385,12 +385,16 @@ def test_a_thread_may_outlive_a_simulation() -> None:
         ended.wait()
         threads.append(thread)
 
+    def flags() -> tuple[bool, bool]:
+        return is_in_torch_dispatch_mode(), is_in_any_mode_without_ignore_compile_internals()
+
     threads: list[threading.Thread] = []
+    before = flags()
     assert not races(program)
-    found = is_in_torch_dispatch_mode(), is_in_any_mode_without_ignore_compile_internals()
+    after = flags()
     goes_on.set()
     threads[0].join()
-    assert found == (False, False)
+    assert after == before
 
 
 @pytest.mark.parametrize("read", ["torch.save", "state_dict"])
