@@ -22,9 +22,16 @@ With the other two, which rank holds what follows from how the parameters of a g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
+
+
+def even_intervals(size: int, ranks: int) -> list[tuple[int, int]]:
+    """[begin, end) of each rank, as even as can be; as of `tensor_split`, the first have one more."""
+    least, more = divmod(size, ranks)
+    return list(pairwise(rank * least + min(rank, more) for rank in range(ranks + 1)))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.layout.placement import even_intervals
 
 
 class SequenceCut:
@@ -55,7 +55,7 @@ class SequenceCut:
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Positions [piece] of this rank's tokens, int64."""
-        begin, end = _shares(self.length, self.ranks)[self.rank]
+        begin, end = even_intervals(self.length, self.ranks)[self.rank]
         return torch.arange(begin, end, device=device)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
@@ -120,7 +120,7 @@ class SequenceCut:
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> list[int]:
         """How many tokens each rank has."""
-        lengths = [end - begin for begin, end in _shares(self.length, self.ranks)]
+        lengths = [end - begin for begin, end in even_intervals(self.length, self.ranks)]
         found = [each.shape[-2] for each in (query, key, value)]
         if found != [lengths[self.rank]] * 3:
             raise ShardingError(
@@ -159,12 +159,6 @@ class SequenceCut:
         return [part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
 
 
-def _shares(count: int, ranks: int) -> list[tuple[int, int]]:
-    """[begin, end) of each rank, the first ones with one more, as `Tensor.tensor_split` has it."""
-    ends = [rank * (count // ranks) + min(rank, count % ranks) for rank in range(ranks + 1)]
-    return list(pairwise(ends))
-
-
 _Share = tuple[slice, slice, list[int] | None]
 
 
@@ -172,9 +166,9 @@ def _heads(queries: int, keys: int, ranks: int) -> list[_Share]:
     """For each rank: heads of queries, those of keys that they use, and which each uses if uneven."""
     group = queries // keys
     if keys >= ranks:
-        return [(slice(a * group, b * group), slice(a, b), None) for a, b in _shares(keys, ranks)]
+        return [(slice(a * group, b * group), slice(a, b), None) for a, b in even_intervals(keys, ranks)]
     found: list[_Share] = []
-    for a, b in _shares(queries, ranks):
+    for a, b in even_intervals(queries, ranks):
         used = [head // group for head in range(a, b)]
         first, last = (used[0], used[-1] + 1) if used else (0, 0)
         found.append((slice(a, b), slice(first, last), [head - first for head in used]))

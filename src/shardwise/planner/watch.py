@@ -176,10 +176,9 @@ class Stream:
 def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
     """Tell `recorder` of collectives and, with `streams`, of an accelerator's, which are yielded by name."""
     made = {name: Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
-    kind, name = _compat.SHAPES_OF_DTENSORS
     with ExitStack() as stack:
         stack.enter_context(listening(recorder.heard))
-        stack.enter_context(mock.patch.object(kind, name, _unseen(recorder, getattr(kind, name))))
+        stack.enter_context(_compat.shapes_of_dtensors_unseen(recorder))
         if streams:
             create = staticmethod(lambda device: CommStreams(*(made[name] for name in STREAMS)))  # type: ignore
             stack.enter_context(mock.patch.object(CommStreams, "create", create))
@@ -188,14 +187,3 @@ def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
             stack.enter_context(mock.patch.dict(adamw8bit.ELEMENTS_AT_ONCE))
             del adamw8bit.ELEMENTS_AT_ONCE["cpu"]
         yield made
-
-
-def _unseen(recorder: Recorder, original: Method) -> Method:
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        before, recorder.looks_away = recorder.looks_away, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            recorder.looks_away = before
-
-    return unseen

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from shardwise.layout.placement import even_intervals
 from shardwise.layout.regroup import Groups, regrouped
 
 Interval = tuple[int, int]
@@ -121,9 +122,7 @@ def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
 
 def even(size: int, ranks: int) -> Ranges:
     """A dim of `size` cut as evenly as possible, the first ranks having one more."""
-    least, more = divmod(size, ranks)
-    begins = [rank * least + min(rank, more) for rank in range(ranks + 1)]
-    return tuple(normal([interval]) for interval in pairwise(begins))
+    return tuple(normal([interval]) for interval in even_intervals(size, ranks))
 
 
 def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:

@@ -164,6 +164,10 @@ def cache_bytes(program: ExportedProgram) -> int:
 # ------------------------------------------------------------ what is exported
 
 
+def _changes(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
     """Rotary frequencies of texts of `longest` tokens, where the model would choose them at each call.
@@ -177,9 +181,8 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
         for name, module in model.named_modules():
             kinds = getattr(module, "rope_type", None)
             by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
-            for key, kind in by_layer.items():
-                if not kind or not ("dynamic" in kind or kind == "longrope"):
-                    continue
+            chosen = {key: kind for key, kind in by_layer.items() if kind and _changes(kind)}
+            for key, kind in chosen.items():
                 asked = module.config.rope_parameters
                 asked = asked[key] if key else asked
                 limit = asked.get("original_max_position_embeddings") or module.original_max_seq_len
@@ -189,12 +192,13 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
                         f" tokens, which a program cannot; expected at most {limit}, found"
                         f" a prompt and tokens of {longest}. Ask for fewer, or generate with the whole model"
                     )
-                own = f"{key}_inv_freq" if key else "inv_freq"
-                original = getattr(module, own.replace("inv_freq", "original_inv_freq"))
-                stack.enter_context(mock.patch.dict(module._buffers, {own: original}))
-                fixed = {**by_layer, key: "default"} if key else "default"
-                stack.enter_context(mock.patch.object(module, "rope_type", fixed))
-                by_layer = fixed if isinstance(fixed, dict) else by_layer
+                prefix = f"{key}_" if key else ""
+                original = getattr(module, f"{prefix}original_inv_freq")
+                stack.enter_context(mock.patch.dict(module._buffers, {f"{prefix}inv_freq": original}))
+            if chosen:
+                fixed = by_layer | dict.fromkeys(chosen, "default")
+                kind = fixed if isinstance(kinds, dict) else fixed[""]
+                stack.enter_context(mock.patch.object(module, "rope_type", kind))
         yield
 
 

@@ -145,7 +145,7 @@ def _patches(simulation: Simulation) -> list[Any]:
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return to(tensor, *map(_indexed, args), **{key: _indexed(value) for key, value in kwargs.items()})
 
-    create, engine, kind, name = CommStreams.create, _compat.ENGINE, *_compat.SHAPES_OF_DTENSORS
+    create, engine = CommStreams.create, _compat.ENGINE
 
     def named(device: torch.device) -> CommStreams | None:
         made = create(device)
@@ -179,7 +179,7 @@ def _patches(simulation: Simulation) -> list[Any]:
             set_stream=_set_stream,
             synchronize=_synchronize,
         ),
-        mock.patch.object(kind, name, simulation.unseen(getattr(kind, name))),
+        _compat.shapes_of_dtensors_unseen(simulation),
         mock.patch.object(
             torch.autograd, engine, simulation.timeline.backward(getattr(torch.autograd, engine))
         ),

@@ -272,13 +272,14 @@ class Collectives:
         written = tensors if in_place else [on_device(t) for t in made]
         operation, *touched = self.issue(name, group, (), tensors, asynchronous=True, written=written)
         if simulation.late is not None:
-            if not isinstance(group, NoopGroup):
+            real = not isinstance(group, NoopGroup)
+            if real:
                 simulation.late.run_all()  # what others wait for: the wait cannot answer them
             for tensor in tensors_in(result):
                 wait_for_collective(tensor)
             again = partial(_functional_again, func)
             simulation.late.collective(operation, group, again, (args, kwargs), *touched, outcome=written)
-            if not isinstance(group, NoopGroup):
+            if real:
                 simulation.late.run_all()  # nor can that of the second one
         for tensor in made or tensors:
             kept = [*tensors, *made]

@@ -202,18 +202,6 @@ class Simulation:
 
     # Operators
 
-    def unseen(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that computes shapes, of which nothing is told."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.looks_away = self.looks_away, True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.looks_away = before
-
-        return call
-
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator of which some tensor, or its result, is on the device."""
         if self.is_elsewhere():
