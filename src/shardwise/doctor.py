@@ -57,7 +57,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -156,7 +156,7 @@ def _compared(told: list[dict[str, Any]], what: str, status: Status, fix: str) -
 
 
 def check_torch(version: str = torch.__version__) -> CheckResult:
-    """Is the installed torch one that shardwise is made for?"""
+    """Check whether shardwise supports the installed torch."""
     found = f"{version} on Python {platform.python_version()}"
     numbers = minor_version(version)
     if numbers is None or numbers < SUPPORTED[0]:
@@ -170,7 +170,7 @@ def check_torch(version: str = torch.__version__) -> CheckResult:
 
 
 def check_backends() -> CheckResult:
-    """Which process-group backends does this torch have? gloo is needed; NCCL as well where GPUs are."""
+    """Check the process-group backends of this torch: gloo is needed, and NCCL where there are GPUs."""
     if not dist.is_available():
         return CheckResult("backends", Status.BROKEN, "none", "Install a torch built with USE_DISTRIBUTED=1.")
     known = {
@@ -183,7 +183,7 @@ def check_backends() -> CheckResult:
 
 
 def judge_backends(available: set[str], gpus: int) -> CheckResult:
-    """Are the available backends enough for this many GPUs?"""
+    """Judge whether the available backends suffice for this many GPUs."""
     found = ", ".join(sorted(available)) or "none"
     if "gloo" not in available:
         return CheckResult("backends", Status.BROKEN, found, "Install a torch built with gloo.")
@@ -195,7 +195,7 @@ def judge_backends(available: set[str], gpus: int) -> CheckResult:
 
 
 def check_devices() -> CheckResult:
-    """Which devices can hold shards? A CUDA build that sees no GPU is worth a warning."""
+    """List the devices that can hold shards. A CUDA build that sees no GPU gets a warning."""
     cores = f"{_cores()} CPU cores"
     gpus = []
     for index in range(torch.cuda.device_count()):
@@ -219,7 +219,7 @@ def check_descriptors() -> CheckResult:
 
 
 def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
-    """Is this limit on open files (None: unlimited) enough?"""
+    """Judge whether this limit on open files (None: unlimited) is enough."""
     found = f"limit {'none' if soft is None else soft}, may be raised to {'any' if hard is None else hard}"
     fix = (
         f"Run `ulimit -n {DESCRIPTORS_WANTED}` before training: every rank holds a socket per peer and group."
@@ -232,7 +232,7 @@ def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
 
 
 def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
-    """Is there room for checkpoints in `folder`, and may they be written? Does a store keep an object?"""
+    """Check that `folder` is writable and has room for checkpoints, or that a store keeps an object."""
     at = location(folder)
     if isinstance(at, StorePath):
         return check_store(at)
@@ -241,7 +241,7 @@ def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
 
 
 def check_store(at: StorePath) -> CheckResult:
-    """Can an object be written there, seen and removed?"""
+    """Check whether an object can be written, seen and removed in a store."""
     probe = at / f"shardwise-doctor-{uuid4().hex[:6]}"
     try:
         write_whole(probe, b"")
@@ -299,16 +299,16 @@ def check_host_name() -> CheckResult:
 
 
 def judge_host_name(name: str, addresses: list[str], *, several: bool) -> CheckResult:
-    """Can other hosts, if there are `several`, reach what the name leads to?"""
+    """Judge whether other hosts, if there are `several`, can reach the addresses of this host's name."""
     found = f"{name} is {', '.join(addresses)}"
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
-        fix = "Other hosts cannot reach it: set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or mend /etc/hosts."
+        fix = "Other hosts cannot reach it: set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or fix /etc/hosts."
         return CheckResult("host name", Status.WARNING, found, fix)
     return CheckResult("host name", Status.OK, found)
 
 
 def check_loopback() -> CheckResult:
-    """Do two local processes find each other over gloo and agree on a sum?"""
+    """Check whether two local processes find each other over gloo and agree on a sum."""
     expected = float(sum(range(1, LOOPBACK_RANKS + 1)))
     fix = "Let local connections through the firewall; set GLOO_SOCKET_IFNAME to an interface that is up."
     try:

@@ -80,12 +80,12 @@ def report_errors() -> None:
 
 
 def shows_all() -> bool:
-    """Has the user asked for every traceback?"""
+    """Return whether the user asked for every traceback."""
     return os.environ.get(TRACEBACK, "0") not in ("", "0")
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Does the error's own text say what to mend, so that no traceback need be shown?"""
+    """Return whether the error's own text says what to fix, so that no traceback is needed."""
     if isinstance(error, ShardwiseError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -110,7 +110,7 @@ def place(error: BaseException) -> str:
 
 
 def _is_users(path: Path) -> bool:
-    """Is it neither of an installed package, nor its command, nor of Python itself?"""
+    """Return whether `path` is a user's file: of no installed package, its command, or Python itself."""
     installed = {"site-packages", "dist-packages"} & set(path.parts)
     not_theirs = (Path(__file__).parent, Path(os.__file__).parent)
     if path.name == "shardwise" or installed:

@@ -86,7 +86,7 @@ class DataParallelMeshInfo:
 
     @cached_property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Of `mesh`, by axis. It asks for them by name, which is slow."""
+        """Process groups of `mesh`, by axis. Looked up by name, which is slow."""
         return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
 
     @cached_property

@@ -212,7 +212,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor)
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Does `tensor` have a shape but no memory?"""
+    """Return whether `tensor` has a shape but no memory."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -246,7 +246,7 @@ def fakes_convert() -> Iterator[None]:
 
 
 def is_lazily_zero(tensor: Tensor) -> bool:
-    """Is it zeros without memory, as autograd makes them for derivatives that are zero everywhere?"""
+    """Return whether `tensor` is zeros without memory, as autograd makes for zero derivatives."""
     return tensor._is_zerotensor()
 
 
@@ -314,7 +314,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Which storage a tensor has; a DTensor's wrapper has its own, changed by `data = ...` and swaps."""
+    """Identify a tensor's storage; a DTensor's wrapper has its own, changed by `data = ...` and swaps."""
     return cast(int, tensor.untyped_storage()._cdata)
 
 
@@ -391,7 +391,7 @@ functional_collectives: Any = torch.ops._c10d_functional
 
 
 def is_operator(target: Any) -> bool:
-    """Is the target of a graph's node one overload of an operator?"""
+    """Return whether the target of a graph's node is one overload of an operator."""
     return isinstance(target, torch._ops.OpOverload)
 
 

@@ -72,19 +72,19 @@ RECOMPUTE_ALL: dict[str, Any] = (
 
 
 def in_compiled_autograd() -> bool:
-    """Is the running backward one that the tracer of compiled autograd took down beforehand?"""
+    """Return whether the running backward is one that compiled autograd traced beforehand."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # if imported, which takes a second
     return compiled is not None and bool(compiled.in_compiled_autograd_region)
 
 
 def compiler_in_use() -> bool:
-    """Has this process made a function that `torch.compile` compiles when it is called?"""
+    """Return whether this process has made a function that `torch.compile` compiles when it is called."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where also None and False stand for backends
     return frames is not None and any(callable(backend) for backend in frames.cached_backends.values())
 
 
 def is_functional(tensor: Tensor) -> bool:
-    """Does `tensor` stand for values in a graph of operators that is being traced?"""
+    """Return whether `tensor` stands for values in a graph of operators that is being traced."""
     return isinstance(tensor, FunctionalTensor)
 
 
@@ -194,10 +194,10 @@ def aot_edited(
     compiler: Callable[..., Any] | None = None,
     decompose: bool = False,
 ) -> Callable[..., Any]:
-    """What a backend makes of the graphs of operators of a graph, edited first.
+    """Compile a graph with AOTAutograd, after `edit` has changed each of its graphs of operators.
 
     Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition" runs them as they are; the second
-    offers no way in between its partitioner and its compiler. Or `compiler` compiles them.
+    has no hook between its partitioner and its compiler. If given, `compiler` compiles them.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -232,9 +232,9 @@ _MARKS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
 def is_of_backward(node: torch.fx.Node) -> bool:
-    """Did autograd compute this node of a graph with forward and backward in it?
+    """Return whether autograd computed this node of a joint forward and backward graph.
 
-    Before 2.12 a tracer marks none of those; the first is the gradient of the loss, ones like it.
+    Before 2.12 a tracer marks none of them; the first is the gradient of the loss, a `ones_like`.
     """
     if _MARKS_BACKWARD:
         return bool(node.meta.get("autograd_backward"))

@@ -76,7 +76,7 @@ def take_over(tensor: Tensor, other: Tensor) -> None:
 
 
 def wait_for_collective(tensor: Tensor) -> Tensor:
-    """What a functional collective returned, once it is there; the public form waits at other times too."""
+    """Wait for a functional collective's result and return it; the public form waits at other times too."""
     waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
     return waited
 
@@ -110,7 +110,7 @@ def nodes_of(outputs: Iterable[Any]) -> list[Any]:
 
 
 def next_node_number() -> int:
-    """What the next node that forward makes will have."""
+    """Return the sequence number that autograd will give the next node made in forward."""
     return int(torch._C._autograd._get_sequence_nr())
 
 

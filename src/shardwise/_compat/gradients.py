@@ -23,7 +23,7 @@ SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 
 def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
-    """What the user set as a leaf's `grad_dtype`, in a tuple; empty if nothing.
+    """Return the `grad_dtype` that the user set on a leaf, in a tuple; empty if none.
 
     Before 2.15 torch does not say whether it was set: then the tensor's own dtype is nobody's choice.
     """

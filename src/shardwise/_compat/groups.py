@@ -27,7 +27,7 @@ def premultiplied_sum(factor: float) -> Any:
 
 
 def default_store() -> Store:
-    """What the default process group's ranks met through; whoever has none raises ValueError."""
+    """Return the default process group's store; raises ValueError where there is no group."""
     return c10d._get_default_store()
 
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 
 def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
-    """What `torch.compile(backend="inductor", options=options)` gives a graph to, for a backend around it."""
+    """Return the backend of `torch.compile(backend="inductor", options=options)`, to be wrapped."""
     wrapper: Any = torch._TorchCompileInductorWrapper
     return cast(Callable[..., Any], wrapper(None, options, dynamic))
 

@@ -54,7 +54,7 @@ def _fast_attributes(params: list[Tensor]) -> AbstractContextManager[Any]:
 
 
 def in_compiled_call() -> bool:
-    """Has a compiled function called this, maybe through code that it does not compile?"""
+    """Return whether a compiled function is the caller, even through code that it does not compile."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False

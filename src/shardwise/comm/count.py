@@ -43,7 +43,7 @@ class Collective:
 
 
 def collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Collective]:
-    """Those that a call of the operator `namespace::name` issues."""
+    """Yield the collectives that a call of the operator `namespace::name` issues."""
     if name == "batch_p2p_ops":  # (operators, peers, tags, tensors, group name)
         for operator, tensor in zip(args[0], args[3], strict=True):
             yield from collectives(namespace, operator, (tensor, args[-1]))
@@ -64,7 +64,7 @@ def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested lists and tuples."""
+    """Yield the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

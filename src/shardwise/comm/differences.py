@@ -15,7 +15,7 @@ _BEFORE = 100  # of which so many lie before what differs
 
 
 def differences(texts: Mapping[int, str]) -> str:
-    """Which lines only some ranks have; those of the largest side come first.
+    """Return the lines that only some ranks have, those of the largest side first.
 
     Args:
         texts: by rank, of which at least two differ.

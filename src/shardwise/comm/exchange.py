@@ -297,7 +297,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _check(source: _Held, target: _Held) -> None:
-    """Do tensors fit their boxes, and each other?"""
+    """Raise ShardingError unless each tensor fits its box and all agree in dtype and device."""
     if not source and not target:
         return
     like = (source or target)[0][1]

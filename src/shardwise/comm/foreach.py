@@ -201,7 +201,7 @@ class Reduction:
 
     @cached_property
     def ends_with_scatter(self) -> bool:
-        """Is what was reduce-scattered the result as it is, on the current stream?"""
+        """Whether the reduce-scattered tensor is the final result as it is, on the current stream."""
         more = (self.streams, self.replicate_group, self.hook)
         return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 

@@ -244,10 +244,10 @@ class _ReduceScatterWork(dist.Work):
 
 @lru_cache(256)
 def _begun_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
-    """What of slice `rank` gloo's ring begins to add at another rank: its first addends come last.
+    """Return the parts of slice `rank` whose sum gloo's ring starts elsewhere: first addends come last.
 
     The ring cuts the whole buffer into equal segments, equally many for each rank, at least two and of at
-    most `_SEGMENT_BYTES`. What it begins at one rank is so at times a few elements longer than a slice.
+    most `_SEGMENT_BYTES`. So a run that starts at one rank can be a few elements longer than a slice.
 
     Returns:
         Parts of the slice, and how many addends come last in each.
@@ -315,7 +315,7 @@ def issued(group: dist.ProcessGroup) -> itertools.count[int]:
 
 
 def _check(what: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
-    """Are `whole` and `shard` buffers on CPU of one dtype, `whole` of `ranks` times `shard`'s elements?"""
+    """Raise ShardingError unless both are flat CPU buffers of one dtype, `whole` of `ranks` shards."""
     if whole.numel() != ranks * shard.numel() or whole.dtype is not shard.dtype:
         raise ShardingError(
             f"{here()}: the {what} over {ranks} ranks of a shard of {shard.numel()} elements of {shard.dtype}"

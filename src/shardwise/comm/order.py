@@ -49,7 +49,7 @@ Record = dict[str, Any]
 
 
 class Event:
-    """What a rank is about to do, in words equal on ranks that do it alike. `event_for` makes it."""
+    """A rank's next operation, in words equal on ranks that do the same. `event_for` makes it."""
 
     __slots__ = ("__weakref__", "advice", "digest", "text")
 
@@ -268,7 +268,7 @@ class Order:
         self.store.set(f"{self.prefix}at/{self.rank}", json.dumps(record))
 
     def read(self) -> dict[int, Record]:
-        """Where the other ranks said they stand, by rank in the group."""
+        """Return the latest record of each other rank, by rank in the group."""
         keys = {rank: f"{self.prefix}at/{rank}" for rank in range(self.size) if rank != self.rank}
         if not self.store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
@@ -276,15 +276,15 @@ class Order:
         return {rank: json.loads(record) for rank, record in zip(keys, said, strict=True)}
 
     def text_of(self, rank: int) -> str:
-        """What a rank of the group has announced last, as of its last post."""
+        """Return the text of the event that a rank of the group announced last, as of its last post."""
         return str(self.store.get(f"{self.prefix}text/{rank}").decode())
 
     def doing(self) -> str:
-        """What this rank announced last, in a line."""
+        """Return this rank's last announcement, in one line."""
         return first_line(self.at.event.text) or "begin"
 
     def account(self, what: str) -> str:
-        """Where every rank stands, after something that nothing explains."""
+        """Describe where every rank stands, after a failure that nothing explains."""
         me = f"rank {self.ranks[self.rank]}"  # others hear of it too
         lines = [f"{me} {what}; it was about to {self.doing()}. The others, when last heard of:"]
         with suppress(RuntimeError):

@@ -70,7 +70,7 @@ def write_report(order: Order, why: str) -> None:
 
 
 def _record(order: Order) -> Iterator[dict[str, Any]]:
-    """What this rank announced, the latest first."""
+    """Yield the events that this rank announced, the latest first."""
     paths = [(order.passes, order.at), *reversed(order.ended.items())]
     for number, node in paths:
         while node.parent is not None:
@@ -131,7 +131,7 @@ def _wrong(report: Any) -> str:
 
 
 def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = None) -> list[str]:
-    """Who waits for whom, in lines; `damaged` are files of which nothing is known, with why."""
+    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason."""
     damaged = damaged or {}
     ranks = max((report["ranks"] for report in reports.values()), key=len)
     places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}

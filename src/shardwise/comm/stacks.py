@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def calls_of(thread: int) -> list[Call] | None:
-    """What a thread is in, innermost first; None while torch compiles."""
+    """Return the stack of a thread, innermost call first; None while torch compiles."""
     found = []
     with _compat.no_compilation() as quiet:
         if not quiet:

@@ -89,10 +89,10 @@ def leave_all(why: str) -> None:
 
 
 def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> RuntimeError:
-    """What a transport's failure means, in words: which rank has left, ended, or means something else.
+    """Return an error that explains a transport's failure: which rank has left, ended, or diverged.
 
-    Takes up to a few seconds, in which ranks tell each other where they are. Any other error is returned
-    as it is.
+    Waits up to a few seconds for ranks to tell each other where they are. Returns any other error
+    unchanged.
 
     Args:
         error: what a collective raised.
@@ -119,7 +119,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
 
 
 def of_transport(error: RuntimeError) -> bool:
-    """Is it a transport's failure?"""
+    """Return whether the error is a transport's failure."""
     return any(word in str(error) for word in _OF_TRANSPORTS)
 
 

@@ -59,7 +59,7 @@ def unlock(folder: Path) -> None:
 
 
 def _holder(opened: int) -> str:
-    """Who has the lock, in words; closes the file."""
+    """Describe the process that has the lock; closes the file."""
     said: dict[str, object] = {}
     with suppress(ValueError):
         said = json.loads(os.pread(opened, 4096, 0))

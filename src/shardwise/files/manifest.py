@@ -86,7 +86,7 @@ def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
 
 
 def read_json(file: Location) -> Any:
-    """What a file of JSON holds. Raises CheckpointError for one that is missing or damaged."""
+    """Return the parsed content of a JSON file. Raises CheckpointError for one that is missing or damaged."""
     try:
         return json.loads(regular(file).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -112,7 +112,7 @@ def is_count(value: Any) -> bool:
 
 
 def all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Is a value a list, or a dict by name, of values that fit?"""
+    """Return a check: is a value a list, or a dict by name, whose items all pass `fits`?"""
 
     def fit(found: Any) -> bool:
         return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))

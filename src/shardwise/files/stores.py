@@ -48,7 +48,7 @@ class StorePath:
         return StorePath(self.path.parent, self.system)
 
     def iterdir(self) -> Iterator[StorePath]:
-        """What is directly in it, as the store says now; nothing where it is no folder."""
+        """Yield the entries of this folder, as the store lists them now; none if it is no folder."""
         self.system.invalidate_cache()
         try:
             found = self.system.ls(str(self.path), detail=False)
@@ -85,7 +85,7 @@ At = TypeVar("At", bound=Location)
 
 
 def location(path: str | os.PathLike[str]) -> Location:
-    """Where a path or an `fsspec` URL leads. Keys and endpoints are from the store's own environment.
+    """Return the location of a path or `fsspec` URL; keys and endpoints are from the store's environment.
 
     Raises:
         CheckpointError: a protocol that `fsspec` does not know, or whose client is not installed.
@@ -108,7 +108,7 @@ def location(path: str | os.PathLike[str]) -> Location:
 
 
 def on_disk(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads, for what reads and writes no store.
+    """Return a path of the file system, for code that reads and writes no store.
 
     Raises:
         CheckpointError: a URL of a store.

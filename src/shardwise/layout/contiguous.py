@@ -37,7 +37,7 @@ _Shaped = tuple[tuple[int, ...], _Key, _Cut]
 
 @dataclass(frozen=True)
 class Place:
-    """Where one parameter lies in its segment, in elements."""
+    """The position of one parameter in its segment, in elements."""
 
     index: int  # of the parameter in the group
     start: int  # of the whole parameter, in the gathered buffer
@@ -134,7 +134,7 @@ class ContiguousLayout:
 
     @cached_property
     def _found(self) -> dict[int, tuple[int, int]]:
-        """By index: a parameter's start, and the shard size of its segment."""
+        """Start of each parameter and shard size of its segment, by the parameter's index."""
         return {
             place.index: (place.start, segment.shard_numel)
             for segment in self.segments

@@ -65,7 +65,7 @@ def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 
 
 def _add_up(starts: Ints, ends: Ints) -> bool:
-    """Do boxes, columns of [dims, boxes] and none empty, fill the box around all of them exactly once?
+    """Return whether boxes, columns of [dims, boxes] and none empty, fill the box around them exactly once.
 
     False too where they have too many corners to count.
     """

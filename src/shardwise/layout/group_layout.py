@@ -34,7 +34,7 @@ _WHOLE_ALIGN_BYTES = 16  # matmuls of one row round otherwise where a weight lie
 
 
 class ParamSpec(NamedTuple):
-    """What the layout must know of a parameter; how it lies follows from all but its name."""
+    """A parameter as the layout sees it; its position depends on everything here but the name."""
 
     name: str
     shape: tuple[int, ...]  # of the unsharded parameter
@@ -46,7 +46,7 @@ class ParamSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its segment, in elements."""
+    """The position of one parameter in its segment, in elements."""
 
     index: int  # of the parameter in the group
     shard_shape: tuple[int, ...]  # this rank's piece

@@ -77,7 +77,7 @@ class Index:
 
 
 def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: Ints) -> Ints:
-    """Of the pairs of columns (asked, found), those that have elements in common."""
+    """Return those pairs of columns (asked, found) that have elements in common."""
     left = np.arange(len(asked))
     for dim in range(len(starts)):
         one, other = asked[left], found[left]
@@ -86,7 +86,7 @@ def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: 
 
 
 def _between_columns(asked: Ints) -> int:
-    """Where to divide too many pairs, between two columns; 0 where they are to stay together."""
+    """Return where to divide too many pairs, between two columns; 0 where they are to stay together."""
     if len(asked) <= _PORTION:
         return 0
     middle = asked[len(asked) // 2]

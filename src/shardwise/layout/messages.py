@@ -82,7 +82,7 @@ def transfer(
 
 
 def subtract(box: Box, other: Box) -> list[Box]:
-    """What of `box` is not in `other`, as disjoint boxes: at most two for each dim."""
+    """Return the part of `box` outside `other`, as disjoint boxes: at most two for each dim."""
     common = box.intersect(other)
     if common is None:
         return [] if box.is_empty else [box]
@@ -236,7 +236,7 @@ def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
 
 
 def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
-    """What the pairs move: all that a pair has in common, less what boxes nearer to the receiver have too."""
+    """Return what each pair moves: its overlap, less what boxes nearer to the receiver have too."""
     box, want = pairs
     receiver = wanted.rank[want]
     copy = held.nearest(box, receiver)
@@ -264,9 +264,9 @@ def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
 
 
 def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterator[tuple[int, Box]]:
-    """What remains of the box that each pair has in common without all that is taken from it.
+    """Yield what remains of each pair's overlap after subtracting every box in `taken`.
 
-    The cuts depend on the order of what is taken: the index's, so that sender and receiver cut alike.
+    The cuts depend on the order of `taken`: the index's, so that sender and receiver cut the same way.
     """
     for pair, rows in itertools.groupby(zip(pairs, common, taken, strict=True), key=lambda row: row[0]):
         rest: list[Box] | None = None
@@ -276,7 +276,7 @@ def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterat
 
 
 def _meets_another(held: _Held, box: Ints) -> _Bools:
-    """Which of the held boxes meet a different one; found out for those in `box` only."""
+    """Return which held boxes meet a different one; computed for those in `box` only."""
     asked_for = np.flatnonzero(np.bincount(box, minlength=held.starts.shape[1]))
     met = np.zeros(held.starts.shape[1], np.int64)
     for asked, _ in held.index.meeting(held.starts[:, asked_for], held.ends[:, asked_for]):

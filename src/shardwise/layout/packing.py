@@ -30,7 +30,7 @@ _REFINEMENTS = 10  # bisections between the last S that failed and the first tha
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each parameter begins in the gathered buffer of `ranks * shard_numel` elements."""
+    """The start of each parameter in the gathered buffer of `ranks * shard_numel` elements."""
 
     starts: tuple[int, ...]
     shard_numel: int
@@ -131,7 +131,7 @@ def _least(items: Sequence[_Item], ranks: int) -> int:
 
 
 def _can_cut(size: int, step: int, shard: int) -> bool:
-    """Is there any start at which all boundaries inside a parameter fall between its blocks?"""
+    """Return whether some start puts all boundaries inside a parameter between its blocks."""
     return size <= shard or shard % step == 0 or shard // step * step + shard >= size
 
 
@@ -150,7 +150,7 @@ def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
 
 
 def _lcm(steps: Iterable[int], *, at_most: int) -> int:
-    """Their least common multiple, or something above `at_most` that is too large already."""
+    """Return the least common multiple of `steps`, or any multiple found that exceeds `at_most`."""
     multiple = 1
     for step in steps:
         multiple = math.lcm(multiple, step)

@@ -87,7 +87,7 @@ def linear_cross_entropy(
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `F.linear` does: all floating dtypes but float64."""
+    """Cast as `F.linear` does under autocast: all floating dtypes but float64."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
@@ -145,13 +145,13 @@ def _chunks(
 
 
 def _here(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Which tokens have their target among rows `begin` to `end`, and at which of these; 0 for others."""
+    """Return which tokens have their target among rows `begin` to `end`, and its row there; 0 for others."""
     inside = (targets >= begin) & (targets < end)
     return inside, (targets - begin).where(inside, 0)
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """What to subtract of logits before exp: 0 where all so far are -inf."""
+    """Return the offset to subtract from logits before exp: 0 where all so far are -inf."""
     return largest.where(largest > -torch.inf, 0)
 
 

@@ -163,7 +163,7 @@ _Share = tuple[slice, slice, list[int] | None]
 
 
 def _heads(queries: int, keys: int, ranks: int) -> list[_Share]:
-    """For each rank: heads of queries, those of keys that they use, and which each uses if uneven."""
+    """Return for each rank its query heads, the key heads they use, and which each uses if uneven."""
     group = queries // keys
     if keys >= ranks:
         return [(slice(a * group, b * group), slice(a, b), None) for a, b in even_intervals(keys, ranks)]
