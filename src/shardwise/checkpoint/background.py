@@ -190,7 +190,7 @@ def failed_here() -> bool:
 
 
 def _finish() -> None:
-    """At the end of a process that ends well: let the save in flight end, and say if it fails."""
+    """Wait for the save in flight at the end of a process that ends well, and log its failure."""
     if getattr(sys, "last_value", None) is None:
         for saving in _in_flight:
             saving._thread.join()

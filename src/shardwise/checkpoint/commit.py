@@ -43,7 +43,7 @@ _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the last 
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of the default process group; (0, 1) without one."""
+    """Return rank and size of the default process group; (0, 1) without one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -57,7 +57,7 @@ def _complete(named: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
 
 
 def _named(path: At) -> list[tuple[int, int, At]]:
-    """What has a checkpoint's name under `path`, complete or not, oldest first."""
+    """List what has a checkpoint's name under `path`, complete or not, oldest first."""
     found: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         if match := _COMPLETE.fullmatch(folder.name):

@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where the chunks of a checkpoint's tensors lie."""
+    """The position of every chunk of a checkpoint's tensors."""
 
     metadata: Metadata  # with what torch's planner reads: sizes and chunks
     places: Mapping[tuple[str, tuple[int, ...]], Place]  # by name and the chunk's offsets
@@ -121,7 +121,7 @@ def _numbers(found: Any) -> tuple[int, ...]:
 
 
 def _find(module: str, name: str) -> Any:
-    """What the names in an index stand for: records of torch's index modules, sizes, dtypes, paths."""
+    """Return what a name in an index stands for: a record of torch's index modules, a size, dtype or path."""
     if module == "torch":
         found = getattr(torch, name, None)
         return found if name == "Size" or isinstance(found, torch.dtype) else None

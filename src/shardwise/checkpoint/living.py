@@ -37,10 +37,10 @@ _LOST = f"A lost rank had what no living one has, or living ranks differ. {START
 
 
 class Training(Protocol):
-    """What `LivingRanks` keeps: a model, its optimizer and whatever else goes on with them."""
+    """The state that `LivingRanks` keeps: a model, its optimizer and whatever else goes on with them."""
 
     def state(self) -> dict[str, Any]:
-        """As `checkpoint.save` takes it. `PerRank` must be optional: a new rank has none. Local."""
+        """Return the state for `checkpoint.save`. `PerRank` must be optional: a new rank has none. Local."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Take what was filled of such a state."""
@@ -263,7 +263,7 @@ class _NewRanks(Exception):  # noqa: N818 - a reason to meet, no error
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    """Is it what a lost rank makes others raise?"""
+    """Return whether the error is one that a lost rank makes others raise."""
     return isinstance(error, RankMismatchError) or (
         not isinstance(error, ShardwiseError) and of_transport(error)
     )

@@ -98,7 +98,7 @@ class Meeting:
                 told[number] = tuple(json.loads(self._store.get(key)))
 
     def _lacks_one_at_most(self, newest: int, told: Mapping[int, tuple[int | None, bool]]) -> bool:
-        """Have all members of the round before come with their state, but for one that a new one replaces?"""
+        """Return whether the previous round's members came back with state, but for one to be replaced."""
         return sum(has for _, has in told.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
@@ -124,7 +124,7 @@ class Meeting:
         return PrefixStore(f"{self.round}/{name}", self._stores[-1])
 
     def has_new(self) -> bool:
-        """Has anyone come to the next round?"""
+        """Return whether anyone has joined the next round."""
         return self._store.check([f"{self.round + 1}/came"])
 
     def hold(self) -> None:
@@ -185,7 +185,7 @@ class Meeting:
 
 
 def seats(told: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
-    """Who belongs to a round, by number: those with state first, of others those that came last.
+    """Return the members of a round, by number: those with state first, of others those that came last.
 
     Args:
         told: by number, the rank that each had, and whether it has state.
@@ -194,7 +194,7 @@ def seats(told: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
 
 
 def _members(store: Store, round: int) -> list[int]:
-    """Who belongs to a round, by number; nobody before it is closed."""
+    """Return the members of a round, by number; nobody before it is closed."""
     if not store.check([f"{round}/closed"]):
         return []
     members: list[int] = json.loads(store.get(f"{round}/closed"))
@@ -228,7 +228,7 @@ def _beat(store: Store, key: str, ended: threading.Event) -> None:
 
 
 class _Pulses:
-    """Which members of a round have given no sign of life for a while, as this process sees it."""
+    """Watches for members of a round that give no sign of life for a while, as this process sees it."""
 
     def __init__(self, store: Store, round: int, *, skip: int | None) -> None:
         self._store, self._looked = store, 0.0

@@ -29,13 +29,13 @@ Chunk = list[Any]  # as JSON: name, offsets, sizes, the tensor's sizes, dtype
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one save."""
+    """The chunks of one save, and the rank that writes each."""
 
     chunks: list[Chunk]  # of all ranks, each once
     writers: list[int]  # of each, the rank that writes it
 
     def of(self, rank: int) -> list[Chunk]:
-        """What a rank writes."""
+        """Return the chunks that `rank` writes."""
         return [chunk for chunk, writer in zip(self.chunks, self.writers, strict=True) if writer == rank]
 
 
@@ -66,7 +66,7 @@ class Held:
 
 
 def plan(held: Sequence[Sequence[Chunk]]) -> Plan:
-    """Who writes what.
+    """Assign each chunk to one rank that writes it.
 
     Args:
         held: by rank, the chunks that each holds.
@@ -95,7 +95,7 @@ def bytes_of(chunk: Chunk) -> int:
 
 
 def metadata_of(chunks: Sequence[Chunk]) -> Metadata:
-    """What torch's index says of the tensors."""
+    """Return the entries of torch's index for the tensors."""
     entries: dict[str, TensorStorageMetadata] = {}
     for name, offsets, sizes, size, dtype in chunks:
         properties = TensorProperties(dtype=getattr(torch, dtype))

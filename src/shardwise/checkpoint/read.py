@@ -152,7 +152,7 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
 
 
 def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], None]) -> Whole:
-    """What a checkpoint's manifest and index say, where `check` finds nothing wrong with its files. Local."""
+    """Read a checkpoint's manifest and index, after `check` finds nothing wrong with its files. Local."""
     manifest = manifest_of(folder)
     own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     check(folder, manifest["files"])
@@ -191,7 +191,7 @@ def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, 
 
 
 def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | str]]:
-    """What each saved optimizer calls its parameters, by what the names of its state begin with."""
+    """Return the names of each saved optimizer's parameters, by the prefix of its state's names."""
     found: dict[str, set[int | str]] = {}
     for name, value in manifest["values"].items():
         begin, groups, rest = name.rpartition("param_groups")
@@ -225,7 +225,7 @@ def _stateless(
 
 
 def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
-    """What all ranks' states have not, by rank; the same on every rank."""
+    """Return what the checkpoint has and no rank's state has, as errors by rank; the same on every rank."""
     other = next((rank for rank, (own, _) in enumerate(told) if own != told[0][0]), None)
     if other is not None:
         return {other: "found another checkpoint here than rank 0; PATH is a file system that all ranks see"}
@@ -326,7 +326,7 @@ def _show(tensor: dict[str, Any]) -> str:
 
 
 def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
-    """What this rank is to read for `tensors`, each chunk checked in its file; by file and place."""
+    """List what this rank reads for `tensors`, each chunk checked in its file; by file and place."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata)
     found: list[_Read] = []

@@ -25,7 +25,7 @@ _TUPLE, _DICT = "__tuple__", "__dict__"
 
 @dataclass
 class PerRank:
-    """In a state: something of which every rank has its own, such as its random state or place in the data.
+    """A value in a state of which every rank has its own, such as its random state or place in the data.
 
     `PerRank({"rng": torch.get_rng_state(), "samples": 5120})` is saved once for each rank. Loaded on as
     many ranks, each finds its own again in `value`; on another number of ranks whose it would be is

@@ -64,12 +64,12 @@ class StopSignals:
             dist.destroy_process_group(self._group)
 
     def __bool__(self) -> bool:
-        """What `asked` answered last."""
+        """Return the last answer of `asked`."""
         return self._answer != 0
 
     @property
     def status(self) -> int:
-        """For `sys.exit`: that of a process which the signal ended, 0 without one. Equal on all ranks.
+        """Exit status for `sys.exit`: of a process that the signal ended, or 0. Equal on all ranks.
 
         A launcher that restarts ranks takes 0 for the end of the whole run.
         """

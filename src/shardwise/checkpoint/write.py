@@ -75,7 +75,7 @@ def save_async(
     keep: int | None = None,
     keep_every: int | None = None,
 ) -> Saving:
-    """The same as `save`, but return once this rank's part is copied to the CPU's memory.
+    """Save as `save` does, but return once this rank's part is copied to the CPU's memory.
 
     A thread writes the copy while the run goes on and changes `state`. One save is in flight at a time: the
     next waits for it. If it fails, the next save, load, `Saving.wait` or `StopSignals.asked` raises, on
@@ -104,7 +104,7 @@ class Job:
     keeper: int  # the rank that makes and removes the folder
 
     def mine(self) -> Iterator[tuple[Chunk, Tensor]]:
-        """What this rank writes, one after the other."""
+        """Yield the chunks that this rank writes, one after the other."""
         for chunk in self.plan.of(rank_and_size()[0]):
             yield chunk, self.held.tensor(chunk)
 
@@ -150,7 +150,7 @@ def begun(
     hosts: Sequence[int] | None = None,
     fits: Callable[[Plan], None] = lambda plan: None,
 ) -> Job:
-    """What all ranks agree on, and a folder to write in. Collective.
+    """Agree on a save among all ranks, and make a folder to write in. Collective.
 
     Args:
         hosts: by rank, the one that makes its folder, where `path` is not the same folder on all ranks;

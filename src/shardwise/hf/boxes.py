@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """What has values."""
+    """A readable tensor of which any box can be had."""
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
         """The elements from `begins` to `ends`, an index for each dim."""
@@ -78,7 +78,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """What an operation makes that does not only move boxes; `index` where it makes several."""
+    """The result of an operation that does not only move boxes; `index` where it makes several."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -87,7 +87,7 @@ class Computed:
 
     @property
     def nbytes(self) -> int:
-        """Of what it is computed from."""
+        """Bytes of what it is computed from."""
         sizes: list[int] = []
         each_tensor((self.args, self.kwargs), lambda found: sizes.append(found.nbytes))
         return sum(sizes)
@@ -273,7 +273,7 @@ def _transpose(found: Tensor, first: int, second: int) -> list[Piece]:
 
 
 def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
-    """With the dims in `order`; those left out have one element."""
+    """Return `piece` with its dims in `order`; those left out have one element."""
     box = Box(tuple(piece.box.offsets[d] for d in order), tuple(piece.box.sizes[d] for d in order))
     dims = tuple(order.index(d) if d in order else None for d in piece.dims)
     return replace(piece, box=box, dims=dims)

@@ -32,7 +32,7 @@ Strategies = Mapping[str, Any] | Literal["auto"] | None
 def cut_folder(
     folder: str | Path, prompt: Tensor, tokens: int, rank: int, world_size: int, strategies: Strategies = None
 ) -> Programs:
-    """What `cut_steps` makes of the model in a folder, which is nowhere whole. Local.
+    """Cut the model in a folder as `cut_steps` does, without ever holding it whole. Local.
 
     Raises:
         CheckpointError: weights that are missing, damaged or of another shape, by name.

@@ -66,7 +66,7 @@ class HostMemory:
 
 
 def host_memory(model: nn.Module) -> HostMemory:
-    """What loading `model` took on this rank. Local."""
+    """Return the host memory that loading `model` took on this rank. Local."""
     found: HostMemory | None = model.__dict__.get("_shardwise_host_memory")
     if found is None:
         raise ShardingError(f"{here()}: hf.load has not made this {type(model).__name__}")
@@ -222,7 +222,7 @@ def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """What transformers tells of weights is checked and raised instead."""
+    """Silence transformers' warnings of weights, which are checked and raised instead."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -235,7 +235,7 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 
 class _NothingAllocated(_compat.TorchDispatchMode):
-    """What is to get memory in place of a tensor without any stays without."""
+    """Keeps on the meta device what would get memory in place of a tensor without any."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -261,12 +261,12 @@ def _is_undrawn(value: Boxes) -> bool:
 
 
 def _claim_values(model: nn.Module) -> None:
-    """What is on the meta device looks like the rest, for those who put adapters where weights are."""
+    """Replace tensors on the meta device by `Boxes` without values, for adapters that read weights."""
     replace_tensors(model, lambda _, one: Boxes.of(_UNDRAWN, one.shape, one.dtype) if one.is_meta else one)
 
 
 def take_values(model: nn.Module) -> dict[str, Boxes]:
-    """What parameters and buffers are to hold, by name. The former go to the meta device."""
+    """Return what parameters and buffers are to hold, by name. The former go to the meta device."""
     values: dict[str, Boxes] = {}
 
     def take(name: str, tensor: Tensor) -> Tensor:
@@ -347,7 +347,7 @@ def _held_whole(value: Boxes) -> int:
 
 
 def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) -> None:
-    """By the model's own rules, whatever has no value. Collective."""
+    """Initialise what has no value, by the model's own rules. Collective."""
     drawn = {name for name, value in values.items() if _is_undrawn(value)}
     tensors = _tensors(model)
     for name in values.keys() - drawn:

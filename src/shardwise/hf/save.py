@@ -129,7 +129,7 @@ def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str
 
 
 def _split(like: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
-    """Which tensors go to which file."""
+    """Return which tensors go to which file."""
     return importlib.import_module("huggingface_hub").split_torch_state_dict_into_shards(
         dict(like), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -162,7 +162,7 @@ def _to_write(value: Boxes) -> ShardedTensor | Tensor:
 
 
 def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
-    """What is computed, or lies whole on every rank. Collective."""
+    """Cut evenly over ranks a value that is computed, or lies whole on every rank. Collective."""
     whole, group = value.read(), cast(dist.ProcessGroup, dist.group.WORLD)
     if not whole.ndim:
         return whole

@@ -131,7 +131,7 @@ class AdamW8bit(Optimizer):
 
 
 class CodeBook(NamedTuple):
-    """What codes 0 to 255 stand for, and a table that finds the nearest code.
+    """The numbers that codes 0 to 255 stand for, and a table that finds the nearest code.
 
     A table replaces the binary search: the upper 16 bits of an fp32 number name an interval that holds at
     most one midpoint between neighbouring numbers, so the code is the interval's first or the one after it.
@@ -244,7 +244,7 @@ def _scale_shape(shape: torch.Size, block: int) -> tuple[int, int]:
 
 
 def has_8_bits(param: Tensor) -> bool:
-    """Is `param` large, of several columns, and cut into whole rows if at all?"""
+    """Return whether `param` is large, of several columns, and cut into whole rows if at all."""
     if isinstance(param, ShardedTensor) or param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
         return False
     if isinstance(param, ShardedRows):
@@ -267,7 +267,7 @@ def _like(param: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
-    """In runs of rows, so that what is fp32 for a moment is small beside the parameter."""
+    """Update a quantised parameter in runs of rows, so that the fp32 values of a run need little memory."""
     local, grad = _compat.local_of(param), _compat.local_of(cast(Tensor, param.grad))
     rows, columns = local.shape[0], math.prod(local.shape[1:])
     at_once = max(1, ELEMENTS_AT_ONCE.get(local.device.type, ELSEWHERE_AT_ONCE) // columns)

@@ -103,7 +103,7 @@ def check_shapes(name: str, shape: Sequence[int], values: Mapping[str, Any]) -> 
 
 
 def is_elements(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Has a state an element for each of a parameter of `shape`?"""
+    """Return whether a state has one element for each of a parameter of `shape`."""
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _NUMBERS
 
 

@@ -167,9 +167,9 @@ class _Run:
         return self.group.shards[self.segment] is self.shard
 
     def gradient(self) -> Tensor | list[bool]:
-        """Of the whole run, without a copy where all are views of one reduced shard.
+        """Return the gradient of the whole run, without a copy where all are views of one reduced shard.
 
-        Or, if only some members have gradients, which.
+        If only some members have gradients, return which.
         """
         try:
             locals_ = [param.grad._local_tensor for param in self.params]  # type: ignore[union-attr]
@@ -223,7 +223,7 @@ class _Run:
 
 
 class FlatOptimizer(Optimizer):
-    """What `flat` returns: an instance of this class and of the optimizer's.
+    """An optimizer over flat memory, as `flat` returns it: of this class and of the optimizer's.
 
     `param_groups` hold the options, which schedulers may change, and flat tensors.
     """
@@ -458,7 +458,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_state(value: Any, tensor: Tensor) -> bool:
-    """Has `value` an element for each of `tensor`?"""
+    """Return whether `value` has one element for each of `tensor`."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 

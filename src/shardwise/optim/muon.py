@@ -171,7 +171,7 @@ class Muon(Optimizer):
         return known[1]
 
     def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
-        """Who works on what; made again only if other matrices have gradients than in the last step."""
+        """Return who works on what; made again only if other matrices have gradients than last time."""
         cuts = [matrix.cut for matrix in matrices]
         known = self._plans.get(key)
         if known is None or known[0] != cuts:
@@ -212,7 +212,7 @@ def newton_schulz(
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """Who holds what of a matrix."""
+    """The cut of a matrix over ranks."""
 
     shape: tuple[int, int]
     holders: Mapping[int, Box]  # by rank of `group`; ranks without elements are left out
@@ -297,7 +297,7 @@ def assign(cuts: Sequence[_Cut]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which rows go to which worker, and back."""
+    """The rows that go to each worker, and back."""
 
     messages: list[Message]  # that this rank sends or gets; source and target are the matrix
     mine: list[int]  # the cut matrices that this rank works on

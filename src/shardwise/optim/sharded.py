@@ -247,7 +247,7 @@ def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[
 
 
 def _local(param: Tensor) -> list[Tensor]:
-    """What the optimizer steps on in place of `param`."""
+    """Return what the optimizer steps on in place of `param`."""
     return (param.tensors or [param.anchor]) if isinstance(param, ShardedTensor) else [param]
 
 
@@ -276,7 +276,7 @@ def _whole_state(
 
 
 def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each of this rank's shards of a parameter, its state."""
+    """Return the state of each of this rank's shards of a parameter."""
     parts: list[dict[str, Any]] = [{} for _ in tensors]
     for key, value in values.items():
         cut: Sequence[Any] = [_copied(value) for _ in tensors]

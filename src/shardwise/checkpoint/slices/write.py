@@ -126,7 +126,7 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _told(tensor: ShardedTensor | Tensor) -> list[Any]:
-    """What ranks compare: dtype, shape, and how it is cut."""
+    """Return what ranks compare of a tensor: dtype, shape, and how it is cut."""
     cut = "not sharded"
     if isinstance(tensor, ShardedTensor):
         cut = f"cut {fingerprint(describe(tensor.metadata())):x}"
