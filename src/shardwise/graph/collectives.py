@@ -98,7 +98,7 @@ def is_wait(node: Node) -> bool:
 
 
 def is_coalesced(node: Node) -> bool:
-    """Does the collective that `node` issues take a list of tensors?"""
+    """Return whether the collective that `node` issues takes a list of tensors."""
     return not isinstance(node.args[0], Node)
 
 
@@ -154,7 +154,7 @@ def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """What a node gives its operator, by the names in the operator's schema."""
+    """Return the arguments that a node gives its operator, by the names in the operator's schema."""
     target: Any = node.target
     schema: Any = _compat.schema(target if _compat.is_operator(target) else target.default)
     names = [argument.name for argument in schema.arguments]

@@ -86,7 +86,7 @@ def _calling(model: nn.Module) -> Any:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """The same values, whose gradients go nowhere."""
+    """Detach `tensor`: the same values, whose gradients go nowhere."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -30,7 +30,7 @@ def aliased(node: Node) -> Node | None:
 
 
 def is_view(node: Node) -> bool:
-    """Does a node compute nothing, as its output lies in an input's memory, as it was?"""
+    """Return whether a node computes nothing: its output is an input's memory, unchanged."""
     return aliased(node) is not None and not written(node)
 
 

@@ -104,7 +104,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What one graph holds.
+    """The contents of one graph.
 
     Attributes:
         kind: "forward" or "backward".
@@ -178,7 +178,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What the graphs of a compiled model hold.
+    """The contents of the graphs of a compiled model.
 
     Attributes:
         graphs: each forward graph with the backward graph of it behind it.

@@ -114,7 +114,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 class CompiledStep:
-    """What `compile_step` returns.
+    """A training step, as `compile_step` returns it.
 
     Attributes:
         graphs: by part of the step, how it runs: "one graph", "eager", ..., with the reason. Empty before the
@@ -183,7 +183,7 @@ class CompiledStep:
         return loss
 
     def describe(self) -> str:
-        """What runs how, a line for each part of the step. Empty before the first call."""
+        """Describe how each part of the step runs, a line for each. Empty before the first call."""
         return "\n".join(f"{part}: {how}" for part, how in self.graphs.items())
 
     def _prepared(self, states: list[ModuleState]) -> list[Segment]:
@@ -293,13 +293,13 @@ def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
 
 
 def _states(model: nn.Module) -> list[ModuleState]:
-    """Of all sharded modules, outer ones first."""
+    """Return the states of all sharded modules, outer ones first."""
     found = [state for module in model.modules() if (state := state_of(module)) is not None]
     return list(dict.fromkeys(found))
 
 
 def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | nn.Parameter]:
-    """In the order of `model.parameters()`, whichever form of them modules hold now."""
+    """List parameters in the order of `model.parameters()`, whichever form of them modules hold now."""
     owned = {
         (id(owner.parameters), owner.name): param
         for state in states

@@ -59,7 +59,7 @@ def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Toleran
 
 
 def fixed_tolerance(value: float) -> Tolerance:
-    """The same relative tolerance at every step; 0 asks for equal bits."""
+    """Return a tolerance that is the same at every step; 0 asks for equal bits."""
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"tolerance must be a finite number >= 0, got {value}")
     return Tolerance(base=value, growth=0.0, reason="given")
@@ -167,7 +167,7 @@ def compare_losses(found: float, expected: float, *, step: int, tolerance: float
 def optimizer_slack(
     before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor | None, *, allowed_gradient: float
 ) -> torch.Tensor:
-    """What one optimizer step may add to a parameter's difference, per element, in its dtype.
+    """Bound what one optimizer step may add to a parameter's difference, per element, in its dtype.
 
     An element's update depends on its gradient at most in proportion (SGD, momentum, Adam and
     their kind): a gradient off by the share d / |g| moves the update by no more than that share of

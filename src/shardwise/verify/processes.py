@@ -50,7 +50,7 @@ class RankError(ShardwiseError):
 
 @dataclass(frozen=True)
 class _Job:
-    """What one process is to do."""
+    """The function that one process runs, and where its output goes."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]

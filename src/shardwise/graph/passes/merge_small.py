@@ -83,14 +83,14 @@ def _are_alike(first: Collective, one: Collective) -> bool:
 
 
 def _can_gather(first: Collective, one: Collective) -> bool:
-    """Can `one` be issued where `first` is?"""
+    """Return whether `one` can be issued where `first` is."""
     if not is_of_inputs(first.issue) or not is_of_inputs(one.issue):
         return False
     return first_write(first.issue, one.issue) is None
 
 
 def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
-    """Can all of `run` be issued where the last is, among all `reductions` of the graph?"""
+    """Return whether all of `run` can be issued where the last is, among all `reductions` of the graph."""
     first, last = run[0], run[-1]
     chains = [_chain(one, reductions) for one in run[:-1]]
     own = {one.issue for one in run} | {node for chain in chains for node in chain}
@@ -102,7 +102,7 @@ def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bo
 
 
 def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
-    """What follows a reduction and may move behind others: its tail, and that of an all-reduce of it."""
+    """Return what follows a reduction and may move behind others: its tail, and of an all-reduce of it."""
     chain = tail(one)
     for node in list(chain):
         if node in reductions:

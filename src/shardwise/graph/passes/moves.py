@@ -27,7 +27,7 @@ _LAYOUT = {
 
 
 def is_layout(node: Node) -> bool:
-    """Does `node` only cast, view, copy, fill or divide?"""
+    """Return whether `node` only casts, views, copies, fills or divides."""
     if node.target is operator.getitem:
         return True
     name = operator_name(node)
@@ -36,7 +36,7 @@ def is_layout(node: Node) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Does `node` change memory that other nodes may read?"""
+    """Return whether `node` changes memory that other nodes may read."""
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     schema = _compat.schema(node.target)
@@ -46,7 +46,7 @@ def writes(node: Node) -> bool:
 
 
 def pack(issue: Node) -> tuple[list[Node], list[Node]]:
-    """What lays out a collective's input: those nodes in graph order, and the nodes that they start from."""
+    """Return the nodes that lay out a collective's input, in graph order, and the nodes they start from."""
     layout: dict[Node, None] = {}
     starts: dict[Node, None] = {}
     todo = list(issue.all_input_nodes)
@@ -69,7 +69,7 @@ def staging(one: Collective) -> Node | None:
 
 
 def is_of_inputs(issue: Node) -> bool:
-    """Does a collective send the graph's inputs, and nothing that the graph computes?"""
+    """Return whether a collective sends the graph's inputs, and nothing that the graph computes."""
     return all(node.op in ("placeholder", "get_attr") for node in pack(issue)[1])
 
 

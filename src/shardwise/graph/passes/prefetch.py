@@ -72,7 +72,7 @@ def prefetch_in_turn(graph: Graph) -> list[Node]:
 
 
 def _gradients(graph: Graph) -> Counter[Node]:
-    """By the node whose memory they lie in, the bytes of gradients that are staged."""
+    """Return the bytes of staged gradients, by the node whose memory they lie in."""
     found: Counter[Node] = Counter()
     for node in graph.nodes:
         for grad in node.args[0] if operator_name(node) == STAGED else ():

@@ -42,7 +42,7 @@ def merge(into: Clock, other: Clock) -> None:
 
 
 def comes_after(clock: Clock, operation: Operation) -> bool:
-    """Is `operation` before whatever `clock` belongs to?"""
+    """Return whether `operation` happens before the moment of `clock`."""
     return clock.get(operation.line, 0) >= operation.tick
 
 

@@ -41,7 +41,7 @@ _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 
 
 class _Work(dist.Work):
-    """In the place of the work of an asynchronous collective."""
+    """Stand-in for the work of an asynchronous collective."""
 
     def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor], work: Any) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Work(dist.Work):
 
 
 class _Future(torch.futures.Future[Any]):
-    """In the place of the future of an asynchronous collective; callbacks run on a stream of their own."""
+    """Stand-in for the future of an asynchronous collective; callbacks run on a stream of their own."""
 
     def __init__(self, work: _Work, value: Any) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Part:
 
 
 class _Backend:
-    """In the place of the backend of the device: such as NCCL's, of which point-to-point batches are one."""
+    """Stand-in for the device's backend, such as NCCL's; point-to-point batches go through it."""
 
     supports_coalescing = True
 
@@ -288,7 +288,7 @@ class Collectives:
 
 
 def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
-    """What an all-gather writes: in place it leaves this rank's own part as it is."""
+    """Return what an all-gather writes: in place, it leaves this rank's own part unchanged."""
     begin = part.storage_offset() - whole.storage_offset()
     end = begin + part.numel()
     if storage_id(part) != storage_id(whole) or begin < 0 or end > whole.numel():

@@ -100,11 +100,11 @@ def extent_of(tensor: Tensor) -> Extent:
 
 
 class Simulation:
-    """What the device does, operator by operator.
+    """The simulated device, operator by operator.
 
     Attributes:
-        memory: of the device; `host` is what of the CPU's copies run from or to.
-        late: told of everything that is done, to do it over again in another order (`values.Late`).
+        memory: of the device; `host` is the CPU memory that copies read or write.
+        late: gets everything that is done, to run it again in another order (`values.Late`).
     """
 
     def __init__(self, report: Report) -> None:

@@ -118,7 +118,7 @@ class Memory:
         self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *used, *own])
 
     def living(self) -> list[Block]:
-        """What has not been freed."""
+        """List blocks that have not been freed."""
         return list(self._blocks)
 
     def at(self, address: int) -> Block | None:

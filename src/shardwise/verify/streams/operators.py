@@ -125,7 +125,7 @@ def _tensors_at(at: int | str, args: Any, kwargs: dict[str, Any]) -> list[Tensor
 
 @cache
 def of(func: Any) -> Operator:
-    """What an overload does."""
+    """Return what an overload reads, writes and returns."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     reads: list[int | str] = []
@@ -165,7 +165,7 @@ def of(func: Any) -> Operator:
 
 @cache
 def runs_its_own(kind: type) -> bool:
-    """Is it a tensor class that wraps others and computes with them, or has no memory?"""
+    """Return whether a tensor class wraps others and computes with them, or has no memory."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ or issubclass(
         kind, FakeTensor
     )

@@ -12,7 +12,7 @@ _STALLS = 0.05  # of the operations, where a seed chooses some
 
 @dataclass(frozen=True)
 class Order:
-    """Which operations run as soon as they can. All others run when something that must run needs them.
+    """The operations that run as soon as they can. All others run when something that must run needs them.
 
     Attributes:
         early: lines (streams by number) whose operations do.
@@ -38,12 +38,12 @@ class Order:
 
     @staticmethod
     def first(line: int) -> Order:
-        """What this line does runs as soon as it can, everything else as late as possible."""
+        """Run a line's operations as soon as possible, everything else as late as possible."""
         return Order(frozenset([line]))
 
     @staticmethod
     def last(line: int) -> Order:
-        """What this line does runs as late as possible, everything else as soon as it can."""
+        """Run a line's operations as late as possible, everything else as soon as possible."""
         return Order(frozenset([line]), others=True)
 
     @staticmethod

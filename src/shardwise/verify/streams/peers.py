@@ -24,7 +24,7 @@ _WAITERS = 64  # waits may nest: what others wait for may wait itself
 
 @dataclass
 class _Known:
-    """What stays with a default group: a twin that is destroyed leaves its name in the store."""
+    """The twins of a default group, kept as long as it: a destroyed twin leaves its name in the store."""
 
     twins: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
     simulations: int = 0
@@ -50,7 +50,7 @@ class Peers:
             self._run = known.simulations = known.simulations + 1
 
     def twin(self, group: dist.ProcessGroup, line: int, before: Callable[[], None]) -> dist.ProcessGroup:
-        """The same ranks, for what a line runs a second time. `before` they make one, nobody may wait."""
+        """Return a group of the same ranks for a line's second run; call `before` if it must be made."""
         if isinstance(group, NoopGroup):
             return group
         world = dist.group.WORLD
@@ -62,7 +62,7 @@ class Peers:
         return twins[key]
 
     def name(self, twin: dist.ProcessGroup) -> str:
-        """What all its ranks call the next collective of a twin."""
+        """Name the next collective of a twin, equally on all its ranks."""
         count = self._counts[twin.group_name] = self._counts.get(twin.group_name, 0) + 1
         return f"shardwise/second/{self._run}/{twin.group_name}/{count}"
 

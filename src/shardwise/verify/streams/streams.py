@@ -39,7 +39,7 @@ def place_in_code() -> str:
 
 
 class Stream:
-    """In the place of `torch.Stream`: what is issued while it is entered is issued to it."""
+    """Stand-in for `torch.Stream`: operations issued while it is entered are issued to it."""
 
     def __init__(self, device: Any = None, *, priority: int = 0, name: str = "", **_: Any) -> None:
         self.device, self.priority = torch.device("lazy", 0), priority
@@ -93,14 +93,14 @@ class Stream:
 
 
 class Event:
-    """In the place of `torch.Event`: a moment of a stream."""
+    """Stand-in for `torch.Event`: a moment of a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._recorded: tuple[Timeline, Clock] = (active(), {})
 
     @property
     def clock(self) -> Clock:
-        """What came before it; nothing of an earlier simulation, which has ended."""
+        """The clock at which this was recorded; empty for an earlier simulation, which has ended."""
         timeline, clock = self._recorded
         return clock if timeline is active() else {}
 
@@ -255,7 +255,7 @@ _active: list[Timeline] = []
 
 
 def is_active() -> bool:
-    """Is a device simulated now?"""
+    """Return whether a device is simulated now."""
     return bool(_active)
 
 

@@ -18,7 +18,7 @@ from shardwise.verify.streams.device import NAME
 
 @dataclass(frozen=True)
 class StreamsResult:
-    """What was found, and how much was looked at."""
+    """The findings, and how much was checked."""
 
     findings: tuple[Finding, ...]
     operations: int

@@ -79,7 +79,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Shadow:
-    """What lies in a block in the second world.
+    """A block's contents in the second world.
 
     Attributes:
         before: freed ones, of which something was still to run when this was allocated.
@@ -100,7 +100,7 @@ class _Shadow:
         _forget(self.memory)
 
     def may_be_given_out(self) -> bool:
-        """Has the allocator waited for all lines that it was told of (`record_stream`)?"""
+        """Return whether the allocator has waited for every stream passed to `record_stream`."""
         return not any(job.operation.line in self.block.guarded for job in self.waiting)
 
 
@@ -146,7 +146,7 @@ class Late:
         return block.shadow  # type: ignore[no-any-return]
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """The same tensor in the second world; a copy of one of the host that is not looked at."""
+        """Return the tensor in the second world; a copy if it is on the host and not tracked."""
         with _compat.below_modes():
             shadow = self._shadow_of(tensor) if tensor.numel() else None
             if shadow is None:
@@ -321,7 +321,7 @@ class Late:
         )
 
     def _begin_what_can(self) -> None:
-        """What could run now may have begun: what it will write is no value until it has."""
+        """Begin operations that could run now: what they write has no value until they finish."""
         for jobs in self._waiting.values():
             if jobs and not jobs[0].begun and self._is_ready(jobs[0]):
                 job, jobs[0].begun = jobs[0], True
@@ -389,7 +389,7 @@ class Late:
 
 
 def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
-    """What an operation has done when it has begun: destroyed what it will write, but for what it reads."""
+    """Return a function that destroys what an operation will write, but for what it reads."""
 
     touched = {tensor.untyped_storage().data_ptr() for tensor in overwrites}
     same = [_once(tensor) for tensor in reads if tensor.untyped_storage().data_ptr() in touched]
@@ -410,7 +410,7 @@ def _forget_values(tensor: Tensor) -> None:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """The same memory without the dims that repeat it."""
+    """Return a view of `tensor` with dims of stride 0 cut to one element."""
     sizes = [
         size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
