@@ -111,7 +111,7 @@ class ContiguousGroup(ParamGroup):
         super().pack(device)
 
     def _lay_out(self, params: Sequence[ShardedParam]) -> None:
-        """Which rows lie where is chosen once, since optimizer state follows the rows."""
+        """Lay parameters out in the buffers; done once, since optimizer state follows the rows."""
         specs = [param.layout_spec() for param in params]
         self.resident, self._changes = [], -1
         if not self.shards:

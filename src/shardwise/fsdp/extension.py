@@ -30,7 +30,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def stays_out_of_buffer(param: EvenParam) -> bool:
-    """Must `param` keep memory of its own: is its local tensor a subclass, or one given the hooks?"""
+    """Return whether `param` keeps memory of its own: its local tensor is a subclass, or has the hooks."""
     local = param.local
     return not _compat.is_plain(type(local)) or hasattr(local, PRE) or hasattr(local, POST)
 
@@ -73,7 +73,7 @@ class ExtendedParam:
         return cast(Callable[..., Any], hook)
 
     def inputs(self) -> list[Tensor]:
-        """What this rank sends: 1-D tensors; made on the current stream, where they are copied in."""
+        """Return the 1-D tensors that this rank sends; made on the current stream, where they are copied in."""
         shard, local = self.padded, self.param.local
         if shard is not local and local.numel():
             shard.narrow(0, 0, local.size(0)).copy_(local)

@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.rows.piece import Piece
 
 
 class _Seen:
-    """What groups and parameters look at in every step, as attributes, which cost no call.
+    """Values that groups and parameters read in every step, as attributes, which cost no call.
 
     Attributes:
         steps: how many optimizer steps this process has made since the first `fully_shard`.
@@ -146,7 +146,7 @@ class _LocalSteps:
                     values[place] = value
 
     def _take_alike(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
-        """The same of parameters of one kind, all or none with momentum; False if they are left."""
+        """Take parameters of one kind, all or none with momentum; return False if they are left."""
         params = lists[0]
         cut = _cuts[isinstance(params[0], ShardedRows)]
         try:
@@ -239,7 +239,7 @@ class _Bystander(NamedTuple):
 
 @dataclass
 class _Bystanders:
-    """Those of one optimizer.
+    """The bystanders of one optimizer.
 
     Attributes:
         state: the optimizer's, when these were found; loading replaces it.

@@ -51,7 +51,7 @@ sharded_modules: Counter[LayoutName] = Counter()  # by every call in this proces
 
 
 class Options(TypedDict, total=False):
-    """What `fully_shard` takes besides modules."""
+    """The arguments of `fully_shard` besides modules."""
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
@@ -417,7 +417,7 @@ def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -
 
 
 def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
-    """What was grouped and how, for the log."""
+    """Describe what was grouped and how, for the log."""
     classes = dict.fromkeys(type(one).__name__ for one in modules)
     after = "are freed (not the root's, by default)" if group.post_forward_mesh else "stay gathered"
     return (

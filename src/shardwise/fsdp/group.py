@@ -46,7 +46,7 @@ ACCELERATOR_ALIGN_BYTES = 16
 
 
 class Form(Enum):
-    """In which form a group's parameters are registered."""
+    """The form in which a group's parameters are registered."""
 
     SHARDED = auto()
     POST_FORWARD = auto()
@@ -151,7 +151,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def traced_cut(self, index: int) -> Cut:
-        """For a compiler: how the parameters of a segment lie."""
+        """Return how the parameters of a segment lie, for a compiler."""
 
     @abstractmethod
     def _whole_memory(self, index: int) -> Tensor:
@@ -175,7 +175,7 @@ class ParamGroup(ABC):
         """This rank's pieces over a smaller mesh, by segment; modules show them."""
 
     def packed_params(self) -> Sequence[ShardedParam]:
-        """Those that lie in the buffers."""
+        """List the parameters that lie in the buffers."""
         return [one for one in self.params if one not in self.extended] if self.extended else self.params
 
     def untraceable(self) -> str | None:
@@ -193,16 +193,16 @@ class ParamGroup(ABC):
 
     @property
     def shard_bytes(self) -> int:
-        """What this rank keeps, padding included."""
+        """Bytes that this rank keeps, padding included."""
         return sum(shard.nbytes for shard in self.shards)
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """By segment: the whole parameters in the dtype of computation, padding included."""
+        """Bytes of each segment's whole parameters in the dtype of computation, padding included."""
         return [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
 
     def transport(self) -> str:
-        """Who gathers, and why, in words."""
+        """Describe what gathers, and why."""
         largest = max(self.gathered_bytes, default=0)
         return transport(self.settings.all_gather, largest, self.shard_group, self.device)
 

@@ -105,7 +105,7 @@ class InterleavedGroup(ParamGroup):
         self.main = self.smaller = None
 
     def _settle_alone(self, param: EvenParam) -> None:
-        """For who keeps memory of its own, but is reduced with the others."""
+        """Give a parameter with memory of its own a layout of its own; it is reduced with the others."""
         layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
         param.settle(layout.segments[0].slots[0])
 

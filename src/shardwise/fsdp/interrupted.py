@@ -161,7 +161,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where this rank's part lies; the tensor's own identity where there is none, as of a `ShardedTensor`."""
+    """Return the address of this rank's part, or the tensor's identity if it has none (a `ShardedTensor`)."""
     local = _compat.local_of(tensor)
     is_plain = type(local) in (Tensor, Parameter)
     return (local.untyped_storage().data_ptr() if is_plain else 0) or id(tensor)

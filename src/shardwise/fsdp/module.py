@@ -301,7 +301,7 @@ def _prepare(context: Any) -> None:
 
 @functools.cache
 def _outside_graphs(why: str) -> Callable[..., Any]:
-    """What a tracer leaves a graph for; the forward inside is compiled again."""
+    """Return the call for which a tracer leaves its graph; the forward inside is compiled again."""
     why = f"a sharded module has {why}, which only runs eagerly"
     return _compat.runs_outside_graphs(cast(FunctionType, _run), why)
 

@@ -45,7 +45,7 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 class ModuleState:
-    """What one `fully_shard` call made, and how its groups are gathered; its modules own it.
+    """The state that one `fully_shard` call made, and how its groups are gathered; its modules own it.
 
     Args:
         groups: one per pair of shard and replicate groups.
@@ -126,7 +126,7 @@ class ModuleState:
                 setattr(self.schedule, name, value)
 
     def settings_changed(self) -> None:
-        """What was made of the groups' settings is made again when it is needed."""
+        """Drop what was made of the groups' settings; it is made again when needed."""
         for reducer in self.reducers:
             reducer.forget_plans()
         self.stays_gathered = not all(group.settings.reshard_after_backward for group in self.groups)
@@ -248,14 +248,14 @@ class ModuleState:
         return output if dtype is None else cast(output, dtype)
 
     def lift_guards(self) -> None:
-        """At the beginning of a pass, root only."""
+        """Lift the guards of all modules at the beginning of a pass. Root only."""
         self.guards_lifted = True
         for state in (self, *self.below):
             if state.guards:
                 guard.lift(state.guards)
 
     def install_guards(self) -> None:
-        """At its end."""
+        """Install the lifted guards again at the end of a pass. Root only."""
         if self.guards_lifted:
             self.guards_lifted = False
             for state in (self, *self.below):

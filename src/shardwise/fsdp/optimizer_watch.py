@@ -85,7 +85,7 @@ def watch_gathered(name: str, param: nn.Parameter) -> None:
 
 
 def was_replaced(param: Tensor) -> bool:
-    """Has a sharded parameter taken this one's place?"""
+    """Return whether a sharded parameter has replaced this one."""
     return id(param) in _replaced.alive
 
 

@@ -159,11 +159,11 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
-        """Where this rank's piece lies in its group's shard buffer."""
+        """Return the view of this rank's piece in its group's shard buffer."""
 
     @abstractmethod
     def whole_in(self, full: Tensor) -> Tensor:
-        """Where the whole parameter lies in its group's unsharded buffer."""
+        """Return the view of the whole parameter in its group's unsharded buffer."""
 
     @abstractmethod
     def move(self, piece: Tensor) -> None:
@@ -171,7 +171,7 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
-        """What replaced the sharded form, as a sharded form; None if it cannot be one."""
+        """Return the parameter that replaced the sharded form, as a sharded form; None if it cannot be one."""
 
     def adopt(self) -> None:
         """Take over a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
@@ -189,7 +189,7 @@ class ShardedParam(ABC):
         self.settle_form()
 
     def replaced_by(self, found: nn.Parameter | None) -> ShardingError:
-        """What to raise where the user put `found` in the parameter's place."""
+        """Make the error for a parameter that the user replaced by `found`."""
         what = f"{type(found).__name__} {tuple(found.shape)}" if found is not None else "nothing"
         return ShardingError(
             f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of shape"
@@ -275,13 +275,13 @@ class ShardedParam(ABC):
 
     @property
     def has_unreduced(self) -> bool:
-        """Is there an unsharded gradient?"""
+        """Whether there is an unsharded gradient."""
         leaf = self.unsharded
         return self.accumulated is not None or (leaf is not None and leaf.grad is not None)
 
     @property
     def has_grad_hooks(self) -> bool:
-        """Has the user registered hooks on the sharded parameter's gradient?"""
+        """Whether the user has registered hooks on the sharded parameter's gradient."""
         return bool(_compat.grad_hooks(self.sharded) or _compat.post_accumulate_grad_hooks(self.sharded))
 
     def plain_grad(self, grad: Tensor) -> Tensor:

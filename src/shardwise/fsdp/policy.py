@@ -87,7 +87,7 @@ _ALL_GATHER, _REDUCE_SCATTER = AutoAllGather(), AutoReduceScatter()
 
 @dataclass(slots=True)
 class GroupSettings:
-    """What a user may change between steps; see the `FSDPModule` method of the same name."""
+    """The settings that a user may change between steps; see the `FSDPModule` method of the same name."""
 
     all_gather: AllGather = _ALL_GATHER
     reduce_scatter: ReduceScatter = _REDUCE_SCATTER
@@ -108,7 +108,7 @@ class GroupSettings:
 
 
 def chosen(policy: MixedPrecisionPolicy, offload: OffloadPolicy, settings: GroupSettings) -> list[str]:
-    """What is not as it is by default, in words that ranks compare."""
+    """List the settings that are not at their defaults, in words that ranks compare."""
     words = [] if type(offload) is OffloadPolicy else [type(offload).__name__]
     for one, default in ((policy, MixedPrecisionPolicy()), (settings, GroupSettings())):
         for option in fields(one):

@@ -133,7 +133,7 @@ class GradReducer(ABC):
 
     @abstractmethod
     def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
-        """What hands a reduced shard of a segment, as `reduce` would leave it, to those of its parameters."""
+        """Return a function that hands a reduced shard of a segment, as `reduce` leaves it, to its parameters."""
 
     @abstractmethod
     def collect(self) -> Any:
@@ -202,7 +202,7 @@ class GradReducer(ABC):
         return shard
 
     def wait_for_offload(self) -> None:
-        """At the end of the last backward: wait for gradients on their way to CPU."""
+        """Wait for gradients on their way to CPU, at the end of the last backward."""
         for event in self.offload_events:
             event.synchronize()
         self.offload_events.clear()

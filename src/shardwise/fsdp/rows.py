@@ -153,7 +153,7 @@ class RowsParam(ShardedParam):
 
     @torch.no_grad()
     def _our_rows(self, other: DTensor) -> ShardedParameter:
-        """The same object, as this rank's rows of what it was. Collective where it was cut otherwise."""
+        """Turn `other`, in place, into this rank's rows. Collective where it was cut otherwise."""
         if isinstance(other, ShardedParameter) and other.piece == self.piece:
             return other
         rows = ShardedRows.from_dtensor(cast(DTensor, other.detach()), self.piece)

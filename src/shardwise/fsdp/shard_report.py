@@ -36,7 +36,7 @@ class ShardReport:
 
     @property
     def shard_bytes(self) -> int:
-        """What this rank keeps of all parameters."""
+        """Bytes that this rank keeps of all parameters."""
         return sum(group.shard_bytes for group in self.groups)
 
     def __str__(self) -> str:

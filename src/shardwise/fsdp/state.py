@@ -231,7 +231,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def enter_by_base(self, grad: Tensor) -> Tensor:
-        """As `pre_backward`, called with the gradient of what an output is a view of."""
+        """Run `pre_backward` with the gradient of the tensor that an output is a view of."""
         return self.pre_backward((), grad) if self.training_state in _BEFORE_BACKWARD else grad
 
     @_compat.runs_eagerly

@@ -29,7 +29,7 @@ StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fs
 
 
 class StatePlacement(Enum):
-    """What each rank of an axis holds of a state."""
+    """The part of a state that each rank of an axis holds."""
 
     REPLICATE = "replicate"
     SHARD = "shard"

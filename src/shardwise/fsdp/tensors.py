@@ -95,12 +95,12 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _shards(sharded: ShardedTensor) -> list[Tensor]:
-    """What of it requires grad on this rank: shards, or what takes their place where there are none."""
+    """List the shards that require grad on this rank, or the anchor where there are none."""
     return [tensor for tensor in sharded.tensors or [sharded.anchor] if tensor.requires_grad]
 
 
 def reachable_grad_tensors(value: Any) -> list[Tensor]:
-    """As `grad_tensors`, with those in attributes of objects of any class but modules; each once."""
+    """List tensors as `grad_tensors` does, with those in attributes of any objects but modules; each once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     left = [value]

@@ -48,7 +48,7 @@ class Cut:
 
     @property
     def trains(self) -> list[bool]:
-        """By parameter, does it?"""
+        """Whether each parameter trains."""
         return [flag == "1" for flag in self.flags]
 
     @classmethod
@@ -206,7 +206,7 @@ class Collectives:
 
 @dataclass(eq=False)
 class Segment:
-    """What a graph needs of a segment."""
+    """The tensors and settings that a graph needs of a segment."""
 
     cut: Cut
     how: Collectives
