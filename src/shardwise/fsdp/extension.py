@@ -73,7 +73,7 @@ class ExtendedParam:
         return cast(Callable[..., Any], hook)
 
     def inputs(self) -> list[Tensor]:
-        """Return the 1-D tensors that this rank sends; made on the current stream, where they are copied in."""
+        """Return the 1-D tensors that this rank sends; made on the current stream, which copies them in."""
         shard, local = self.padded, self.param.local
         if shard is not local and local.numel():
             shard.narrow(0, 0, local.size(0)).copy_(local)

@@ -171,7 +171,7 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
-        """Return the parameter that replaced the sharded form, as a sharded form; None if it cannot be one."""
+        """Return what replaced the sharded form, as a sharded form; None if it cannot be one."""
 
     def adopt(self) -> None:
         """Take over a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""

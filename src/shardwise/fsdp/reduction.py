@@ -133,7 +133,7 @@ class GradReducer(ABC):
 
     @abstractmethod
     def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
-        """Return a function that hands a reduced shard of a segment, as `reduce` leaves it, to its parameters."""
+        """Return a function that hands a segment's reduced shard, as `reduce` leaves it, to `params`."""
 
     @abstractmethod
     def collect(self) -> Any:
