@@ -71,7 +71,7 @@ class ShardedTensorBase(Tensor):
         return self._spec
 
     def local_shards(self) -> list[Shard]:
-        """Those that are here, in the order of the metadata. Local."""
+        """Return this rank's shards, in the order of the metadata. Local."""
         return self._shards
 
     @classmethod
@@ -130,7 +130,7 @@ def first_sharded(args: Any, kwargs: Any) -> Any:
 
 
 def is_foreign(tensor: Any) -> bool:
-    """Is it another library's sharded tensor?"""
+    """Return whether `tensor` is another library's sharded tensor."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor) is not Tensor

@@ -75,7 +75,7 @@ def gather_shards(
 
 
 def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[str]:
-    """What is wrong with this rank's `shards` as those of `metadata`; in order, in words. Local."""
+    """List what is wrong with this rank's `shards` as those of `metadata`; in order, in words. Local."""
     problems = [problem for index, shard in enumerate(shards) for problem in _problems(index, shard)]
     placed = metadata.held_by(dist.get_rank())
     if len(placed) != len(shards):
@@ -136,7 +136,7 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    """Those of a tensor, in words; without those that it does not have."""
+    """Describe the properties of a tensor; without those that it does not have."""
     found: dict[str, Any] = {
         "dtype": str(tensor.dtype),
         "layout": str(tensor.layout),
@@ -153,7 +153,7 @@ def _properties(tensor: torch.Tensor) -> dict[str, Any]:
 def _unlike(
     index: int, shard: Shard, found: dict[str, Any], expected: dict[str, Any], who: str
 ) -> Iterator[str]:
-    """In words, which properties of a shard are not those `expected`."""
+    """Yield a line for each property of a shard that is not as `expected`."""
     for name, value in found.items():
         if expected.get(name, value) != value:
             yield f"shard {index} ({_where(shard)}) has {name} {value}, but {who} {expected[name]}"
@@ -165,7 +165,7 @@ def _named(name: str) -> Any:
 
 
 def _problems(index: int, shard: Shard) -> list[str]:
-    """What is wrong with one shard by itself."""
+    """List what is wrong with one shard by itself."""
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
     name = f"shard {index} ({_where(shard)})"
     found: list[str] = []
@@ -208,7 +208,7 @@ def _same_device(placed: torch.device, found: torch.device) -> bool:
 
 
 def _differing(name: str, values: dict[int, Any]) -> list[str]:
-    """In words, how ranks' `values` differ; nothing where they do not."""
+    """Describe how ranks' `values` differ; nothing where they do not."""
     if not values:
         return []
     first, expected = next(iter(values.items()))

@@ -21,12 +21,12 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
-    """What this rank writes to a checkpoint; nothing on some ranks."""
+    """Return what this rank writes to a checkpoint; nothing on some ranks."""
     return entries.write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """What this rank writes and reads; of a tensor without elements, the holder of its first shard."""
+    """List the chunks that this rank writes and reads; the first holder has that of an empty tensor."""
     ranks = [shard.rank for shard in sharded.metadata().shards_metadata]
     first = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
     return entries.chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())

@@ -45,7 +45,7 @@ _Runs = list[tuple[int, int]]  # first index and length in one dim of the whole 
 
 
 def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """The same tensor as a sharded one, detached: no gradient passes. Local: nothing is sent.
+    """Return a DTensor as a sharded tensor, detached: no gradient passes. Local: nothing is sent.
 
     Where the local tensor is torchrec's (`LocalShardsWrapper`), shards are those that it lists, whatever the
     placements say. Then it is collective: ranks tell each other where theirs lie.
@@ -87,7 +87,7 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
 def _of_listed_shards(
     local: LocalShardsWrapper, mesh: DeviceMesh, shape: torch.Size, group: dist.ProcessGroup
 ) -> ShardedTensor:
-    """Of the shards that each rank lists; of those that several hold alike, the first rank's. Collective."""
+    """Make a sharded tensor of the shards that ranks list; the first of equal ones counts. Collective."""
     listed = [] if mesh.get_coordinate() is None else list(local.local_shards())
     offsets = [list(chunk) for chunk in local.local_offsets()[: len(listed)]]
     places = [[at, list(shard.shape)] for at, shard in zip(offsets, listed, strict=True)]
@@ -138,7 +138,7 @@ def of_boxes(
 
 
 def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The same values as a DTensor on `mesh`, in memory of its own and detached: no gradient passes.
+    """Return the values as a DTensor on `mesh`, in memory of its own and detached: no gradient passes.
 
     Each rank gets the elements it lacks once, straight from a rank that has them. Collective over the
     tensor's group; ranks outside the mesh get a DTensor without elements, as torch makes them there.
@@ -194,7 +194,7 @@ class _Holding:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the local tensor."""
+        """Sizes of the local tensor."""
         return tuple(map(_length, self.runs))
 
     @property
@@ -220,7 +220,9 @@ class _Holding:
 def _holdings(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...], *, order: Any = None
 ) -> dict[int, _Holding]:
-    """By global rank, in the mesh's order. `order` names the axes cutting each dim in the order they cut."""
+    """Return what each rank holds, by global rank in the mesh's order.
+
+    `order` names the axes that cut each dim, in the order in which they cut."""
     axes: list[list[int]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if _cuts(placement):
@@ -240,7 +242,7 @@ def _holdings(
 
 
 def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, ...], _Runs]:
-    """What of a dim lies at each coordinate of the axes that cut it."""
+    """Return what of a dim lies at each coordinate of the axes that cut it."""
     table: dict[tuple[int, ...], _Runs] = {(): [(0, size)] if size else []}
     for placement, count in cuts:
         table = {
@@ -283,7 +285,7 @@ def _chunks(runs: _Runs, count: int) -> list[_Runs]:
 
 
 def _between(runs: _Runs, begin: int, end: int) -> _Runs:
-    """Those of the indices in `runs`, counted one after the other, from `begin` to before `end`."""
+    """Return the indices of `runs`, counted one after the other, from `begin` to before `end`."""
     found, before = [], 0
     for start, length in runs:
         low, high = max(begin - before, 0), min(end - before, length)

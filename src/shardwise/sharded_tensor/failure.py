@@ -86,7 +86,7 @@ def _stand_in(
 
 
 def known(sharded: Any) -> Failures:
-    """What went wrong on this rank with the values of `sharded`, or in the operation under way."""
+    """Return the errors on this rank in the values of `sharded`, or in the operation under way."""
     return {**_current, **sharded._failures} if ever else {}
 
 
@@ -125,7 +125,7 @@ def _tried(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What the operation makes of twins of all tensors, with values; None where it makes nothing of them."""
+    """Run the operation on twins of all tensors, with values; return None where it raises on them."""
     twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(tensor: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _filled(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _lies_apart(sharded: Any) -> bool:
-    """Has a rank of the group no elements of it?"""
+    """Return whether a rank of the group has no elements of the tensor."""
     holders = {shard.rank for shard in sharded.metadata().shards_metadata if not shard.box.is_empty}
     return bool(len(holders) < sharded.process_group.size())
 

@@ -23,7 +23,7 @@ from shardwise.sharded_tensor.metadata import (
 
 
 class _Outside:
-    """What a process has for a group that it is not in: `torch.distributed.new_group` gives it none."""
+    """Stand-in for a group that this process is not in: `torch.distributed.new_group` gives it none."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ShardingError(
@@ -39,7 +39,7 @@ OUTSIDE: Any = _Outside()
 
 
 def is_outside(group: dist.ProcessGroup) -> bool:
-    """Is this process not in the group, and so takes no part in its collectives?"""
+    """Return whether this process is not in the group, and so takes no part in its collectives."""
     return group is OUTSIDE
 
 
@@ -82,7 +82,7 @@ def cut_by(
 
 
 def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
-    """The same shards, placements by a worker's name replaced by those of its rank. Local.
+    """Return the metadata with placements by a worker's name replaced by those of its rank. Local.
 
     Raises:
         ShardingError: there is no such worker, or RPC is not initialised.

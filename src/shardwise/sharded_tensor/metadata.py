@@ -114,7 +114,7 @@ def _bad_placement(found: object) -> ShardingError:
 
 @dataclass
 class ShardMetadata:
-    """Where one shard lies: its first element, its size, and the device of the process that holds it.
+    """The position of one shard: its first element, its size, and the device of the process that holds it.
 
     Attributes:
         shard_offsets: per dim, the first element within the whole tensor.
@@ -162,7 +162,7 @@ class ShardMetadata:
 
 @dataclass
 class TensorProperties:
-    """What all shards of a tensor have in common."""
+    """The properties that all shards of a tensor share."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
@@ -242,7 +242,7 @@ class ShardedTensorMetadata:
         return self.size
 
     def boxes_by(self, ranks: Sequence[int]) -> list[list[Box]]:
-        """For each of the global `ranks`, the boxes it holds, in the order of its shards."""
+        """List the boxes of each of the global `ranks`, in the order of its shards."""
         found: dict[int, list[Box]] = {rank: [] for rank in ranks}
         for shard in self.shards_metadata:
             found[shard.rank].append(shard.box)
@@ -253,7 +253,7 @@ class ShardedTensorMetadata:
         return [shard for shard in self.shards_metadata if shard.rank == rank]
 
     def cut_as(self, other: ShardedTensorMetadata) -> bool:
-        """Do both give the same boxes of one shape to the same ranks in the same order?"""
+        """Return whether both give the same boxes of one shape to the same ranks in the same order."""
         if self is other or self.shards_metadata is other.shards_metadata:
             return True
         mine, theirs = self.shards_metadata, other.shards_metadata
@@ -267,7 +267,7 @@ class ShardedTensorMetadata:
         )
 
     def with_properties(self, **changes: Any) -> ShardedTensorMetadata:
-        """The same shards with other tensor properties."""
+        """Return the metadata with other tensor properties."""
         return replace(self, tensor_properties=replace(self.tensor_properties, **changes))
 
     def map(self, size: Sequence[int], box: Callable[[Box], Box]) -> ShardedTensorMetadata:
@@ -304,7 +304,7 @@ class ShardedTensorMetadata:
             raise ShardingError(f"{error}{self._culprits(str(error))}") from None
 
     def _culprits(self, problem: str) -> str:
-        """Who holds the shards that a `problem` of the cover names; where it names none, what is missing."""
+        """Name the holders of the shards in a `problem` of the cover; if it names none, what is missing."""
         named = [
             f"shard {index} ({shard.box}) is on rank {shard.rank}"
             for index, shard in enumerate(self.shards_metadata)

@@ -43,12 +43,12 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """What takes the place of `module`, or `module` itself, changed. Called on every rank."""
+        """Return what replaces `module`, or `module` itself, changed. Called on every rank."""
 
 
 @dataclass
 class ShardingPlan:
-    """What `shard_module` does to a module.
+    """The changes that `shard_module` makes to a module.
 
     Attributes:
         plan: by name of a parameter its spec, by name of a submodule its sharder.

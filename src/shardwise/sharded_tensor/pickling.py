@@ -39,7 +39,7 @@ def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator
 
 
 def _reduced(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
-    """What `pickle` stores of a sharded tensor."""
+    """Return what `pickle` stores of a sharded tensor."""
     group = sharded.process_group
     shards = [(shard.tensor.detach(), shard.metadata) for shard in sharded.local_shards()]
     is_parameter = bool(getattr(sharded, "_is_param", False))

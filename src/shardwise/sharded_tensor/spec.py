@@ -160,12 +160,12 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 class PlacementSpec(ABC):  # noqa: B024 - users subclass it for placements of their own
-    """Where a whole thing lies."""
+    """A placement of a whole thing."""
 
 
 @dataclass
 class DevicePlacementSpec(PlacementSpec):
-    """On one device of one process. A placement of specs and shards may be one."""
+    """A placement on one device of one process, of a whole tensor or of a shard."""
 
     device: RemoteDevice
 

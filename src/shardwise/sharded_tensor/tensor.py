@@ -140,7 +140,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
-        """For every other rank, references over torch RPC to its shards; needs `init_rrefs=True`. Local.
+        """References over torch RPC to every other rank's shards; needs `init_rrefs=True`. Local.
 
         Raises:
             ShardingError: the tensor was made without `init_rrefs=True`.
@@ -183,7 +183,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @declared
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """The same values cut by another spec over the same group, as a new tensor; differentiable.
+        """Return the values cut by another spec over the same group, as a new tensor; differentiable.
 
         Every element that its new holder lacks is sent once, straight from its old one. Where nothing moves
         because both specs give the same shards, the result shares their memory. Collective.
@@ -196,7 +196,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @declared
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """As `torch.Tensor.to`: a device, a dtype, or another tensor's. Local."""
+        """Convert as `torch.Tensor.to` does: to a device, a dtype, or another tensor's. Local."""
         raise NotImplementedError
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
@@ -330,7 +330,7 @@ def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sha
 
 
 def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
-    """Of this rank's shards; without any, the kind of device the others are on."""
+    """Return the device of this rank's shards; without any, the kind of device the others are on."""
     if tensors:
         return tensors[0].device
     for shard in metadata.shards_metadata:

@@ -33,7 +33,7 @@ _RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they
 
 
 def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
-    """What this rank asks for; for each rank its numbers of ids and bags where ranks ask for different ids.
+    """Return this rank's lookup; for each rank its numbers of ids and bags where ranks' ids differ.
 
     Collective over `group`. An error of `ask` on any rank raises on all.
     """
@@ -65,7 +65,7 @@ def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Looku
 def of_all(
     asked: Lookup, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
 ) -> tuple[Lookup, ShardedTensor]:
-    """What all ranks ask for, one after the other, and a tensor cut as the results. Collective."""
+    """Join the lookups of all ranks, and make a tensor cut as the results. Collective."""
     starts = [0, *itertools.accumulate(bags for _, bags in counts)]
     each = [ids for ids, _ in counts]
     pairs = torch.stack([asked.ids.to(torch.int64), asked.bag + starts[group.rank()]], 1)

@@ -37,7 +37,7 @@ PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_s
 
 
 def _leaves(sharded: ShardedTensor) -> list[Tensor]:
-    """What autograd knows of it."""
+    """List the tensors of which autograd knows."""
     return [*sharded.tensors, sharded.anchor]
 
 
@@ -235,7 +235,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTens
 
 @handles(_T.module_load)
 def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
-    """What takes the place of a parameter where modules load by swapping tensors."""
+    """Return what replaces a parameter where modules load by swapping tensors."""
     into, value = args[:2]
     assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
     return cast(Tensor, value if assign else into.copy_(value)).detach()

@@ -88,7 +88,7 @@ def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None
 
 
 def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | None, ...]] | None:
-    """What `picks`, by dim, leave of a box: its place in the result, and an index into its tensor.
+    """Apply `picks`, by dim, to a box: return its place in the result, and an index into its tensor.
 
     None where they leave nothing of it, unless they leave nothing of the whole tensor either or the box
     was empty before.

@@ -131,7 +131,7 @@ def _each(
 
 
 def _activation(place: int) -> Handler:
-    """Of functions whose argument `inplace` is at `place`."""
+    """Handle functions whose argument `inplace` is at `place`."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen = args[place] if len(args) > place else kwargs.get("inplace")
@@ -169,7 +169,7 @@ _register()
 
 @handles(torch.where, Tensor.where)
 def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Not with a condition alone, which gives as many indices as hold."""
+    """Handle `where`, but not with a condition alone, which gives as many indices as hold."""
     if len(args) + len(kwargs) < 3:
         refuse(func, args, kwargs)
     return elementwise(func, args, kwargs)
@@ -198,7 +198,7 @@ def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> bool:
-    """Does `func` hold of all parts of the two, on all ranks?"""
+    """Return whether `func` holds of all parts of the two, on all ranks."""
     if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and one.shape == other.shape:
         cut = one.metadata()
         if not other.metadata().cut_as(cut):

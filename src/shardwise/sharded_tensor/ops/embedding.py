@@ -78,7 +78,7 @@ def _look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> Lookup:
-    """What this rank's arguments ask for."""
+    """Return the lookup that this rank's arguments ask for."""
     offsets, weights = options.get("offsets"), options.get("per_sample_weights")
     # On the meta device torch checks the arguments, in its own words, and allocates nothing.
     shown = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}
@@ -113,8 +113,9 @@ def _lead(look: Lookup) -> tuple[int, ...]:
 def _asked(
     ask: Callable[[], Lookup], input: Tensor, weight: Tensor
 ) -> tuple[Lookup, Lookup | None, ShardedTensor | None]:
-    """What is looked up, by all ranks together; what by this one, if each has ids of its own; and a tensor
-    cut as the result is to be, None where every rank is to have all of it. Collective.
+    """Return the lookup of all ranks together; this rank's, if each has ids of its own; and the result's cut.
+
+    The last is a tensor cut as the result is to be, None where every rank is to have all of it. Collective.
     """
     if isinstance(input, ShardedTensor) or not isinstance(weight, ShardedTensor):
         return ask(), None, input if isinstance(input, ShardedTensor) else None
@@ -232,7 +233,7 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
 
 
 def _by_columns(weight: ShardedTensor) -> bool:
-    """Has every shard all rows, and no shard all columns?"""
+    """Return whether every shard has all rows, and no shard all columns."""
     filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
     return filled > 1 and not is_cut(weight, (0,))
 

@@ -152,7 +152,7 @@ def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 @handles(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full)
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of the same shape, like it; of another shape there is no telling how to cut it."""
+    """Make a tensor like a sharded one, cut as it is; another shape has no cut and raises."""
     sharded, options = args[0], dict(kwargs)
     rest = list(args[1:])
     size = options.pop("size") if "size" in options else rest.pop(0)

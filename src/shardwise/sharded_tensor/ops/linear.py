@@ -150,7 +150,7 @@ def _shards(sharded: ShardedTensor) -> list[tuple[int, Box]]:
 
 
 def _needed(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: int) -> Box:
-    """What a box of a factor of size `leader` meets of the other."""
+    """Return the part of the other factor that a box of a factor of size `leader` meets."""
     offsets, sizes = [0] * len(other), list(other)
     free = -3 - summed_dim
     offsets[free], sizes[free] = box.offsets[summed_dim], box.sizes[summed_dim]
@@ -161,7 +161,7 @@ def _needed(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: i
 
 
 def _result_box(box: Box, leader: Sequence[int], size: Sequence[int], summed_dim: int) -> Box:
-    """What products with a box of a factor of size `leader` are of the result."""
+    """Return the part of the result that products with a box of a factor of size `leader` make."""
     offsets, sizes = [0] * len(size), list(size)
     free = -3 - summed_dim
     for dim in (free, *(-dim for dim in range(3, len(leader) + 1) if leader[-dim] == size[-dim])):

@@ -41,7 +41,7 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[di
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss),
 )
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of every element. Collective, unless nothing is reduced."""
+    """Compute a loss of every element. Collective, unless nothing is reduced."""
     given, reduction = _given(func, args, kwargs)
     if reduction == "none":
         return cast(Tensor, elementwise(func, (), given))
@@ -53,7 +53,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @handles(F.cross_entropy, F.nll_loss)
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of every row. Collective, unless nothing is reduced; a mean is over weights, as torch's."""
+    """Compute a loss of every row; a mean is weighted, as torch's. Collective, unless nothing is reduced."""
     given, reduction = _given(func, args, kwargs)
     if reduction == "none":
         return _rows(func, given)

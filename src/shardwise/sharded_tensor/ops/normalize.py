@@ -54,7 +54,7 @@ def _softmax(func: Any, sharded: ShardedTensor, dim: Any, dtype: torch.dtype | N
 
 
 def _widened(sharded: ShardedTensor, into: torch.dtype) -> ShardedTensor:
-    """In the dtype in which statistics of it are computed."""
+    """Cast to the dtype in which statistics are computed."""
     return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), into))
 
 

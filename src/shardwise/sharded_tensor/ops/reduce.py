@@ -61,7 +61,7 @@ def dims_of(sharded: ShardedTensor, dim: Any) -> Dims:
 
 
 def is_cut(sharded: ShardedTensor, dims: Sequence[int]) -> bool:
-    """Has any shard with elements a part only of what lies along `dims`?"""
+    """Return whether any shard with elements has only a part of what lies along `dims`."""
     size = sharded.metadata().size
     boxes = (shard.box for shard in sharded.metadata().shards_metadata)
     return any(box.sizes[d] != size[d] for box in boxes if not box.is_empty for d in dims)
@@ -83,7 +83,7 @@ def needs_grad(sharded: ShardedTensor) -> bool:
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """What values of a dtype are combined in: at least fp32, and int64 for integers and bools."""
+    """Return the dtype to combine values of `dtype` in: at least fp32, int64 for integers and bools."""
     if dtype.is_floating_point:
         return torch.promote_types(dtype, torch.float32)
     return dtype if dtype.is_complex else torch.int64
@@ -100,7 +100,7 @@ def _kept(sharded: ShardedTensor, dims: Dims) -> list[int]:
 
 
 def _place(box: Box, dims: Dims) -> tuple[slice, ...]:
-    """Where a box lies after `dims` are reduced to one element each."""
+    """Return the place of a box after `dims` are reduced to one element each."""
     return tuple(
         slice(0, 1) if d in dims else slice(start, end)
         for d, (start, end) in enumerate(zip(box.offsets, box.ends, strict=True))
@@ -186,7 +186,7 @@ def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
 
 
 def _shared_extreme(sharded: Any, dims: Dims, *, largest: bool) -> Tensor:
-    """The same, differentiable: in equal parts by all elements that have it. Collective."""
+    """Return the largest or smallest elements; their gradient is shared equally by ties. Collective."""
     value = _extreme(sharded, dims, largest=largest)
     if not needs_grad(sharded):
         return value
@@ -320,7 +320,7 @@ def _amax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
 
 @handles(torch.max, _T.max, torch.min, _T.min)
 def _max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of all elements; along one dim with indices; or, with another tensor, element by element."""
+    """Reduce over all elements; along one dim with indices; or, with another tensor, element by element."""
     largest = func.__name__ == "max"
     if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return elementwise(torch.maximum if largest else torch.minimum, args, kwargs)
@@ -334,7 +334,7 @@ def _max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _uncut(
     func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, pick: Callable[[Any], Tensor]
 ) -> Tensor:
-    """What `pick` takes of `func` along one dim that every shard has whole. Local; refused along others."""
+    """Apply `func` along one dim that every shard has whole, and `pick` its output. Local; else refused."""
     dims = dims_of(sharded, dim)
     if sharded.dtype.is_complex or not dims or _count(sharded, dims) == 0:
         as_torch(func, sharded, dim)
@@ -392,7 +392,7 @@ def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:
 
 @rule(torch.norm, _T.norm, torch.linalg.vector_norm, torch.linalg.norm, takes="input p dim keepdim dtype")
 def _norm(func: Any, sharded: ShardedTensor, p: Any, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
-    """Not the norms of matrices but Frobenius', which is that of a vector."""
+    """Compute norms of vectors, and Frobenius' of matrices, which is one; refuse other norms of matrices."""
     frobenius = p is None or p == "fro"
     of_matrix = func is torch.linalg.norm and not frobenius and len(dims_of(sharded, dim)) > 1
     if of_matrix or (isinstance(p, str) and p not in ("fro", "inf", "-inf")):
@@ -408,7 +408,7 @@ def _normalize(func: Any, sharded: ShardedTensor, p: Any, dim: Any, eps: Any) ->
 
 @handles(_T.item, _T.__float__, _T.__int__, _T.__bool__, _T.__index__, _T.__complex__)
 def _scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a tensor of one element, on every rank. Collective."""
+    """Convert a tensor of one element to a number, on every rank. Collective."""
     count = args[0].numel()
     if count != 1:
         raise RuntimeError(f"a Tensor with {count} elements cannot be converted to Scalar")

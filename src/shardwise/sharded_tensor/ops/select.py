@@ -80,7 +80,7 @@ def _shown(value: Any) -> str:
 
 
 def _picked(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) -> ShardedTensor:
-    """What `picks` leave of every shard, in a tensor of `size`; views. Local."""
+    """Apply `picks` to every shard, for a tensor of `size`; views. Local."""
     found = [pick_box(shard.box, picks) for shard in sharded.metadata().shards_metadata]
     boxes = [None if part is None else part[0] for part in found]
     if all(box is None for box in boxes):  # of a tensor without elements: one shard must remain
@@ -126,7 +126,7 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
     *(torch.tensor_split, _T.tensor_split),
 )
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """What torch makes of the dim by itself says which elements each part has."""
+    """Cut along one dim; torch's own result for a tensor of that dim says which elements each part has."""
     sharded, rest, kwargs = taken(args, kwargs)
     rest = tuple(value.tolist() if isinstance(value, Tensor) else value for value in rest)
     kwargs = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
@@ -225,7 +225,7 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
 
 
 def _whole_alike(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
-    """Are its shards whole in `dim` and otherwise those of `first`?"""
+    """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
 
     def beside(metadata: ShardedTensorMetadata) -> list[Any]:
         kept = [d for d in range(len(metadata.size)) if d != dim]

@@ -151,7 +151,7 @@ def _as_another(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bool = False) -> ShardedTensor:
-    """The same elements in dims of `size`. Local.
+    """Return the elements in dims of `size`. Local.
 
     Args:
         name: of the operation, for messages.

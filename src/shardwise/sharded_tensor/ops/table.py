@@ -29,7 +29,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 @dataclass(frozen=True)
 class Lookup:
-    """What to look up: of one rank, or of all together.
+    """A lookup of rows: of one rank, or of all together.
 
     Attributes:
         ids: [ids] rows of the table.
@@ -52,13 +52,13 @@ class Lookup:
     sparse: bool = False
 
     def counted(self) -> Tensor:
-        """[ids] does this id count in its bag?"""
+        """Return [ids] whether each id counts in its bag."""
         if self.padding is None or self.mode == "row":
             return torch.ones_like(self.ids, dtype=torch.bool)
         return self.ids != self.padding
 
     def within(self, box: Box) -> Tensor:
-        """Where the ids are, ascending, whose rows lie in `box` and count."""
+        """Return the places, ascending, of the ids whose rows lie in `box` and count."""
         begin, end = box.offsets[0], box.ends[0]
         inside = (self.ids >= begin) & (self.ids < end) & self.counted()
         return inside.nonzero().squeeze(1)
@@ -78,7 +78,7 @@ def stand_in(weight: ShardedTensor, extra: Sequence[Tensor | None]) -> Tensor:
 
 
 def _partial(table: Tensor, box: Box, look: Lookup, at: Tensor) -> Tensor:
-    """What the shard adds: by id of `at` for "row", by bag else."""
+    """Compute what the shard adds: by id of `at` for "row", by bag otherwise."""
     ids = look.ids[at] - box.offsets[0]
     if look.mode == "row":
         inside = look.padding is not None and box.offsets[0] <= look.padding < box.ends[0]
@@ -148,7 +148,7 @@ def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> Shard
 def _routes(
     weight: ShardedTensor, look: Lookup, ids: ShardedTensor
 ) -> tuple[list[Tensor], list[list[Box]], list[list[Box]]]:
-    """By shard of the table, where the ids are whose rows it has; and by rank, what it makes, and wants.
+    """Return the places of ids by shard of the table that has their rows; boxes made and wanted by rank.
 
     A box is of one shard of the table, of the rows that it makes (one for each of its ids, or all bags) and
     of its columns. Rows for one shard of the ids lie together; a rank wants for each of its own some of each

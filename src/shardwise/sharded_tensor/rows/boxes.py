@@ -24,7 +24,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """The same tensor as a sharded one, which shares the memory of the rows, detached: no gradient passes.
+    """Return rows as a sharded tensor, which shares their memory, detached: no gradient passes.
 
     A rank without rows holds an empty shard. Local where rows are cut over one group, without tensor
     parallelism, and no other group is asked for; otherwise collective: ranks tell their boxes.

@@ -38,7 +38,7 @@ def full_tensor(local: Tensor, piece: Piece) -> Tensor:
 
 
 def _gathered(local: Tensor, piece: Piece) -> Tensor:
-    """What the piece's groups cut, whole: gathered over one after the other."""
+    """Gather what the piece's groups cut, over one group after the other."""
     whole = local.new_empty((sum(piece.counts), *piece.rows.sizes[1:]))
     whole.narrow(0, piece.rows.offsets[0], piece.rows.sizes[0]).copy_(local)
     step = 1

@@ -56,7 +56,7 @@ def _called(name: str) -> str:
 
 
 def is_foreign(value: Any) -> bool:
-    """Is it a DTensor, and not rows?"""
+    """Return whether `value` is a DTensor, and not rows."""
     return isinstance(value, DTensor) and not isinstance(value, ShardedRows)
 
 
@@ -126,7 +126,7 @@ def _misfit(op: Any, value: Tensor, piece: Piece) -> ShardingError:
 
 
 def _broadcasts(piece: Piece, to: Piece) -> bool:
-    """The same rows, of widths that broadcast, cut alike where they are equal?"""
+    """Return whether `piece` broadcasts to `to`: the same rows, and the same cut of dims that are equal."""
     if len(piece.shape) != len(to.shape) or piece.shape[0] != to.shape[0]:
         return False
     of = [d if piece.shape[d] == to.shape[d] else None for d in range(1, len(to.shape))]

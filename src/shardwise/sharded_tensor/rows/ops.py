@@ -59,7 +59,7 @@ def _has_out(op: Any) -> bool:
 
 
 def _is_elementwise(name: str) -> bool:
-    """Known to be, or the in-place or list form of one that torch tags so?"""
+    """Return whether an op is known to be elementwise, or in-place or list form of one that torch tags so."""
     if name in UNTAGGED or name in ("zero", "copy", "copy_"):
         return True
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)

@@ -118,7 +118,7 @@ class Piece:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """What each index over `groups` holds."""
+        """Box of each index over `groups`."""
         return tuple(self.box_of(rank) for rank in range(self.ranks))
 
     @cached_property
@@ -149,7 +149,7 @@ class Piece:
         return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or _groups_of(self.mesh))
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
-        """What DTensor knows of a tensor of this dtype that is cut so."""
+        """Return DTensor's spec of a tensor of this dtype that is cut so."""
         spec = self._specs.get(dtype)
         if spec is None:
             meta = _compat.TensorMeta(self.shape, _compat.contiguous_stride(self.shape), dtype)
@@ -190,7 +190,7 @@ class Piece:
         return replace(self, shape=shape, box_of=box_of, even_cuts=self.even_cuts_of((0, *of)))
 
     def even_cuts_of(self, of: Sequence[int | None]) -> EvenCuts:
-        """Those of a tensor whose dims are cut as this one's dims `of`."""
+        """Return the even cuts of a tensor whose dims are cut as this one's dims `of`."""
         return tuple((group, of.index(dim)) for group, dim in self.even_cuts if dim in of)
 
 
@@ -249,13 +249,13 @@ def _even_cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
 
 
 def even_boxes(sizes: tuple[int, ...], group: dist.ProcessGroup, dim: int) -> list[Box]:
-    """What each rank of `group` holds of a tensor that it cuts evenly."""
+    """List the boxes of each rank of `group`, of a tensor that it cuts evenly."""
     ranks = group.size()
     return [EvenShard(dim).box(sizes, rank=rank, ranks=ranks) for rank in range(ranks)]
 
 
 def _even_part(shape: torch.Size, even_cuts: EvenCuts) -> Box:
-    """What they leave of a tensor to this rank."""
+    """Return the part of a tensor that `even_cuts` leave to this rank."""
     box = Box.whole(shape)
     for group, dim in even_cuts:
         box = even_boxes(box.sizes, group, dim)[group.rank()].shifted(box.offsets)

@@ -128,7 +128,7 @@ class _Call:
         return math.prod(self.tensor.shape[d] for d in self.dims)
 
     def on(self, local: Tensor, **options: Any) -> Any:
-        """What the op makes of local rows."""
+        """Apply the op to local rows."""
         return self.op(local, *self.args[1:], **{**self.kwargs, **options})
 
     def filled(self, neutral: float) -> Tensor:
@@ -164,14 +164,14 @@ def reduction(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: C
 
 
 def _along(call: _Call) -> Any:
-    """What each row has its own answer of."""
+    """Apply an op that has an answer for each row."""
     if call.groups:
         call.refuse("along a dim that is cut over ranks")
     return call.on(call.local)
 
 
 def _combined(call: _Call, *, reduce: Any) -> Tensor:
-    """What the op makes of each rank's rows, reduced."""
+    """Reduce what the op makes of each rank's rows."""
     if reduce == PRODUCT and call.wanted.is_complex:
         call.refuse()
     if call.wanted not in HALF or not any(each.name == "dtype" for each in call.op._schema.arguments):

@@ -99,11 +99,11 @@ class ShardedRows(OwnDTensor):
 
     @property
     def box(self) -> Box:
-        """Where `local` lies in the whole tensor."""
+        """The position of `local` in the whole tensor."""
         return self.piece.box
 
     def description(self) -> _compat.DTensorSpec:
-        """What DTensor keeps as its `_spec`: mesh, placements, global shape and dtype."""
+        """Return what DTensor keeps as its `_spec`: mesh, placements, global shape and dtype."""
         return self.piece.spec(self.dtype)
 
     @_compat.runs_eagerly
@@ -141,7 +141,7 @@ class ShardedRows(OwnDTensor):
         forward_dtype: torch.dtype | None = None,
         **how: Any,
     ) -> DTensor:
-        """The same values, placed otherwise. Differentiable. Collective over `device_mesh`.
+        """Return the values with other placements. Differentiable. Collective over `device_mesh`.
 
         Rows to even rows over the same ranks move each row at most once; other placements gather the whole
         tensor on the way. `how` is what else DTensor takes (`async_op`, `backward_dtype`): this waits, and
@@ -157,7 +157,7 @@ class ShardedRows(OwnDTensor):
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
-        """The same tensor cut evenly on dim 0 over every axis of `mesh`, without gradient.
+        """Return the tensor cut evenly on dim 0 over every axis of `mesh`, without gradient.
 
         `mesh` is by default of the ranks over which rows are cut. Collective as `redistribute`.
         """
@@ -179,7 +179,7 @@ class ShardedRows(OwnDTensor):
         return cast(ShardedRows, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a DTensor is pickled: this rank's rows and where they lie, in memory of their own."""
+        """Pickle as a DTensor does: this rank's rows and where they lie, in memory of their own."""
         local, mesh, placements = self._local_tensor.detach().clone(), self.device_mesh, self.placements
         return _unpickled, (local, mesh, placements, self.shape, self.requires_grad, self._is_param)
 
@@ -187,7 +187,7 @@ class ShardedRows(OwnDTensor):
 
     @property
     def data(self) -> Tensor:
-        """The same rows without gradient."""
+        """The rows without gradient."""
         return self.detach()
 
     @data.setter
@@ -260,7 +260,7 @@ class ShardedRows(OwnDTensor):
         return ShardedRows.wrap(local, piece, requires_grad=meta[-1])
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled graphs are cached by; unlike DTensor's, it tells this rank's rows from others'."""
+        """Return the cache key for compiled graphs; unlike DTensor's, it depends on this rank's rows."""
         local, box = self._local_tensor, self.piece.box
         facts = (
             *(tuple(self.shape), tuple(local.shape), local.stride(), local.dtype, local.device),
