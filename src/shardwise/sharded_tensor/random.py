@@ -174,7 +174,7 @@ def _random_bits(
 
 
 def _slab_numel(device: torch.device) -> int:
-    """Return how many elements to draw at once: what fits each core's cache, or is worth a kernel's launch."""
+    """Return how many elements to draw at once: what fits each core's cache or is worth a launch."""
     return min(1 << 20, torch.get_num_threads() << 16) if device.type == "cpu" else 1 << 20
 
 

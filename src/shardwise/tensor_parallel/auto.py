@@ -43,7 +43,7 @@ _PREFERENCE = 1e-2  # of plans that cost the same: the one that cuts less, and r
 
 @dataclass(frozen=True)
 class Prices:
-    """What a call costs, in seconds. The defaults are for accelerators joined by a fast fabric.
+    """The cost of a call, in seconds. The defaults are for accelerators joined by a fast fabric.
 
     Of B bytes over n ranks, a collective sends (n-1)/n B from each rank, an all-reduce twice that.
 
@@ -120,7 +120,7 @@ class ChosenPlan:
 
     @cached_property
     def alternatives(self) -> tuple[dict[str, float | None], ...]:
-        """For each decision, by other style: how many seconds more the best plan costs that has it there.
+        """Seconds that the best plan with each other style costs more, by style, for each decision.
 
         None where no plan has it. Solves the integer program twice for each decision, on first use.
         """

@@ -69,7 +69,7 @@ def canonical(program: ExportedProgram) -> fx.Graph:
 
 
 def _is_late(node: fx.Node) -> bool:
-    """Is what `node` views to be used otherwise first?"""
+    """Return whether `node` is a view to place at each user: a transpose, or an alias of a log-softmax."""
     source: Any = node
     while op_of(source) in ("detach", "alias"):
         source = source.args[0]
@@ -148,7 +148,7 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _is_shape(node: fx.Node, sizes: Sequence[Any]) -> bool:
-    """Is `node` a tensor of these sizes?"""
+    """Return whether `node` is a tensor of these sizes."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.ndim != len(sizes):
         return False

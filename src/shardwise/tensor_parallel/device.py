@@ -63,13 +63,13 @@ def as_is(before: Tensor, made: Tensor) -> Tensor:
 
 
 def here_for(device_type: str) -> torch.device:
-    """Where this machine keeps the tensors of a program for `device_type`: there, or on the CPU."""
+    """Return the device on which this machine keeps a program's tensors: `device_type`, or the CPU."""
     wanted = torch.device(device_type)
     return wanted if wanted.type != "meta" and is_here(wanted) else torch.device("cpu")
 
 
 def is_here(device: torch.device) -> bool:
-    """Has this machine a device of this kind?"""
+    """Return whether this machine has a device of this kind."""
     if device.type in ("cpu", "meta"):
         return True
     try:

@@ -63,7 +63,7 @@ class GatherRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str()` of it is a table."""
+    """The result of `explain`; `str()` of it is a table."""
 
     rank: int
     world_size: int
@@ -110,7 +110,7 @@ class Explanation:
 
 
 def explain(program: ExportedProgram) -> Explanation:
-    """What `program`, from `tensor_parallel_transformation` or loaded, holds and communicates. Local.
+    """Return what `program`, from `tensor_parallel_transformation` or loaded, holds and communicates. Local.
 
     Raises:
         ShardingError: a program that it did not make.

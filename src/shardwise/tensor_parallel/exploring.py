@@ -40,7 +40,7 @@ _MOST = 256  # combinations of states of an operation's inputs
 
 @dataclass(frozen=True)
 class State:
-    """Where a value is; where else, by communication, it is too; of a parameter, its style.
+    """The placement of a value; where else, by communication, it is too; of a parameter, its style.
 
     `placement` is None for a parameter before its first use, a tuple for a value with several results.
     """
@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """What a step does for one combination of states.
+    """The effect of a step on one combination of states.
 
     Attributes:
         before: states of its inputs.
@@ -138,7 +138,7 @@ class Space:
 
 
 def explore(whole: Whole, ranks: int) -> Space:
-    """What plans for `ranks` ranks can make of a program, which stays as it is. Local; no weights are needed.
+    """Find what plans for `ranks` ranks can make of a program, which stays as it is. Local; needs no weights.
 
     Raises:
         ShardingError: fewer than one rank, or a program without tensors.
@@ -247,7 +247,7 @@ class _Exploration:
         return node.target, args, tuple(told), users, states, owned, cut
 
     def _combinations(self, inputs: list[fx.Node]) -> Iterator[_Combination]:
-        """Of the inputs' states. Where there are too many, inputs with the same states are in one."""
+        """Yield combinations of the inputs' states; if too many, inputs with the same states share one."""
         known = [list(self.states[x].items()) for x in inputs]
         many = math.prod(map(len, known)) > _MOST
         together: dict[Any, list[int]] = defaultdict(list)
@@ -340,7 +340,7 @@ def _sent(node: fx.Node, kind: str, ranks: int) -> int:
 
 
 def _flops(node: fx.Node) -> int:
-    """Of a product, a convolution or attention; other operations count as nothing."""
+    """Count the FLOPs of a product, a convolution or attention; other operations count as nothing."""
     op, args = op_of(node), args_of(node)
     if op in ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "addbmm"):
         left = args[op in ("addmm", "baddbmm", "addbmm")]
@@ -398,14 +398,14 @@ def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
 
 
 def _kind(weight: fx.Node) -> tuple[Any, ...]:
-    """What makes weights alike: shape, dtype, and what is done with them, and with what comes of that."""
+    """Return a key equal for similar weights: shape, dtype, their users, and the users of these."""
     value = weight.meta["val"]
     done = [name_of(each) for user in weight.users for each in (user, *user.users)]
     return (*map(hint, value.shape), str(value.dtype), *done)
 
 
 def repeated(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:
-    """For each weight, the name of the one that it repeats in another layer, or its own.
+    """Return, for each weight, the name of the one that it repeats in another layer, or its own.
 
     A layer is a numbered module with at least two weights; it repeats the first of its siblings that has the
     same weights, of the same kinds.

@@ -66,7 +66,7 @@ def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
 
 
 def _is_activation(node: fx.Node, signature: ExportGraphSignature) -> bool:
-    """Is it a floating tensor that is computed, or given by the caller?"""
+    """Return whether `node` is a floating tensor that is computed, or given by the caller."""
     value = node.meta.get("val")
     made = node.op == "call_function" or str(node.target) in signature.user_inputs
     return made and isinstance(value, Tensor) and value.is_floating_point()

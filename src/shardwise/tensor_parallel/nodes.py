@@ -35,7 +35,7 @@ def several(value: Any) -> tuple[Any, ...]:
 
 
 def is_tensor(x: Any) -> bool:
-    """Is `x` a node of one tensor?"""
+    """Return whether `x` is a node of one tensor."""
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor)
 
 

@@ -76,7 +76,7 @@ def save(
     first = group is None or dist.get_rank(group) == 0
 
     def told(action: Callable[[], Any]) -> list[Any]:
-        """What the action returns, on each rank that saves."""
+        """Return the action's result on each rank that saves."""
         if group is None:
             return [action()]
         return together(f"saving to {place}", action, group=group, kind=ShardingError)
@@ -172,7 +172,7 @@ def rank_in(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> int:
-    """Which of the `ranks` programs in a folder is this process's."""
+    """Return the rank of this process among the `ranks` programs in a folder."""
     if group is not None:
         rank = _agreed("rank", rank, dist.get_rank(group))
         world_size = _agreed("world size", world_size, group.size())
@@ -247,7 +247,7 @@ def _finish(temporary: Path, place: Path, record: dict[str, Any], files: dict[st
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """What `save` wrote down of a folder.
+    """Read the manifest that `save` wrote into a folder.
 
     Raises:
         CheckpointError: a manifest that is missing, damaged, or of another format.

@@ -98,7 +98,7 @@ class Partition:
     # ------------------------------------------------------------ what is known of the whole program
 
     def placement(self, node: Any) -> Placement:
-        """Where the one value of `node` is; numbers and parameters not used yet are replicated."""
+        """Return the placement of the one value of `node`; numbers and unused parameters are replicated."""
         if not isinstance(node, fx.Node) or node not in self.values:
             return REPLICATE
         found = self.values[node].placement
@@ -174,7 +174,7 @@ class Partition:
         self.keep(node, made, REPLICATE)
 
     def is_whole(self, node: fx.Node) -> bool:
-        """Are all inputs of `node` whole on every rank, and no parameter of them waits to be cut?"""
+        """Return whether all inputs of `node` are whole on every rank, and no parameter is to be cut."""
         for x in node.all_input_nodes:
             parameter = self.parameters.get(x)
             if parameter is not None and parameter.style is not None and parameter.placement != REPLICATE:
@@ -189,17 +189,17 @@ class Partition:
         return rather_disjoint([at for node in nodes if isinstance(at := self.placement(node), Split)])
 
     def spread(self, x: fx.Node, sizes: Sequence[Any]) -> list[int | None]:
-        """Which dim of a result of `sizes`, to which `x` broadcasts, each of its dims is."""
+        """Return the dim of a result of `sizes` for each dim of `x`, which broadcasts; None if spread."""
         first = len(sizes) - len(self.shape(x))
         of_result = range(first, len(sizes))
         return [None if self.is_spread(x, d - first, sizes[d]) else d for d in of_result]
 
     def is_spread(self, x: fx.Node, dim: int, size: Any) -> bool:
-        """Is the one element of a dim of `x` used for all of `size` elements of a result?"""
+        """Return whether the one element of a dim of `x` is used for all `size` elements of a result."""
         return self.hints(x)[dim] == 1 != hint(size)
 
     def aligned(self, x: fx.Node, cut: Split, sizes: Sequence[Any]) -> Placement:
-        """Where `x`, which broadcasts to `sizes`, must be for a result of these that is cut by `cut`."""
+        """Return the placement of `x`, which broadcasts to `sizes`, for a result cut by `cut`."""
         dims = self.spread(x, sizes)
         return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
@@ -252,16 +252,16 @@ class Partition:
         return map_arg(args, self.take)
 
     def stays(self, x: fx.Node) -> Placement:
-        """Where an input is: terms of a sum stay so if this is their one use."""
+        """Return the placement of an input: terms of a sum stay so if this is their one use."""
         at = self.placement(x)
         return REPLICATE if at == PARTIAL and not self.may_stay_partial(x) else at
 
     def is_gathered(self, node: fx.Node) -> bool:
-        """Is the whole of a value that is cut there already, for another user?"""
+        """Return whether the whole of a value that is cut is already there, for another user."""
         return (node, REPLICATE) in self._moved
 
     def may_stay_partial(self, node: fx.Node) -> bool:
-        """Is `node` a sum in terms with only one user, who may take the terms on?"""
+        """Return whether `node` is a sum in terms with only one user, which may take the terms on."""
         return isinstance(self.placement(node), Partial) and len(node.users) == 1
 
     # ------------------------------------------------------------ moving
@@ -333,7 +333,7 @@ class Partition:
         return self.emit(aten.transpose.int, share, 0, dim) if dim else share
 
     def _is_even(self, split: Split, size: Any) -> bool:
-        """Have all ranks equal shares of a dim of `size`, one after another?"""
+        """Return whether all ranks have equal shares of a dim of `size`, one after another."""
         return isinstance(size, int) and size % self.ranks == 0 and split.ranges == even(size, self.ranks)
 
     def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
@@ -409,9 +409,9 @@ def rather_disjoint(cuts: Sequence[Split]) -> Split | None:
 
 
 def _in_order(split: Split, padded: int) -> list[Interval]:
-    """Where, in ranks' pieces padded to `padded` and laid end to end, the elements lie in their own order.
+    """Return where elements lie, in their order, in ranks' pieces padded to `padded` and laid end to end.
 
-    What several ranks hold is taken from the first.
+    Elements that several ranks hold are taken from the first.
     """
     first = sorted((b, e, rank) for rank, held in enumerate(split.once().ranges) for b, e in held)
     begins = [rank * padded + split.on_rank(rank, begin) for begin, _, rank in first]

@@ -47,11 +47,11 @@ class Split:
         return sum(end - begin for begin, end in self.ranges[rank])
 
     def on_rank(self, rank: int, index: int) -> int:
-        """Which of the elements that `rank` holds is the dim's `index`, which it holds or would come next."""
+        """Return the position on `rank` of the dim's `index`, which it holds or which would come next."""
         return sum(min(end, index) - begin for begin, end in self.ranges[rank] if begin <= index)
 
     def on(self, dim: int) -> Split:
-        """The same cut of another dim."""
+        """Return the same cut, of another dim."""
         return Split(dim, self.ranges)
 
     def each(self, change: Callable[[int, int], Interval]) -> Split:
@@ -77,7 +77,7 @@ class Split:
 
     @property
     def disjoint(self) -> bool:
-        """Does no element lie on two ranks?"""
+        """Whether no element lies on two ranks."""
         intervals = sorted(interval for held in self.ranges for interval in held)
         return all(one[1] <= other[0] for one, other in pairwise(intervals))
 
@@ -94,7 +94,7 @@ class Split:
         return Split(self.dim, tuple(ranges))
 
     def inside(self, other: Split) -> bool:
-        """Does every rank that holds `other` hold all of this?"""
+        """Return whether every rank that holds `other` holds all of this."""
         return self.dim == other.dim and all(
             any(b <= begin and end <= e for b, e in held)
             for mine, held in zip(self.ranges, other.ranges, strict=True)
@@ -148,7 +148,7 @@ def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
 
 
 def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
-    """Where a value of sizes `old`, cut by `at`, is cut in sizes `new`; None where no one dim says it.
+    """Return the cut in sizes `new` of a value of sizes `old` cut by `at`; None where no one dim says it.
 
     Sizes are numbers or symbols; of a cut dim merged with one whose size is a symbol nothing can be said.
     """
@@ -194,7 +194,7 @@ def hint(size: Any) -> int:
 
 
 def same_size(one: Any, other: Any) -> bool:
-    """Are two sizes equal, whatever their symbols turn out to be?"""
+    """Return whether two sizes are equal, whatever their symbols turn out to be."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
     return statically_known_true(one == other)

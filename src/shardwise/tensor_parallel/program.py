@@ -197,7 +197,7 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
 
 
 def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
-    """What the program returns, each with the parameter or buffer that it is written to."""
+    """List what the program returns, each with the parameter or buffer that it is written to."""
     named = whole.named
     specs = whole.program.graph_signature.output_specs
     values: Sequence[Any] = node.args[0]  # type: ignore[assignment]

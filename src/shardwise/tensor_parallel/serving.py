@@ -131,7 +131,7 @@ def cut_steps(
 
 
 def choice(program: ExportedProgram) -> str:
-    """What "auto" chose: modules by style, layers together, and the bytes that it leaves on this rank."""
+    """Describe what "auto" chose: modules by style, layers together, and the bytes left on this rank."""
     by_style: dict[str, dict[str, None]] = {}
     for name, style in record_of(program)["strategies"].items():
         by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name.removeprefix("model."))] = None
@@ -145,7 +145,7 @@ def choice(program: ExportedProgram) -> str:
 
 @torch.no_grad()
 def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[int] = ()) -> Tensor:
-    """What `generate` gives, by the programs of this rank. Collective."""
+    """Generate tokens greedily, as `generate` does, by the programs of this rank. Collective."""
     prefill, decode = (program.module() for program in programs)
     last = torch.tensor(ends)
     found: list[Tensor] = [prefill(prompt).argmax(-1, keepdim=True)]

@@ -79,7 +79,7 @@ def _identity(tensor: Tensor) -> Any:
 
 @torch.no_grad()
 def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
-    """What `rank` has of a whole parameter: a copy of its intervals, or of all where every rank has it whole.
+    """Return the part of a whole parameter on `rank`: a copy of its intervals, or of all of it if replicated.
 
     Of a tensor without memory (on meta, or fake) it is one on meta.
     """
@@ -185,7 +185,7 @@ def _name_sources(graph: fx.Graph) -> None:
 
 
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
-    """The same inputs; outputs by the names of this graph's nodes."""
+    """Return the signature with outputs by the names of this graph's nodes, and the same inputs."""
     (output,) = graph.find_nodes(op="output")
     specs = [
         replace(spec, arg=_argument(spec.arg, value))
@@ -263,7 +263,7 @@ def placement_from_json(given: Any) -> Placement:
 
 
 def record_of(program: ExportedProgram) -> dict[str, Any]:
-    """What `tensor_parallel_transformation` wrote down with a program: rank, world size, group, placements.
+    """Return the record that the transformation wrote with a program: rank, world size, group, placements.
 
     Raises:
         ShardingError: a program that it did not make.

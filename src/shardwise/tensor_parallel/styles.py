@@ -47,7 +47,7 @@ class _Parallel:
 
 
 class ColwiseParallel(_Parallel):
-    """The module's outputs are cut: a linear layer's output features, an embedding's columns.
+    """Cut of the module's outputs: a linear layer's output features, an embedding's columns.
 
     Args:
         input_layouts: a placement (`torch.distributed.tensor`'s) or None. Any is accepted: see this module.
@@ -58,7 +58,7 @@ class ColwiseParallel(_Parallel):
 
 
 class RowwiseParallel(_Parallel):
-    """What the module contracts is cut: a linear layer's input features, an embedding's rows, the vocabulary.
+    """Cut of the dim that the module contracts: a linear layer's input features, an embedding's rows.
 
     Args: as `ColwiseParallel`'s; `output_layouts` None or Replicate(): summed where they are needed.
     """
@@ -93,7 +93,7 @@ class Style:
 
 @dataclass
 class Plan:
-    """What was asked of a program.
+    """The request for a program.
 
     Attributes:
         styles: "column" or "row", by parameter; those not named stay whole.
@@ -126,7 +126,7 @@ _WORDS = {
 def plan_of(
     strategies: Mapping[str, Any], parameters: Mapping[str, Tensor], *, modules: Iterable[str] = ()
 ) -> Plan:
-    """What `strategies` ask of a program with `parameters`.
+    """Return what `strategies` ask of a program with `parameters`.
 
     Args:
         strategies: by fully qualified name of a module or parameter, or a pattern of them in which `*` is any
@@ -242,7 +242,7 @@ def _kind(entry: Any) -> str:
 
 
 def _prepared(entry: Any, asked: str) -> dict[str, Layout]:
-    """Where a PrepareModule... wants the module's "inputs", "outputs" or both to be."""
+    """Return where a PrepareModule... wants the module's "inputs", "outputs" or both."""
     if inspect.isclass(entry):
         raise ShardingError(
             f"the strategy for {asked!r} is {entry.__name__}; give an instance, with its layouts"

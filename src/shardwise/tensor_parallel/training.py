@@ -69,7 +69,7 @@ def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
 
 
 def _returns_gradients(signature: ExportGraphSignature) -> bool:
-    """Is the backward in the program, cut as the rest of it?"""
+    """Return whether the backward is in the program, cut as the rest of it."""
     return any(spec.kind in _GRADIENTS for spec in signature.output_specs)
 
 
@@ -112,7 +112,7 @@ class _Pass:
                 self._copied(node, nodes[len(inputs)])
 
     def is_cut(self, node: fx.Node) -> bool:
-        """Does `node` give a value of this rank's own, whatever its inputs are?"""
+        """Return whether `node` gives a value of this rank's own, whatever its inputs are."""
         return node in self.cut or node.meta.get("own", False) or self.told.get(node, REPLICATE) != REPLICATE
 
     def _input(self, node: fx.Node, first: fx.Node) -> None:
@@ -162,7 +162,7 @@ class _Pass:
         return made
 
     def _result(self, waited: fx.Node, started: fx.Node) -> None:
-        """What a collective gives."""
+        """Replace the result of a collective."""
         p, name = self.p, op_of(started)
         x: Any = started.args[0]
         scatters = name == "reduce_scatter_tensor"
@@ -196,7 +196,7 @@ class _Pass:
         return made
 
     def _is_saved(self, buffer: fx.Node) -> bool:
-        """May backward need what `buffer`, or a view of it, was when an operation read it?"""
+        """Return whether backward may need what `buffer`, or a view of it, was when an operation read it."""
         return any(user in self.flows or (_is_view(user) and self._is_saved(user)) for user in buffer.users)
 
     def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
@@ -217,7 +217,7 @@ def _seen_as(node: fx.Node) -> Any:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Has a result of `node` the memory of its input?"""
+    """Return whether a result of `node` shares the memory of its input."""
     schema = _compat.schema(node.target)
     returns = () if schema is None else schema.returns
     return node.target is operator.getitem or any(each.alias_info is not None for each in returns)
@@ -229,23 +229,23 @@ def _collective(node: fx.Node) -> fx.Node | None:
 
 
 def _is_value(node: Any) -> bool:
-    """Does `node` give a tensor, or several?"""
+    """Return whether `node` gives a tensor, or several."""
     return any(isinstance(value, Tensor) for value in several(node.meta.get("val")))
 
 
 def _has_gradient(node: Any) -> bool:
-    """Has `node` a value of a dtype that gradients exist for?"""
+    """Return whether `node` has a value of a dtype that can have gradients."""
     values = several(node.meta.get("val")) if isinstance(node, fx.Node) else ()
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
-    """Has every rank all of a parameter that is cut?"""
+    """Return whether every rank has all of a parameter that is cut."""
     return all(held == ((0, p.shape(node)[at.dim]),) for held in at.ranges)
 
 
 def _repeated(at: Split, rank: int) -> tuple[list[int], int]:
-    """Of the elements that several ranks have: `pieces` and `total` of `operators.repeated`."""
+    """Return `pieces` and `total` of `operators.repeated` for the elements that several ranks have."""
     edges = sorted({edge for held in at.ranges for interval in held for edge in interval})
     pieces: list[int] = []
     total = 0

@@ -37,7 +37,7 @@ def attention(p: Partition, node: fx.Node) -> None:
 
 
 def _dropout(node: fx.Node) -> float:
-    """What share of the weights is dropped."""
+    """Return the probability with which weights are dropped."""
     names = [argument.name for argument in _compat.schema(node.target).arguments]  # type: ignore[union-attr]
     given: Any = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return float(given.get("dropout_p", 0.0))
@@ -69,7 +69,7 @@ def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
-    """As products and softmax: a kernel that drops weights would draw for this rank's heads alone."""
+    """Compute attention as products and softmax: a kernel with dropout would draw for local heads alone."""
     args = [*args_of(node), *(None, 0.0, False)[len(node.args) - 3 :]]
     q, keys, _, mask, share, is_causal = args
     scale: Any = node.kwargs.get("scale") or 1 / math.sqrt(p.hints(q)[-1])
@@ -115,7 +115,7 @@ def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
 
 
 def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split, bool]:
-    """The heads of keys that heads of queries cut by `at` use, and is that on each rank all uses of them?"""
+    """Return the key heads that query heads cut by `at` use, and whether each rank has all their users."""
     needed = at.each(lambda begin, end: (begin // group, -(-end // group))).within(0, count)
     whole = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
     return needed, whole

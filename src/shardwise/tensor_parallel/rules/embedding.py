@@ -73,7 +73,7 @@ def embedding_backward(p: Partition, node: fx.Node) -> None:
 
 
 def _table_of(p: Partition, node: fx.Node, ids: fx.Node) -> Placement:
-    """Where the table is that `ids` were looked up in, of the size of this gradient."""
+    """Return the placement of the table that `ids` were looked up in, of the size of this gradient."""
     for user in ids.users:
         if op_of(user) == "embedding" and user.args[1] is ids:
             table: Any = user.args[0]

@@ -33,7 +33,7 @@ def addmm(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("mm", "matmul", "bmm")
 def product(p: Partition, node: fx.Node) -> None:
-    """By a parameter, or of activations: cut along a batch dim (heads), rows, columns or the summed dim."""
+    """Multiply parameters or activations: cut along a batch dim (heads), rows, columns or summed dim."""
     a, b = args_of(node)
     at = expert_cut(p, b) if b in p.parameters else None
     if at is not None:
@@ -98,8 +98,7 @@ def grouped(p: Partition, node: fx.Node) -> None:
 
 
 def expert_cut(p: Partition, weight: Any) -> Split | None:
-    """Where the experts' weights [experts, in, out] will be, if they are a parameter still to be cut, or its
-    transpose."""
+    """Return the cut of experts' weights [experts, in, out]; None unless a parameter is still to be cut."""
     source: Any = weight if weight in p.parameters else weight.args[0] if weight.args else None
     parameter = p.parameters.get(source)
     experts = (u for u in weight.users if "grouped_mm" in str(u.target) or op_of(u) == "bmm")
@@ -121,7 +120,7 @@ def baddbmm(p: Partition, node: fx.Node) -> Dims:
 
 
 def _factors(p: Partition, node: fx.Node, a: Any, b: Any) -> dict[fx.Node, list[int | None]]:
-    """Of a product's factors: dims of batches, rows of the first, columns of the second."""
+    """Return dims of a product's factors: of batches, rows of the first, columns of the second."""
     ndim, ndim_a, ndim_b = len(p.shape(node)), len(p.shape(a)), len(p.shape(b))
     if min(ndim_a, ndim_b) < 2:
         return {}
@@ -130,7 +129,7 @@ def _factors(p: Partition, node: fx.Node, a: Any, b: Any) -> dict[fx.Node, list[
 
 
 def _is_weight(p: Partition, x: Any) -> bool:
-    """Is `x` a parameter, maybe transposed, and so rather used in parts than gathered?"""
+    """Return whether `x` is a parameter, maybe transposed, and so better used in parts than gathered."""
     while x not in p.parameters and str(x.target).startswith(("aten.t.", "aten.transpose.", "aten.permute.")):
         x = x.args[0]
     return x in p.parameters

@@ -48,13 +48,13 @@ def softmax(p: Partition, node: fx.Node) -> None:
 
 
 def by_rows(p: Partition, x: Any, dim: int) -> bool:
-    """Has each rank one interval of `dim` of `x`, of which the whole is nowhere needed yet?"""
+    """Return whether each rank has one interval of `dim` of `x`, and the whole is not needed anywhere yet."""
     at = p.placement(x)
     return isinstance(at, Split) and by_intervals(at, dim) and not p.is_gathered(x)
 
 
 def by_intervals(at: Split, dim: int) -> bool:
-    """Has each rank one interval of `dim`, or nothing?"""
+    """Return whether each rank has at most one interval of `dim`."""
     return at.dim == dim and at.disjoint and all(len(held) <= 1 for held in at.ranges)
 
 
@@ -113,7 +113,7 @@ class Rows:
 
 
 def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
-    """Does the gather `node` take elements along `dim` from every row of its input, with int indices?"""
+    """Return whether the gather `node` takes elements along `dim` from every row, with int indices."""
     x, along, index = args_of(node)[:3]
     if not is_tensor(index) or len(p.shape(index)) != len(p.shape(x)) or not p.shape(x):
         return False
@@ -174,7 +174,7 @@ class Own:
         return local.masked_fill(elsewhere, hole), elsewhere
 
     def of(self, index: Tensor, *, hole: int = 0, more: int = 0) -> tuple[Tensor, Tensor]:
-        """The same; what is no index of the whole dim is none of this rank's elements either.
+        """Return what `among` does; what is no index of the whole dim is no element of this rank either.
 
         The operation that takes the result, with `more` elements than `count`, raises then on every rank.
         """
@@ -191,7 +191,7 @@ class Own:
 
 
 def among_own(p: Partition, at: Split, size: Any) -> Own:
-    """Of a dim of `size`, cut into one interval for each rank."""
+    """Return this rank's elements of a dim of `size`, cut into one interval for each rank."""
     begin, end = (*at.ranges[p.rank], (0, 0))[0]
     return Own(at.dim, begin, end - begin, size)
 
@@ -251,7 +251,7 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
 def nll(p: Partition, node: fx.Node) -> None:
-    """Of logarithms of probabilities; cross-entropy where these have waited."""
+    """Take the loss of logarithms of probabilities; cross-entropy where these have waited."""
     args = [*args_of(node), *(None, MEAN, -100)[max(0, len(node.args) - 2) :]]
     x, target, weight, reduction, ignored = args
     dim, values = class_dim(p, x), several(node.meta["val"])

@@ -78,7 +78,7 @@ def reduce(p: Partition, node: fx.Node) -> None:
 
 
 def _reduced(node: fx.Node, ndim: int) -> tuple[set[int], bool]:
-    """Which dims of the input, and are they kept with one element each?"""
+    """Return the reduced dims of the input, and whether they stay with one element each."""
     args = args_of(node)
     place = 2 if op_of(node) in ("norm", "linalg_vector_norm") else 1
     given = args[place] if len(args) > place else node.kwargs.get("dim")

@@ -41,7 +41,7 @@ def part(p: Partition, node: fx.Node) -> None:
 
 
 def _weights_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
-    """Where a fused weight [out, in] is to be cut whose parts are weights of several linear layers."""
+    """Return the cut of a fused weight [out, in] whose parts are weights of several linear layers."""
     parameter = p.parameters.get(args_of(node)[0])
     if parameter is None or parameter.style != "column" or parameter.placement is not None or dim != 0:
         return None
@@ -60,7 +60,7 @@ def _weights_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
 
 
 def _slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int | None:
-    """Where a slice of `size` elements begins, if numbers say it; its dim is the argument at `place`."""
+    """Return where a slice of `size` elements begins, if a number; its dim is the argument at `place`."""
     args = args_of(node)
     given: list[Any] = [*args[place:], *(0, 0, None, 1)[len(args) - place :]]
     dim, begin, _, step = given
@@ -158,7 +158,7 @@ def index_put(p: Partition, node: fx.Node) -> Dims:
 
 
 def _indexed(p: Partition, x: fx.Node, indices: Any) -> list[int | None] | None:
-    """For each dim of x[indices], which dim of x it is, None for those of indices; None if masks choose."""
+    """Return, for each dim of x[indices], its dim of x, None for those of indices; None if masks choose."""
     used = {d: i for d, i in enumerate(indices) if i is not None}
     if not used or any(i.meta["val"].dtype == torch.bool for i in used.values()):
         return None
