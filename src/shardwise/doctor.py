@@ -48,7 +48,7 @@ CLOCKS_APART_S = 1.0
 
 
 class Status(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -209,7 +209,7 @@ def check_devices() -> CheckResult:
 
 
 def check_descriptors() -> CheckResult:
-    """How many files and sockets may a process have open? Ranks need one per peer and group."""
+    """Check how many files and sockets a process may have open; ranks need one per peer and group."""
     try:
         import resource
     except ImportError:
@@ -257,7 +257,7 @@ def check_store(at: StorePath) -> CheckResult:
 
 
 def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
-    """Will checkpoints fit there? One of AdamW in float32 has 12 bytes a parameter."""
+    """Judge whether checkpoints fit; one of AdamW in float32 has 12 bytes a parameter."""
     found = f"{free_bytes / 2**30:.1f} GiB free in {folder}"
     if not writable:
         return CheckResult(
@@ -270,14 +270,14 @@ def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
 
 
 def check_shared_memory() -> CheckResult:
-    """How large is /dev/shm? NCCL and loaders of data pass their buffers through it."""
+    """Check the size of /dev/shm; NCCL and data loaders pass their buffers through it."""
     if not SHARED_MEMORY.is_dir():
         return CheckResult("shared memory", Status.OK, "no /dev/shm on this platform")
     return judge_shared_memory(shutil.disk_usage(SHARED_MEMORY).total)
 
 
 def judge_shared_memory(total_bytes: int) -> CheckResult:
-    """Is this much enough? Containers have 64 MiB unless told otherwise."""
+    """Judge whether this much shared memory is enough; containers have 64 MiB by default."""
     found = f"{total_bytes / 2**20:,.0f} MiB in {SHARED_MEMORY}"
     if total_bytes < SHARED_WANTED_BYTES:
         fix = (
@@ -288,7 +288,7 @@ def judge_shared_memory(total_bytes: int) -> CheckResult:
 
 
 def check_host_name() -> CheckResult:
-    """Does this machine's own name lead to an address? gloo listens there unless it is told an interface."""
+    """Check whether this machine's own name leads to an address; gloo listens there by default."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})

@@ -151,7 +151,7 @@ def note(line: str) -> None:
 
 
 def _is_first(mark: str, line: str) -> bool:
-    """Has no rank of this machine asked so before? True where ranks cannot know."""
+    """Return whether no rank of this machine has asked so before; True where ranks cannot know."""
     if (marks := _marks()) is None:
         return True
     digest = hashlib.sha256(line.encode()).hexdigest()[:16]

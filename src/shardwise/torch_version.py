@@ -25,7 +25,7 @@ def minor_version(version: str) -> tuple[int, int] | None:
 
 
 def problem() -> str:
-    """Why shardwise cannot run on the torch that is found; empty where it can. Imports only a newer torch."""
+    """Return why shardwise cannot run on the installed torch, or "". Imports only a newer torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return f"shardwise needs torch {WANTED}, and {sys.executable} has none: {_FIX}"

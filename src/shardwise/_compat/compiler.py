@@ -257,7 +257,7 @@ def tracing_autograd() -> Iterator[None]:
 
 
 def why_untraceable(error: Exception) -> str | None:
-    """Why a compiler cannot make one graph of a function, in a line; None if `error` does not say that."""
+    """Return why a compiler cannot make one graph of a function; None if `error` does not say that."""
     from torch._dynamo.exc import Unsupported
 
     if not isinstance(error, Unsupported):
@@ -270,7 +270,7 @@ def why_untraceable(error: Exception) -> str | None:
 
 
 def compiled_frame() -> tuple[int, int] | None:
-    """While a backend runs: the number of the frame it compiles, and how often that was compiled before."""
+    """Return the number of the frame that a backend compiles, and how often it was compiled before."""
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
@@ -280,14 +280,14 @@ def compiled_frame() -> tuple[int, int] | None:
 
 
 def graph_breaks() -> int:
-    """How often a tracer has left a graph in this process; there is no public counter."""
+    """Return how often a tracer has left a graph in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
 
 
 def graphs_traced() -> int:
-    """How many graphs a tracer has given to backends in this process; there is no public counter."""
+    """Return how many graphs a tracer has given to backends in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -319,7 +319,7 @@ def check_index_copies(program: torch.export.ExportedProgram) -> None:
 
 @contextmanager
 def no_compilation() -> Iterator[bool]:
-    """False while another thread compiles; else none begins meanwhile: torch has one lock for all."""
+    """Hold off compilation; yields False while another thread compiles: torch has one lock for all."""
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     free = lock is None or lock.acquire(blocking=False)
     try:

@@ -36,7 +36,7 @@ def register_device(make: Callable[[], ModuleType]) -> None:
 
 @cache
 def is_plain(kind: type[Tensor]) -> bool:
-    """Are such tensors memory and a shape, and compute in no way of their own? (Of simulated devices too.)"""
+    """Return whether tensors of this class are plain memory and a shape. (Of simulated devices too.)"""
     return kind is Tensor or issubclass(kind, FakeTensor) or getattr(kind, "is_plain_memory", False)
 
 

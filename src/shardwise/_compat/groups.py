@@ -32,7 +32,7 @@ def default_store() -> Store:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of `group` waits for other ranks."""
+    """Return how long a collective of `group` waits for other ranks."""
     device = group._device_types[0]
     return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
 

@@ -124,7 +124,7 @@ def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
 def _fully_shard(
     defaults: dict[str, Any], interleave: Collection[str], classes: dict[Any, Any]
 ) -> Callable[..., Any]:
-    """Our `fully_shard` for callers that know torch's."""
+    """Make a `fully_shard` of shardwise for callers that know torch's."""
     inputs = importlib.import_module(_PRIVATE_INPUTS)
     for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
         if hasattr(inputs, name):

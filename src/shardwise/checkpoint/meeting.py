@@ -144,7 +144,7 @@ class Meeting:
         return _Pulses(self._store, self.round, skip=self._number) if self._beating is not None else None
 
     def broken(self, pulses: _Pulses) -> str | None:
-        """Why the round has come to nothing, as far as is known."""
+        """Return why the round has failed, as far as is known; None if it has not."""
         if self._store.check([f"{self.round}/broken"]):
             return self._store.get(f"{self.round}/broken").decode()
         if not pulses.silent():
@@ -170,7 +170,7 @@ class Meeting:
     def _alone(
         self, rank: int | None, newest: int, told: Mapping[int, tuple[int | None, bool]], waited_s: float
     ) -> str:
-        """Why ranks that have no state do not begin: fewer than all have come, and none that has any."""
+        """Describe why ranks without state do not begin: fewer than all have come, and none with state."""
         here = {each for each, _ in told.values()}
         missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
         if newest < 0:

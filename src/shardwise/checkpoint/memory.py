@@ -317,7 +317,7 @@ def _check_index(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _sound(what: str, look: Callable[[], object]) -> bool:
-    """Does no rank find damage? Collective; what is found is said in a warning."""
+    """Return whether no rank finds damage; what is found is logged as a warning. Collective."""
 
     def looked() -> None:
         look()

@@ -263,7 +263,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
-    """All files are inside the folder; this rank's part of them is there and unchanged."""
+    """Check that all files are inside the folder, and that this rank's part of them is unchanged."""
     rank, size = rank_and_size()
     problems = []
     for number, name in enumerate(sorted(files)):
@@ -375,7 +375,7 @@ def _check_target(target: Tensor, stored: Stored, item: ReadItem) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """May elements of a tensor lie in one place? Not where each step is over all that smaller ones reach."""
+    """Return whether elements of a tensor may overlap: some stride is within the reach of smaller ones."""
     reached = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reached:

@@ -80,7 +80,7 @@ class Flat:
     )  # their states, by what names begin with
 
     def leave_out(self, begin: str) -> None:
-        """Everything whose name begins so."""
+        """Remove every entry whose name begins with `begin`."""
         for entries in (self.leaves, self.lists):
             for each in [each for each in entries if each.startswith(begin)]:
                 del entries[each]
@@ -141,7 +141,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def describe(leaf: Leaf) -> dict[str, Any]:
-    """Logical shape (of the whole tensor, not this rank's part) and dtype, for the manifest."""
+    """Describe a leaf for the manifest: logical shape (of the whole tensor) and dtype."""
     return {"shape": list(leaf.value.shape), "dtype": str(leaf.value.dtype).removeprefix("torch.")}
 
 

@@ -76,7 +76,7 @@ class StopSignals:
         return 128 + self._answer if self._answer else 0
 
     def asked(self) -> bool:
-        """Has a rank been asked to stop? Equal on all ranks. Collective.
+        """Return whether a rank has been asked to stop. Equal on all ranks. Collective.
 
         Raises:
             CheckpointError: on all ranks, if a save in flight has failed.

@@ -207,7 +207,7 @@ def raise_all(
 
 
 def _said_by(error: Exception) -> str:
-    """Without the rank, so that ranks which fail alike say the same."""
+    """Return an error's text without the rank, so that ranks which fail the same way say the same."""
     text = str(error).removeprefix(f"{here()}: ")
     return text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
 

@@ -84,7 +84,7 @@ def _named_group_size(group: Any) -> int:
 
 
 def _issues_its_own(kind: type[torch.Tensor]) -> bool:
-    """Does this tensor class implement operators itself, perhaps with collectives? (Fake tensors cannot.)"""
+    """Return whether a tensor class implements operators itself, perhaps with collectives."""
     inherited = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not inherited and not issubclass(kind, FakeTensor)
 

@@ -36,7 +36,7 @@ def differences(texts: Mapping[int, str]) -> str:
 
 
 def by_ranks(problems: Mapping[int, str]) -> str:
-    """Each line of the ranks' problems once."""
+    """List each line of the ranks' problems once."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in sorted(problems.items()):
         for line in dict.fromkeys(problem.splitlines()) or ["an error without text"]:

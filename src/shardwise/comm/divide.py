@@ -43,7 +43,7 @@ def divide_factors(
     factor: float | None = None,
     force_sum: bool = False,
 ) -> DivideFactors:
-    """How to turn a sum over `shard_size * replicate_size` ranks into the wanted mean.
+    """Return how to turn a sum over `shard_size * replicate_size` ranks into the wanted mean.
 
     Args:
         shard_size: ranks of the reduce-scatter (1: there is none).

@@ -257,7 +257,7 @@ def _exchange_in_batch(
     receives: dict[int, list[Tensor]],
     group: dist.ProcessGroup,
 ) -> None:
-    """All messages at once, as backends want them whose sends and receives wait for each other."""
+    """Exchange all messages at once, for backends whose sends and receives wait for each other."""
     operations, arriving = [], []
     for peer, pieces in sorted(sends.items()):
         wire, staged = _buffer(pieces, pieces[0].device)

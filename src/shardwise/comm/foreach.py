@@ -157,7 +157,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a group reduces its gradients.
+    """The reduction of a group's gradients.
 
     Attributes:
         shard_group: ranks of the reduce-scatter; None without a shard axis.

@@ -152,7 +152,7 @@ class GlooReduceScatter(DefaultReduceScatter):
 
 @lru_cache(64)
 def combination(dtype: torch.dtype, op: Any) -> _Combine | None:
-    """How `GlooReduceScatter` combines two addends of this dtype; None if it does not."""
+    """Return how `GlooReduceScatter` combines two addends of this dtype; None if it does not."""
     known = op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
     return _COMBINE[op] if known else None
 
@@ -167,7 +167,7 @@ class _AllGatherWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Has `wait` returned? Point-to-point works of gloo do not tell before."""
+        """Return whether `wait` has returned; gloo's point-to-point works do not tell before."""
         return not self._works
 
 
@@ -238,7 +238,7 @@ class _ReduceScatterWork(dist.Work):
             output.div_(self._divisor)
 
     def is_completed(self) -> bool:
-        """Has `wait` returned? The sum is not complete before."""
+        """Return whether `wait` has returned; the sum is not complete before."""
         return not self._receives and not self._sends
 
 

@@ -25,7 +25,7 @@ _NOT_COLLECTIVE = (WAIT, "_wrap_tensor_autograd", "check_for_nan", "mesh_get_pro
 
 
 class Form(NamedTuple):
-    """How an operator issues a collective."""
+    """The form in which an operator issues a collective."""
 
     kind: str
     argument: int | None  # position of the tensors that hold the bytes

@@ -226,7 +226,7 @@ class Order:
             self._end_pass()
 
     def _let_read(self, place: str) -> None:
-        """Before this rank raises, and maybe ends with the store: wait a moment until all have read."""
+        """Wait a moment until all ranks have read the store, which this rank may end with when it raises."""
         keys = [f"{place}read/{rank}" for rank in range(self.size)]
         with suppress(RuntimeError):
             self.store.set(keys[self.rank], "")
@@ -303,7 +303,7 @@ class Order:
         return "\n".join(lines)
 
     def _left_backward(self) -> str | None:
-        """Has backward been left before its end? Autograd calls nothing then, but drops `end`."""
+        """Return why backward ended early, if it did; autograd calls nothing then, but drops `end`."""
         backward = self.backward
         if backward is None or backward.end() is not None or self.backward is not backward:
             return None

@@ -46,7 +46,7 @@ def calls_of(thread: int) -> list[Call] | None:
 
 @contextmanager
 def _one_turn() -> Iterator[None]:
-    """Other threads stand still, also for finalizers that a collection of garbage would run."""
+    """Stop other threads, also in finalizers that garbage collection would run."""
     with _reading:
         interval, collects = sys.getswitchinterval(), gc.isenabled()
         sys.setswitchinterval(_TURN_S)

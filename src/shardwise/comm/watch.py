@@ -142,7 +142,7 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 
 
 def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
-    """Why this rank will wait in vain, or None."""
+    """Return why this rank would wait in vain, or None."""
     for rank, record in sorted(records.items()):
         # A peer with a verdict has closed its connections.
         found = record["verdict"] or _mismatch(order, rank, record) or _departure(order, rank, record)
@@ -176,7 +176,7 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
 
 
 def _roll_call(order: Order, *, closed: bool = False) -> str | None:
-    """After a failure: who is wrong, or gone? `closed`: by a connection, which whoever gave up closes too."""
+    """Return which rank is wrong or gone after a failure. `closed`: the failure was a closed connection."""
     begun, silent = time.monotonic(), set(range(order.size)) - {order.rank}
     gone = {rank for each in list(_orders.values()) if each.store is order.store for rank in each.gone}
     known = {rank for rank in silent if order.ranks[rank] in gone}
@@ -269,7 +269,7 @@ class _Watch(threading.Thread):
             self._look()
 
     def end(self) -> None:
-        """Before the interpreter does: a thread that is inside the store then would abort the process."""
+        """End the thread before the interpreter does: inside the store it would abort the process."""
         self.ended.set()
         self.join(_LAST_LOOK)
         if any(order.verdict or order.left for order in list(self.stood)):

@@ -112,7 +112,7 @@ def is_count(value: Any) -> bool:
 
 
 def all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check: is a value a list, or a dict by name, whose items all pass `fits`?"""
+    """Make a check that a value is a list, or a dict by name, whose items all pass `fits`."""
 
     def fit(found: Any) -> bool:
         return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))

@@ -90,7 +90,7 @@ class TensorFiles:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """All of them. Raises CheckpointError as `find` does."""
+        """List all tensors' names. Raises CheckpointError as `find` does."""
         for listed, path in self._listed:
             for each in listed:
                 self.known.setdefault(each, path)

@@ -43,7 +43,7 @@ _POST_FORWARD = Form.POST_FORWARD
 
 
 class _Works:
-    """Several asynchronous gathers, waited for as one."""
+    """A set of asynchronous gathers, waited for as one."""
 
     def __init__(self, *works: Any) -> None:
         self.works = works

@@ -70,7 +70,7 @@ def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> Func
 
 
 def allocates_as(comm: object, default: type[Any]) -> bool:
-    """Does it leave allocation to torch? Then its buffers may be used again from step to step."""
+    """Return whether `comm` leaves allocation to torch, so that buffers may be reused from step to step."""
     allocate: Any = type(comm).allocate  # type: ignore[attr-defined]
     return allocate is default.allocate
 
@@ -223,7 +223,7 @@ def step_in_graphs(optimizer: Optimizer) -> None:
 
 
 def settle_state(optimizer: Optimizer) -> None:
-    """After a step."""
+    """Write back the state that a step replaced."""
     if (steps := _local_steps.get(optimizer)) is not None and steps.moved:
         steps.settle(optimizer)
 
@@ -255,7 +255,7 @@ _bystanders: weakref.WeakKeyDictionary[Optimizer, _Bystanders] = weakref.WeakKey
 
 
 def put_aside(optimizer: Optimizer) -> None:
-    """Before a step: put gradients of bystanders aside, which spares their dispatch, and count the step."""
+    """Put gradients of bystanders aside before a step, which spares their dispatch, and count the step."""
     known = _bystanders.get(optimizer)
     if known is None or known.state is not optimizer.state:
         known = _find_bystanders(optimizer)
@@ -276,7 +276,7 @@ def put_aside(optimizer: Optimizer) -> None:
 
 
 def put_back(optimizer: Optimizer) -> None:
-    """After a step: their gradients come back."""
+    """Return the gradients of bystanders after a step."""
     if (known := _bystanders.get(optimizer)) is not None:
         for param, grad in known.aside:
             param.grad = grad
@@ -289,7 +289,7 @@ def forget_bystanders(optimizer: Optimizer) -> None:
 
 
 def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
-    """Remembered once each of them has its state, which the optimizer makes in their first step."""
+    """Find the bystanders of an optimizer; remembered once each has its state, made in its first step."""
     found = _Bystanders(optimizer.state)
     kind = type(optimizer)
     groups = optimizer.param_groups if is_elementwise(kind) and kind.__name__ not in _MORE_THAN_STEPS else []

@@ -161,7 +161,7 @@ class ParamGroup(ABC):
         return Buffer(full, full.untyped_storage(), full.nbytes)
 
     def _make_room(self, streams: CommStreams) -> None:  # noqa: B027
-        """Before a gather: give back what computation is done with, or take it up again."""
+        """Prepare memory before a gather: give back what computation is done with, or take it up again."""
 
     @abstractmethod
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult: ...
@@ -179,7 +179,7 @@ class ParamGroup(ABC):
         return [one for one in self.params if one not in self.extended] if self.extended else self.params
 
     def untraceable(self) -> str | None:
-        """Why a compiler cannot trace how the group is gathered; None if it can."""
+        """Return why a compiler cannot trace how the group is gathered; None if it can."""
         return None
 
     @property
@@ -279,7 +279,7 @@ class ParamGroup(ABC):
         return orders
 
     def announce_gather(self) -> None:
-        """Before an all-gather; see `comm.order`."""
+        """Announce an all-gather before it starts; see `comm.order`."""
         if self.gather_event is None:
             sizes = ", ".join([f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments])
             trained = [f"trained: {p.name}" for p in self.params if p.sharded.requires_grad]
@@ -481,7 +481,7 @@ class ParamGroup(ABC):
             self.reshard()
 
     def reshard_to_smaller(self, mesh: FSDPMeshInfo, *, streams: CommStreams | None) -> None:
-        """After forward: register this rank's pieces over a smaller mesh. Local."""
+        """Register this rank's pieces over a smaller mesh, after forward. Local."""
         if self.form is _UNSHARDED:
             self.smaller_shards = self._smaller(mesh)
             if streams is not None:

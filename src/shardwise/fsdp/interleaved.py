@@ -29,7 +29,7 @@ from shardwise.mesh import FSDPMeshInfo, HSDPMeshInfo
 
 @dataclass
 class Exchange:
-    """How the unsharded buffers are filled from the shards of some ranks."""
+    """The plan that fills the unsharded buffers from the shards of some ranks."""
 
     layout: InterleavedLayout
     ranks: int
@@ -125,7 +125,7 @@ class InterleavedGroup(ParamGroup):
                 self.smaller = self._exchange(layout, info.shard_process_group)
 
     def _exchange(self, layout: InterleavedLayout, group: dist.ProcessGroup | None) -> Exchange:
-        """How the unsharded buffers are filled from shards cut as `layout` says."""
+        """Plan how the unsharded buffers are filled from shards cut as `layout` says."""
         ranks = layout.ranks
         plan = Exchange(layout, ranks, group, [s.gather_dtype for s in layout.segments], [], [], [])
         for segment, buffer, members in zip(layout.segments, self.buffers, self.members, strict=True):

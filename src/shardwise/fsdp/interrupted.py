@@ -115,7 +115,7 @@ def leave(orders: Iterable[Order], why: str) -> None:
 
 
 def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
-    """From now on tell other ranks of errors in backward, in better words, and let no gradient be lost."""
+    """Watch every backward from now on: tell other ranks of errors, explained, and lose no gradient."""
     if _watching:
         return
 
@@ -171,7 +171,7 @@ _watching: list[RemovableHandle] = []
 
 
 def left_gradients(state: ModuleState) -> bool:
-    """Did gradients come after the last reduction? They do where backward entered a module unseen."""
+    """Return whether gradients came after the last reduction, as where backward entered a module unseen."""
     return any(param.has_unreduced for group in state.groups for param in group.params)
 
 

@@ -263,7 +263,7 @@ class ModuleState:
                     guard.install(state.guards)
 
     def is_larger_than_most(self, schedule: Schedule) -> bool:
-        """Does it gather more than the middle one of all under its root, by size? Equal on ranks."""
+        """Return whether the module gathers more than the median under its root, by size. Equal on ranks."""
         if self.larger_than_most is None and (root := schedule.root()) is not None:
             sizes = [sum(map(sum, (g.gathered_bytes for g in one.groups))) for one in (root, *root.below)]
             own = sum(map(sum, (group.gathered_bytes for group in self.groups)))

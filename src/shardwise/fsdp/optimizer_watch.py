@@ -57,7 +57,7 @@ _watching = False
 
 
 def look_for_compiler(optimizer: Optimizer | None = None) -> None:
-    """From when a function is compiled, let gradients be such as tracers take.
+    """Let gradients be such as tracers take, from when a function is compiled.
 
     Optimizers of other libraries may compile what they do to a parameter, inside their step.
     """

@@ -59,7 +59,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offloading: sharded parameters, gradients and optimizer state stay on the device."""
+    """The policy of no offloading: sharded parameters, gradients and optimizer state stay on the device."""
 
     on_host: ClassVar[bool] = False  # where sharded parameters are
 

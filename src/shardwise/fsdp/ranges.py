@@ -69,7 +69,7 @@ def _ranged(title: str) -> Wrapper:
 
 
 def _forward(title: str, opened: list[record_function]) -> Wrapper:
-    """From the end of `pre_forward` to the beginning of what comes after the forward."""
+    """Wrap calls from the end of `pre_forward` to the beginning of what comes after the forward."""
 
     def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begins = method.__name__ == "pre_forward"

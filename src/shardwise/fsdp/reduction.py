@@ -69,7 +69,7 @@ class GradReducer(ABC):
                     param.settle_leaf(param.unsharded)
 
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
-        """Before a reduction of gradients of `params`, which are of one segment or of equal dtypes (`of`)."""
+        """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
         complete = len(params) == len(self.group.params)
         key = (of, None if complete else tuple([param.name for param in params]))
         found = self._events.get(key)
@@ -86,7 +86,7 @@ class GradReducer(ABC):
         self.group.announce(found)
 
     def store_unreduced(self) -> None:
-        """Without synchronisation: keep gradients unsharded, in the dtype in which they are summed."""
+        """Keep gradients unsharded, in the dtype of their sums: no synchronisation this time."""
         for param in self.group.params:
             leaf, wanted = param.unsharded, param.sum_dtype
             if leaf is None or leaf.grad is None or wanted == leaf.dtype:
@@ -127,7 +127,7 @@ class GradReducer(ABC):
         return None
 
     def plan_for(self, stored: torch.dtype, computed: torch.dtype) -> Reduction:
-        """How gradients of these dtypes are reduced, without streams."""
+        """Plan how gradients of these dtypes are reduced, without streams."""
         kind = (self.group.policy.sum_dtype(stored=stored, computed=computed), stored)
         return self._plans.get(kind) or self._plan(kind, None)
 
@@ -229,7 +229,7 @@ def check_grad_dtypes(group: ParamGroup) -> None:
 
 
 def kind_of(params: Sequence[ShardedParam]) -> Kind:
-    """How the gradients of parameters are reduced in one reduction: in the dtype that holds all of theirs."""
+    """Return the dtypes of one reduction of these parameters' gradients: of sums, and stored."""
     sums = {param.sum_dtype or param.gather_dtype for param in params}
     kept = {param.kept_dtype for param in params}
     return functools.reduce(torch.promote_types, sums), kept.pop() if len(kept) == 1 else None

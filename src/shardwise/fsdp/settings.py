@@ -199,7 +199,7 @@ class ModuleSettings(nn.Module):
         self._set(False, force_sum=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatter inputs may be in flight on an accelerator (1 by default)."""
+        """Set how many reduce-scatter inputs may be in flight on an accelerator (1 by default)."""
         if max_input_buffers < 1:
             raise ShardingError(f"{here()}: max_input_buffers must be at least 1, got {max_input_buffers}")
         self._set(recurse, max_input_buffers=max_input_buffers)

@@ -53,7 +53,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before `module`'s forward: returns its arguments, cast and marked."""
+        """Prepare `module`'s forward; return its arguments, cast and marked."""
         schedule = self.schedule or self.become_root()
         action, after = _PRE_FORWARD[self.training_state]
         if action is not _GATHER:
@@ -126,7 +126,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """After `module`'s forward: returns its output, marked and cast."""
+        """Finish `module`'s forward; return its output, marked and cast."""
         schedule = self.schedule
         assert schedule is not None
         self.running -= 1

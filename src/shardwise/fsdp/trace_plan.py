@@ -81,7 +81,7 @@ def _prepare(state: ModuleState) -> None:
 
 
 def _trains_otherwise(group: ParamGroup) -> bool:
-    """Than when its segments were made, which is before `torch.compiler.reset()`."""
+    """Return whether other parameters train than when the segments were made."""
     return isinstance(group.traced, list) and any(
         [param.sharded.requires_grad for param in params] != segment.cut.trains
         for segment, params in zip(group.traced, group.members, strict=True)
@@ -101,7 +101,7 @@ def refresh(state: ModuleState) -> None:
 
 
 def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
-    """Why a compiler cannot trace the group; its module then leaves the graph to gather and to reduce."""
+    """Return why a compiler cannot trace the group; its module then leaves the graph to communicate."""
     settings = group.settings
     if type(settings.all_gather) not in (AutoAllGather, DefaultAllGather):
         return f"the custom all-gather {type(settings.all_gather).__name__}"
@@ -149,7 +149,7 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
 
 
 def _reshards(state: ModuleState, group: ParamGroup) -> bool:
-    """Does forward free the parameters? Known before the root is, by which modules lie in others."""
+    """Return whether forward frees the parameters; the nesting of modules tells, before the root is known."""
     return group.post_forward_mesh is not None and (state.inside or not state.reshard_is_automatic)
 
 

@@ -36,7 +36,7 @@ Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter stands, and t
 
 @dataclass(frozen=True)
 class Cut:
-    """How parameters lie in a gathered buffer, one after another or in pieces row by row.
+    """The position of parameters in a gathered buffer, one after another or in pieces row by row.
 
     A compiler that meets other numbers at the same place later, in another block, makes symbols of them, and
     fails over some. Text it takes as it is, and compares at once where it would look at each item of a list

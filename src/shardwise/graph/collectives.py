@@ -74,7 +74,7 @@ class Collective:
 
 
 def collectives(graph: Graph) -> list[Collective]:
-    """All collectives of `graph`, in the order in which it issues them.
+    """List all collectives of `graph`, in the order in which it issues them.
 
     Works on forward and backward graphs of AOTAutograd, and on what inductor makes of these before it
     generates code. Nodes need the fake tensors that tracing leaves in `meta`.

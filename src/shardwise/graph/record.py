@@ -88,7 +88,7 @@ class Recorder:
 
     @property
     def graph_breaks(self) -> int:
-        """How often tracers of this process have left a graph since this recorder was made."""
+        """Number of times that tracers of this process left a graph since this recorder was made."""
         return _compat.graph_breaks() - self._breaks_before
 
     def report(self) -> ModelReport:

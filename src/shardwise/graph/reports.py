@@ -24,7 +24,7 @@ _TITLE, _ROW, _BYTES, _GAP = 34.0, 16.0, 70.0, 28.0
 
 @dataclass(frozen=True)
 class Counts:
-    """How many nodes of each sort: every operator of a graph is one of these.
+    """The number of nodes of each sort: every operator of a graph is one of these.
 
     Attributes:
         gathers, reduce_scatters, all_reduces, other_collectives: those issued.

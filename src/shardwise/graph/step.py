@@ -268,7 +268,7 @@ class CompiledStep:
 
 
 def _edit(graph: Graph, *, found: Counter[str]) -> None:
-    """Called with each graph that has backward in it, before the backend compiles it."""
+    """Edit a graph with backward in it, before the backend compiles it."""
     recompute(graph)
     found.clear()
     found.update(one.kind for one in collectives(graph))

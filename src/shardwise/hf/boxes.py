@@ -117,7 +117,7 @@ class Boxes(Tensor):
 
     @staticmethod
     def of(source: Source, shape: Sequence[int], dtype: torch.dtype) -> Boxes:
-        """All of `source`."""
+        """Return all of `source` as one tensor."""
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return Boxes._made(like, [_all_of(source, like)])
 
@@ -181,7 +181,7 @@ def _like(found: Tensor) -> Tensor:
 
 
 def _equal(first: Tensor, second: Tensor, rows: int = 1024) -> bool:
-    """Are the values the same? Read a number of rows at a time."""
+    """Return whether the values are equal, reading a number of rows at a time."""
     if first.shape != second.shape or not first.ndim:
         return first.shape == second.shape and torch.equal(*each_tensor((first, second), _read))
     parts = zip(first.split(rows), second.split(rows), strict=True)

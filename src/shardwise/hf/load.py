@@ -312,7 +312,7 @@ def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
 
 
 def _owners(model: nn.Module) -> Counter[int]:
-    """How often each parameter is registered, by its id."""
+    """Count how often each parameter is registered, by its id."""
     return Counter(
         id(param)
         for one in model.modules()

@@ -36,7 +36,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """All elements of a tensor of `shape`."""
+        """Return the box of all elements of a tensor of `shape`."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property

@@ -134,7 +134,7 @@ def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]
 
 
 def _boxes(side: Sequence[Sequence[Box]], ndim: int) -> _Boxes:
-    """All ranks' boxes in order. Scalars become vectors of one element, so that there is a dim to sort by."""
+    """Join all ranks' boxes in order. Scalars become vectors of one element, to have a dim to sort by."""
     boxes = [box for own in side for box in own]
     rank = np.repeat(np.arange(len(side)), np.array([len(own) for own in side], np.int64))
     place = np.fromiter(itertools.chain.from_iterable(range(len(own)) for own in side), np.int64, len(boxes))

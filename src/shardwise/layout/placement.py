@@ -62,7 +62,7 @@ class EvenShard:
 
 @dataclass(frozen=True)
 class RaggedShard:
-    """Whole blocks of `block` rows of dim 0; any number on a rank, also none; the last block may be short.
+    """A cut into whole blocks of `block` rows of dim 0, any number on a rank; the last block may be short.
 
     For optimizers and quantisation that work on tiles: a 2-D tile aligned to rows is a block of the
     tile's rows, so 128 x 128 tiles are kept whole by `RaggedShard(128)`.
@@ -77,7 +77,7 @@ class RaggedShard:
 
 @dataclass(frozen=True)
 class Owned:
-    """Whole on one rank, for optimizers that need the matrix; `rank` of the shard axis, or None to choose."""
+    """A placement whole on one rank, `rank` of the shard axis or any: for optimizers of matrices."""
 
     rank: int | None = None
 

@@ -119,7 +119,7 @@ class SequenceCut:
         return by_heads
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> list[int]:
-        """How many tokens each rank has."""
+        """Return how many tokens each rank has; raises if this rank has others."""
         lengths = [end - begin for begin, end in even_intervals(self.length, self.ranks)]
         found = [each.shape[-2] for each in (query, key, value)]
         if found != [lengths[self.rank]] * 3:

@@ -160,7 +160,7 @@ class Muon(Optimizer):
         self._plans: dict[Any, tuple[list[_Cut], _Plan]] = {}
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
-        """How `param` is cut; computed again only if it has become another."""
+        """Return how `param` is cut; computed again only if it has become another."""
         if isinstance(param, ShardedRows):
             form: Any = param.piece
         else:

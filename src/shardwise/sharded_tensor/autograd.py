@@ -76,7 +76,7 @@ def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
 
 
 def nothing_of(tensor: Tensor) -> Tensor:
-    """Nothing of a tensor but its place in the autograd graph, 1-D."""
+    """Return an empty 1-D slice of a tensor, which has its place in the autograd graph."""
     return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
 
 

@@ -391,7 +391,7 @@ def _drawn(
     seed: int | None,
     draw: partial[Tensor],
 ) -> ShardedTensor:
-    """Filled by `draw`, a function of `sharded_tensor.random`."""
+    """Make a tensor filled by `draw`, a function of `sharded_tensor.random`."""
     made = _made(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
     if seed is None:
         seed = shared_seed(made.process_group)

@@ -51,7 +51,7 @@ class RemoteDevice:
 
     @staticmethod
     def of(placement: Any) -> RemoteDevice:
-        """From a string, a `RemoteDevice`, any object with methods `rank()` and `device()`, or its holder."""
+        """Make one from a string, a `RemoteDevice`, an object with `rank()` and `device()`, or its holder."""
         if isinstance(placement, RemoteDevice):
             return placement
         if isinstance(placement, (str, torch.device)):
@@ -77,7 +77,7 @@ class RemoteDevice:
         return self._process if isinstance(self._process, str) and self._process else None
 
     def on(self, device: torch.device | str) -> RemoteDevice:
-        """Another device of the same process."""
+        """Return another device of the same process."""
         process = repr(self).rpartition("/")[0]
         return RemoteDevice(f"{process}/{device}" if process else str(device))
 
@@ -135,7 +135,7 @@ class ShardMetadata:
 
     @staticmethod
     def of(shard: Any) -> ShardMetadata:
-        """From one, or any object with the same attributes."""
+        """Make one from another, or from any object with the same attributes."""
         if isinstance(shard, ShardMetadata):
             return shard
         return ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)

@@ -335,7 +335,7 @@ def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup)
 
 
 def _is_sharder(value: Any) -> bool:
-    """Ours or torch's: it shards modules, and is no spec, which shards tensors."""
+    """Return whether `value` shards modules, ours or torch's, and is no spec, which shards tensors."""
     return callable(getattr(value, "shard", None)) and not hasattr(value, "build_metadata")
 
 

@@ -129,7 +129,7 @@ def said_of(sharded: ShardedTensor) -> str:
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
-    """Everything in it, as text that is equal for equal metadata."""
+    """Describe all of `metadata`, as text that is equal for equal metadata."""
     shards = "\n".join(
         f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata
     )

@@ -37,7 +37,7 @@ from shardwise.sharded_tensor.registry import declared
 
 
 class ShardingSpec(ABC):
-    """How tensors are cut and placed; users subclass it for rules of their own."""
+    """A rule by which tensors are cut and placed; users subclass it for rules of their own."""
 
     @abstractmethod
     def build_metadata(

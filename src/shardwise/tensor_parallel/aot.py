@@ -84,7 +84,7 @@ def load_compiled(
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:
-    """Without what refuses backward, which compiled programs have none of; changed in place."""
+    """Remove, in place, what refuses backward; compiled programs have none."""
     for node in list(program.graph.nodes):
         if node.target is ops.untrainable.default:
             node.replace_all_uses_with(node.args[0])

@@ -134,7 +134,7 @@ def explain(program: ExportedProgram) -> Explanation:
 
 
 def counts(program: ExportedProgram) -> dict[str, int]:
-    """How many of each collective a call of any `program` does, by kind, in order of appearance."""
+    """Count the collectives that a call of any `program` does, by kind, in order of appearance."""
     return dict(Counter(kind for node in program.graph.nodes if (kind := collective_kind(node)) is not None))
 
 

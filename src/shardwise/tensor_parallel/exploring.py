@@ -310,7 +310,7 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
 
 
 def _was_sent(source: Any, target: Placement) -> bool:
-    """Is it worth knowing that a value is at `target` too? Not if `source` becomes that without sending."""
+    """Return whether it takes communication to bring a value from `source` to `target`."""
     return isinstance(source, Partial) or (isinstance(source, Split) and target == REPLICATE)
 
 

@@ -185,7 +185,7 @@ class Partition:
         return True
 
     def cut_of(self, *nodes: Any) -> Split | None:
-        """How the first of `nodes` that is cut is cut; rather one of which ranks share nothing."""
+        """Return the cut of the first of `nodes` that is cut; rather one of which ranks share nothing."""
         return rather_disjoint([at for node in nodes if isinstance(at := self.placement(node), Split)])
 
     def spread(self, x: fx.Node, sizes: Sequence[Any]) -> list[int | None]:

@@ -27,7 +27,7 @@ Ranges = tuple[tuple[Interval, ...], ...]
 
 @dataclass(frozen=True)
 class Replicate:
-    """Whole and equal on every rank."""
+    """A placement whole and equal on every rank."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Split:
     ranges: Ranges
 
     def size(self, rank: int) -> int:
-        """How many elements of the dim `rank` holds."""
+        """Count the elements of the dim that `rank` holds."""
         return sum(end - begin for begin, end in self.ranges[rank])
 
     def on_rank(self, rank: int, index: int) -> int:
@@ -126,7 +126,7 @@ def even(size: int, ranks: int) -> Ranges:
 
 
 def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Without empty intervals; those joined that touch or overlap."""
+    """Drop empty intervals, and join those that touch or overlap."""
     joined: list[Interval] = []
     for begin, end in intervals:
         if joined and joined[-1][0] <= begin <= joined[-1][1]:

@@ -201,7 +201,7 @@ def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
 
 
 def _is_asked(found: Gathered, asked: Mapping[fx.Node, str | None]) -> bool:
-    """Does a style ask for it? The weight of a style says where the input of its operation is to be."""
+    """Return whether a style asks for the gather: a weight's style places the input of its operation."""
     inputs = found.user.all_input_nodes
     weights = [*inputs, *(x.args[0] for x in inputs if x not in asked and x.args)]
     styled = any(asked.get(x) is not None for x in weights if isinstance(x, fx.Node))

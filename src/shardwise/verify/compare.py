@@ -73,7 +73,7 @@ def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor (or the loss) of one step is from the reference."""
+    """The difference of one tensor (or the loss) of one step from the reference."""
 
     kind: Kind
     step: int  # START before the first step

@@ -16,7 +16,7 @@ from .compare import KINDS, START, Difference, Kind, Tolerance, first_beyond, wo
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """All differences of one verification, in the order in which they were met."""
+    """The differences of one verification, in the order in which they were met."""
 
     spec: str
     ranks: int
@@ -86,7 +86,7 @@ def write_json(path: str | Path, results: Sequence[_Result]) -> None:
 
 
 def step_name(step: int) -> str:
-    """How reports call a step."""
+    """Return how reports call a step."""
     return "start" if step == START else str(step)
 
 

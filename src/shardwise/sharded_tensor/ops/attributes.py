@@ -150,8 +150,7 @@ def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
 
 @rule(_T.data.__set__, takes="input value")
 def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
-    """Other shards in place of these, of a tensor of the same shape; the local leaves stay the same objects
-    where they are cut alike."""
+    """Replace the shards by those of a tensor of the same shape; leaves stay the same objects if cut so."""
     if not isinstance(value, ShardedTensor) or value.metadata().size != sharded.metadata().size:
         raise ShardingError(
             f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
@@ -172,7 +171,7 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
 
 @handles(_compat.has_compatible_shallow_copy_type)
 def _keeps_identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Can every shard of the first take the second's memory by `.data`? `nn.Module.to` asks."""
+    """Return whether each shard of the first can take the second's memory by `.data` (`nn.Module.to`)."""
     old, new = args
     if not (isinstance(old, ShardedTensor) and isinstance(new, ShardedTensor)):
         return False

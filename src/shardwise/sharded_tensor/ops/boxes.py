@@ -24,7 +24,7 @@ _Extent = tuple[int, int]  # offset and size
 
 
 def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int]) -> list[Box | None]:
-    """Each box of a tensor of shape `old` in its reshape to `new`, which has as many elements.
+    """Reshape each box of a tensor of shape `old` to `new`, which has as many elements.
 
     None where the elements of a box make no box of `new`; of an empty box, where `new` is a scalar.
     """
@@ -121,7 +121,7 @@ def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | 
 
 
 def _steps(pick: range, before: int) -> int:
-    """How many of the elements picked lie before one."""
+    """Count the elements picked that lie before one."""
     return min(max(-(-(before - pick.start) // pick.step), 0), len(pick))
 
 

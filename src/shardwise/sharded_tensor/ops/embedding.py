@@ -161,7 +161,7 @@ def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: s
 
 
 def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> None:
-    """Can these be looked up? By metadata alone, so that all ranks find the same."""
+    """Raise unless these can be looked up; reads metadata alone, so that all ranks find the same."""
     if isinstance(offsets, ShardedTensor) or (offsets is not None and isinstance(ids, ShardedTensor)):
         raise ShardingError(
             f"{here()}: {name} takes offsets, with ids of one dim, as plain tensors, equal on every rank;"
@@ -241,7 +241,7 @@ def _by_columns(weight: ShardedTensor) -> bool:
 def _on_columns(
     weight: ShardedTensor, lead: Sequence[int], lookup: Any, weights: Tensor | None
 ) -> ShardedTensor:
-    """Each shard's columns of the result, of shape `lead` and those."""
+    """Look up each shard's columns of the result, of shape `lead` and those."""
 
     def of_result(box: Box) -> Box:
         columns = 0 if box.is_empty else box.sizes[1]
@@ -257,7 +257,7 @@ def _on_columns(
 
 
 def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dict[str, Any]) -> ShardedTensor:
-    """Each rank looks up its own ids in a table that all ranks have."""
+    """Look up each rank's own ids in a table that all ranks have."""
     if options["sparse"]:
         raise ShardingError(
             f"{here()}: {lookup.__name__} of sharded ids in a plain table has a gradient summed over ranks,"

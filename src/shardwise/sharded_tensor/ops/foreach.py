@@ -92,7 +92,7 @@ def _leader(items: Sequence[Any]) -> _Leader:
 
 
 def _counts(leaders: Sequence[_Leader]) -> list[int]:
-    """How many tensors of the flat lists belong to each place."""
+    """Count the tensors of the flat lists that belong to each place."""
     return [1 if leader is None else max(1, len(leader[0].tensors)) for leader in leaders]
 
 

@@ -106,7 +106,7 @@ def _kaiming_uniform_(
 
 @handles(torch.eye)
 def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Into a sharded `out` of the right shape, as `torch.nn.init.eye_` does."""
+    """Fill a sharded `out` of the right shape, as `torch.nn.init.eye_` does."""
     out = kwargs.get("out")
     if not isinstance(out, ShardedTensor) or tuple(out.shape) != (args[0], args[-1]):
         refuse(func, args, kwargs)

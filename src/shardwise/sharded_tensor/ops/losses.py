@@ -103,7 +103,7 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
-    """Without shards that have no classes: such a shard is empty, but its rows would not be."""
+    """Drop shards that have no classes: such a shard is empty, but its rows would not be."""
     metadata = logits.metadata()
     classes = metadata.size[dim]
     boxes = [shard.box if shard.shard_sizes[dim] == classes else None for shard in metadata.shards_metadata]

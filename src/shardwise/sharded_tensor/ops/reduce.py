@@ -45,7 +45,7 @@ Dims = tuple[int, ...]
 
 
 def dims_of(sharded: ShardedTensor, dim: Any) -> Dims:
-    """All that `dim` names, from 0 on and in order; every one for None and for none."""
+    """Return the dims that `dim` names, from 0 on and in order; all of them for None and for none."""
     ndim = sharded.ndim
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(ndim))
@@ -78,7 +78,7 @@ def refuse_cut(func: Any, sharded: ShardedTensor, dims: Dims) -> NoReturn:
 
 
 def needs_grad(sharded: ShardedTensor) -> bool:
-    """Does autograd record what is computed of it? The same on every rank."""
+    """Return whether autograd records what is computed of a tensor; the same on every rank."""
     return torch.is_grad_enabled() and sharded.requires_grad
 
 
@@ -90,7 +90,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _count(sharded: ShardedTensor, dims: Dims) -> int:
-    """How many elements become one."""
+    """Count the elements that become one."""
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
@@ -348,7 +348,7 @@ def _uncut(
 @rule(torch.argmax, _T.argmax, torch.argmin, _T.argmin, takes="input dim keepdim")
 @torch.no_grad()
 def _argmax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
-    """Along one dim: the first of several."""
+    """Return the indices of extremes along one dim; the first of several."""
     if dim is None:
         refuse(func, (sharded,), {})
     func(torch.zeros(1, dtype=sharded.dtype), 0)  # raises where torch has none for the dtype

@@ -248,7 +248,7 @@ def _joined_shards(
     result: Tensor,
     beside: list[Tensor],
 ) -> ShardedTensor:
-    """Each shard of the first joined with the same of the others."""
+    """Join each shard of the first with the corresponding shards of the others."""
     first = sharded[0]
     parts: list[Any] = [
         t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors

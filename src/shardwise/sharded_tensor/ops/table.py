@@ -177,7 +177,7 @@ def _span(box: Box, look: Lookup, ids: ShardedTensor) -> tuple[int, int]:
 
 
 def _rows(box: Box, ids: ShardedTensor) -> int:
-    """How many rows of ids, of full size, a shard of them has."""
+    """Count the rows of ids, of full size, in a shard of them."""
     return box.sizes[0] if box.sizes[1:] == tuple(ids.shape[1:]) else 0
 
 

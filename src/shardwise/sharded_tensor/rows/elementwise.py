@@ -41,7 +41,7 @@ def elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Into the first argument."""
+    """Run an elementwise op that writes into its first argument."""
     target = args[0]
     if not isinstance(target, ShardedRows):
         raise ShardingError(
@@ -57,7 +57,7 @@ def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """From a whole plain tensor or the same rows; collective from other rows or a DTensor."""
+    """Copy from a whole plain tensor or equally cut rows; collective from other rows or a DTensor."""
     target, source, *rest = args
     if isinstance(source, ShardedRows) and source.shape == target.shape:
         if isinstance(target, ShardedRows):

@@ -98,7 +98,7 @@ def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
-    """How the result at one place of the lists is cut; None if it is plain, or a DTensor that is not ours."""
+    """Return how the result at one place of the lists is cut; None if plain, or another DTensor."""
     if not any(isinstance(value, ShardedRows) for value in place):
         return None
     plain = [v for v in place if isinstance(v, Tensor) and v.ndim and not isinstance(v, ShardedRows)]

@@ -72,7 +72,7 @@ def rows(local: Tensor, piece: Piece) -> ShardedRows:
 
 
 def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
-    """How the result of an elementwise op is cut."""
+    """Return how the result of an elementwise op is cut."""
     tensors = [value for value in operands if isinstance(value, Tensor)]
     pieces = [value.piece for value in tensors if isinstance(value, ShardedRows)]
     widest = max(pieces, key=lambda piece: piece.shape.numel()) if len(pieces) > 1 else pieces[0]

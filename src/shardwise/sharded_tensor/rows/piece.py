@@ -39,7 +39,7 @@ def check_torch(what: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Whole rows of a tensor on this rank.
+    """The whole rows of a tensor on this rank.
 
     Pieces are equal where they cut tensors of one shape alike, on every rank: ranks never disagree
     about it, so that it may decide whether they communicate.
@@ -108,7 +108,7 @@ class Piece:
 
     @cached_property
     def ranks(self) -> int:
-        """How many pieces the rows are cut into."""
+        """Number of pieces into which the rows are cut."""
         return place_over(self.groups)[1]
 
     @cached_property
@@ -140,7 +140,7 @@ class Piece:
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """How a DTensor that is cut so is placed on `mesh`."""
+        """Placements on `mesh` of a DTensor that is cut so."""
         found: dict[dist.ProcessGroup, Placement] = {group: Shard(dim) for group, dim in self.even_cuts}
         step = 1
         for group in self.groups:
@@ -230,7 +230,7 @@ def _piece_of(
 
 
 def even_cuts_of(spec: _compat.DTensorSpec | None) -> EvenCuts:
-    """How tensor parallelism cuts a DTensor; not at all where it is none.
+    """Return how tensor parallelism cuts a DTensor; not at all where it is none.
 
     Raises:
         ShardingError: by other than `Shard` and `Replicate`.

@@ -124,7 +124,7 @@ class _Call:
 
     @property
     def count(self) -> int:
-        """How many elements become one."""
+        """Number of elements that become one."""
         return math.prod(self.tensor.shape[d] for d in self.dims)
 
     def on(self, local: Tensor, **options: Any) -> Any:
@@ -153,7 +153,7 @@ class _Call:
 
 
 def reduction(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: Callable[[_Call], Any]) -> Any:
-    """Along dims that no group cuts the op on local rows; else what `rule` makes of all ranks' rows."""
+    """Reduce local rows along dims that no group cuts; let `rule` reduce all ranks' rows along others."""
     call = _Call(op, args, kwargs)
     is_local = not call.groups and call.local.numel()  # of no elements the op may warn
     found = call.on(call.local) if is_local else rule(call)

@@ -38,7 +38,7 @@ _handlers: dict[Any, Handler] = {}  # by operator, once it was met
 
 @declared
 def handler_of(op: Any) -> Handler:  # type: ignore[empty-body]
-    """How to run `op` on rows, met for the first time; `ops` decides."""
+    """Choose how to run `op` on rows, met for the first time; `ops` decides."""
 
 
 def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
@@ -192,7 +192,7 @@ class ShardedRows(OwnDTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Other rows of a tensor of the same shape, or a DTensor of it, copied to where these lie.
+        """Copy other rows of a tensor of the same shape, or a DTensor of it, to where these lie.
 
         Ranks gather that memory; only another dtype or device takes other.
         """

@@ -64,7 +64,7 @@ def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
 
 
 def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Nothing, in the shape that attention has, with a gradient for each."""
+    """Return an empty result in the shape that attention has, with a gradient for each input."""
     return (q.sum(-1, True) + k.sum((-2, -1), True)) * v.sum(-2, True)
 
 
@@ -100,7 +100,7 @@ def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
 
 
 def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
-    """Fewer heads of keys than of queries: each rank has the key heads that its queries use."""
+    """Cut attention with fewer heads of keys than of queries: each rank has the key heads its queries use."""
     q, k, v = args_of(node)[:3]
     at, dim = p.placement(q), len(p.shape(q)) - 3
     if not isinstance(at, Split) or at.dim != dim:

@@ -26,7 +26,7 @@ from shardwise.tensor_parallel.rules.registry import aten_rule
 
 @aten_rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(p: Partition, node: fx.Node) -> None:
-    """Each row's gradient is one number at the target's place: on the rank that has it."""
+    """Put each row's gradient, one number at the target's place, on the rank that has it."""
     gradient, x, target, weight, reduction, ignored, total = args_of(node)
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
@@ -90,7 +90,7 @@ def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
 
 @aten_rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm_backward(p: Partition, node: fx.Node) -> None:
-    """Over the last dims, which must be whole; each rank's rows add to the weights' gradients."""
+    """Cut a norm's backward; its dims must be whole, and each rank's rows add to weights' gradients."""
     gradient, x, shape, *rest = args_of(node)
     at = p.cut_of(x, gradient)
     if at is None or at.dim >= len(p.shape(x)) - len(shape) or not at.disjoint:
@@ -129,7 +129,7 @@ def _attention(p: Partition, node: fx.Node, at: Split, k: fx.Node, v: fx.Node) -
 
 
 def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> None:
-    """Fewer heads of keys: where several ranks use one, each has a term of its gradient."""
+    """Cut a backward with fewer key heads: where several ranks use one, each has a term of its gradient."""
     _, q, k, v = args_of(node)[:4]
     if at is None or at.dim != 1 or at != p.placement(q) or any(len(held) > 1 for held in at.ranges):
         return p.repeat(node)

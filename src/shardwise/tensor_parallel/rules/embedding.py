@@ -30,7 +30,7 @@ def embedding(p: Partition, node: fx.Node) -> None:
 def _by_rows(
     p: Partition, node: fx.Node, cut: Split, padding: Any = -1, by_count: Any = False, sparse: Any = False
 ) -> None:
-    """Each rank looks up the ids whose rows it has; the others add nothing."""
+    """Look up, on each rank, the ids whose rows it has; the others add nothing."""
     weight, ids = args_of(node)[:2]
     own = among_own(p, cut, p.shape(weight)[0])
     # one more row, of zeros, for ids of other ranks: where there is none, or where uses of a row are counted

@@ -35,7 +35,7 @@ _PADS = ("constant_pad_nd", "pad")  # each of them twice in the padding
 
 @by_dims(*_DIM_AT_OF, *_LAST_OF, *_SHAPES, *_PADS)
 def along(p: Partition, node: fx.Node) -> Dims:
-    """Along some dims, which must be whole."""
+    """Cut operations along some dims, which must be whole."""
     args, op = args_of(node), op_of(node)
     ndim, place = len(p.shape(args[0])), _DIM_AT_OF.get(op)
     if place is not None:
@@ -60,7 +60,7 @@ def _dims(given: Any, ndim: int) -> set[int]:
     *("norm", "linalg_vector_norm"),
 )
 def reduce(p: Partition, node: fx.Node) -> None:
-    """Over some dims or all. A sum or mean over the cut dim is a term of the whole one."""
+    """Reduce over some dims or all. A sum or mean over the cut dim is a term of the whole one."""
     x, *rest = args_of(node)
     op, at, ndim = op_of(node), p.cut_of(x), len(p.shape(x))
     if op in ("max", "min") and rest and is_tensor(rest[0]):

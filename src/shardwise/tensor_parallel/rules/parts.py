@@ -225,7 +225,7 @@ def overwrite(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("new_zeros", "new_ones", "new_full", "new_empty")
 def new(p: Partition, node: fx.Node) -> None:
-    """Only the dtype and device of the first input matter."""
+    """Make a new tensor, for which only the dtype and device of the first input matter."""
     x, *rest = args_of(node)
     made = p.emit(node.target, p.values[x].node, *p.take_all(rest), **p.take_all(node.kwargs))
     return p.keep(node, made, REPLICATE)

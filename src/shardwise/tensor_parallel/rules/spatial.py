@@ -53,7 +53,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
 
 
 def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
-    """No channels as one of zeros: torch refuses to work on none."""
+    """Pad no channels to one of zeros: torch refuses to work on none."""
     padding = [0] * (2 * here.meta["val"].ndim)
     padding[-2 * dim - 1] = 1
     return p.emit(aten.constant_pad_nd.default, here, padding, 0)
@@ -62,7 +62,7 @@ def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
 def _by_groups(
     p: Partition, node: fx.Node, at: Split | None, groups: Any, channel: int, style: str | None
 ) -> None:
-    """Whole groups of channels on each rank."""
+    """Cut into whole groups of channels on each rank."""
     x, weight, *rest = args_of(node)
     width = p.shape(x)[channel] // groups
     if at is None and style == "column":

@@ -106,7 +106,7 @@ def expand(p: Partition, node: fx.Node) -> None:
 
 @by_dims("repeat")
 def repeat(p: Partition, node: fx.Node) -> Dims:
-    """Whole copies along each dim: of the cut one only if it is not repeated."""
+    """Repeat whole copies along each dim: of the cut one only if it is not repeated."""
     x, counts = args_of(node)
     new = len(counts) - len(p.shape(x))
     return {x: [d if counts[d] == 1 else None for d in range(new, len(counts))]}

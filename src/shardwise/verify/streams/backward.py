@@ -92,7 +92,7 @@ class Backward(Generic[S]):
                 handle.remove()
 
     def follow(self, node: Any) -> bool:
-        """Is one of these nodes the one that runs, with `stream`? It begins if it is seen first now."""
+        """Return whether one of these nodes is running, with `stream`; begin it if it is seen first now."""
         if node is None or node is self.parent or id(node) not in self._nodes:
             if self._running is not None:
                 self._finish()  # callbacks at the end of backward

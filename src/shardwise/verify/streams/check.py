@@ -74,7 +74,7 @@ class Findings:
 
     @property
     def operations(self) -> int:
-        """How many of the device were looked at."""
+        """Number of the device's operations that were checked."""
         streams = self.simulation.timeline.lines[1:]
         return sum(line.clock.get(line.number, 0) for line in streams)
 

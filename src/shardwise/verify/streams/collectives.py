@@ -309,7 +309,7 @@ def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: 
 
 
 def _as_if_alike(name: str, args: Any, ranks: int) -> None:
-    """Under a no-op group: results as of ranks that all send what this one does; zeros of a message."""
+    """Write the results of a no-op group, as if all ranks sent what this one does; zeros for a message."""
     if name == "recv":
         for tensor in tensors_in(args[0]):
             bare_of(tensor).zero_()

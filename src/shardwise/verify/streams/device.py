@@ -192,7 +192,7 @@ class Simulation:
         return tensor.untyped_storage() in self._pinned
 
     def _host_memory(self, tensor: Tensor) -> None:
-        """From now on what the host does with this memory is looked at."""
+        """Track what the host does with this memory from now on."""
         storage = tensor.untyped_storage()
         if storage.nbytes() and self.host.at(storage.data_ptr()) is None:
             block = self.host.allocate(

@@ -92,7 +92,7 @@ class Block:
 
 
 class Memory:
-    """All blocks of a device."""
+    """The blocks of a device."""
 
     def __init__(self, report: Report) -> None:
         self._report = report

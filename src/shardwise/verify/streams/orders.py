@@ -28,12 +28,12 @@ class Order:
 
     @staticmethod
     def at_once() -> Order:
-        """Everything runs as soon as it can."""
+        """Run everything as soon as possible."""
         return Order(others=True)
 
     @staticmethod
     def as_needed() -> Order:
-        """Nothing runs before the host waits for it."""
+        """Run nothing before the host waits for it."""
         return Order()
 
     @staticmethod
@@ -63,7 +63,7 @@ class Order:
     def runs_at_once(
         self, own: Operation, clock: Clock, stalled: list[Operation], chance: random.Random
     ) -> bool:
-        """Is an operation run now, which comes after what `clock` says? One that stalls joins `stalled`."""
+        """Return whether an operation runs now, after what `clock` says; one that stalls joins `stalled`."""
         if self.seed is None and not self.stalled:
             return (own.line in self.early) is not self.others
         if self.seed is not None and self.seed % 2:
@@ -75,6 +75,6 @@ class Order:
 
 
 def all_orders(lines: int, *, seeds: int) -> list[Order]:
-    """Each line first and each last, all at once, all as needed, and some that seeds choose."""
+    """List orders: each line first and last, all at once, all as needed, and some that seeds choose."""
     of_lines = [order(line) for line in range(HOST + 1, lines) for order in (Order.first, Order.last)]
     return [Order.at_once(), Order.as_needed(), *of_lines, *map(Order.of, range(seeds))]

@@ -122,7 +122,7 @@ class Event:
 
 
 class Timeline:
-    """All lines of a device: its streams, those of process groups, and the host."""
+    """The lines of a device: its streams, those of process groups, and the host."""
 
     def __init__(self) -> None:
         self.host = Line(HOST, "the host")
