@@ -113,7 +113,7 @@ def _versions() -> dict[str, str]:
 
 
 def judge_ranks(told: list[dict[str, Any]]) -> list[CheckResult]:
-    """The first host's findings, what is amiss on others, and what differs between ranks."""
+    """Return the first host's findings, what is amiss on others, and what differs between ranks."""
     results = []
     for number, rank in enumerate(told):
         for finding in rank["findings"]:
@@ -321,7 +321,7 @@ def check_loopback() -> CheckResult:
 
 
 def table(results: list[CheckResult]) -> Table:
-    """The findings, one row each."""
+    """Return the findings, one row each."""
     styles = {Status.OK: "green", Status.WARNING: "yellow", Status.BROKEN: "red"}
     rendered = Table(title="shardwise doctor")
     for heading in ("check", "status", "found", "what to do"):

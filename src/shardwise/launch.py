@@ -163,7 +163,7 @@ def _is_first(mark: str, line: str) -> bool:
 
 
 def _marks() -> Path | None:
-    """A folder that torchrun made for the ranks of this attempt on this machine; None where it did not."""
+    """Return the folder that torchrun made for this attempt's ranks on this machine; None without one."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folder = Path(error_file).parent.parent if error_file else None
     return folder if folder is not None and folder.is_dir() and "RANK" in os.environ else None

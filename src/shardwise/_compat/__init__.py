@@ -82,7 +82,7 @@ def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad
 
 
 def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter that is a DTensor. `nn.Parameter(...)` would dispatch a detach, ten times as slow."""
+    """Make a parameter that is a DTensor; `nn.Parameter(...)` dispatches a detach, ten times as slow."""
     begin = torch.empty(0, dtype=local.dtype, device=local.device)
     made = dtensor_at(local, spec, begin=begin, requires_grad=requires_grad)
     made._is_param = True  # what nn.Parameter sets on a tensor subclass, and asks for in isinstance
@@ -100,7 +100,7 @@ _specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDiction
 
 
 def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
-    """The one description of all DTensors that are alike.
+    """Return the description that all equal DTensors share.
 
     DTensor looks its operations up by their arguments' descriptions, and compares objects that are not
     the same field by field: 8 Python calls an operation and tensor.
@@ -116,12 +116,12 @@ def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorM
 def dtensor_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], *, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The description of contiguous DTensors of global `shape` and `dtype`."""
+    """Return the description of contiguous DTensors of global `shape` and `dtype`."""
     return shared_spec(mesh, placements, TensorMeta(shape, contiguous_stride(shape), dtype))
 
 
 def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The description of DTensors that differ from those of `spec` in dtype."""
+    """Return the description of DTensors that differ from those of `spec` in dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     return shared_spec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
@@ -133,7 +133,7 @@ local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is. No communication."""
+    """Return this rank's part of a DTensor; a plain tensor as it is. No communication."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -143,13 +143,13 @@ def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dims of several sub-meshes of a common mesh; also under fake tensors."""
+    """Return one mesh with the dims of several sub-meshes of a common mesh; also under fake tensors."""
     with unset_fake_temporarily():  # as slicing a mesh does
         return DeviceMesh._concatenate(meshes)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A 1-D mesh over all ranks of `mesh`; creates a process group (collective)."""
+    """Return a 1-D mesh over all ranks of `mesh`; creates a process group (collective)."""
     return mesh._flatten(name)
 
 
@@ -260,7 +260,7 @@ def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
-    """The p-norm of each of many tensors, computed in `dtype`."""
+    """Return the p-norm of each of many tensors, computed in `dtype`."""
     return torch._foreach_norm(list(tensors), p, dtype)
 
 
@@ -342,7 +342,7 @@ def hook_state_dicts(
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name, the dict itself: switching them is one assignment each,
+    """Return a module's own parameters by name, the dict itself: switching them is one assignment each,
     where `setattr` costs checks that both sides of the switch have passed already."""
     return module._parameters
 
@@ -361,7 +361,7 @@ def allow_foreach(*types: type[Tensor]) -> None:
 
 
 def group_of_sharded_tensor(tensor: Any) -> Any:
-    """The process group of torch's deprecated ShardedTensor, which has no public name for it."""
+    """Return the process group of torch's deprecated ShardedTensor, which has no public name for it."""
     return tensor._process_group
 
 
@@ -396,7 +396,7 @@ def is_operator(target: Any) -> bool:
 
 
 def schema(target: Any) -> Any | None:
-    """The schema of an operator; None for a Python function."""
+    """Return the schema of an operator; None for a Python function."""
     return target._schema if is_operator(target) else None
 
 
@@ -436,7 +436,7 @@ _SHAPES_OF_DTENSORS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
 
 
 def shapes_of_dtensors_unseen(watcher: Any) -> Any:
-    """A patch by which a watcher of operators `looks_away` from them."""
+    """Return a patch by which a watcher of operators `looks_away` from them."""
     kind, name = _SHAPES_OF_DTENSORS
     original = getattr(kind, name)
 

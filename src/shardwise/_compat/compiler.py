@@ -99,7 +99,7 @@ def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
 
 
 def traced_object(context: Any) -> Any:
-    """The `subject` of `while_tracing`, whose variable only the tracer knows."""
+    """Return the `subject` of `while_tracing`, whose variable only the tracer knows."""
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
 
 
@@ -128,7 +128,7 @@ def only_inlined(function: Function) -> Function:
 
 
 def runs_outside_graphs(function: FunctionType, why: str) -> Callable[..., Any]:
-    """A copy of a function that is never compiled, though what it calls is.
+    """Return a copy of a function that is never compiled, though functions that it calls are.
 
     A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason.
     """
@@ -172,7 +172,7 @@ def is_known_by_name(group: dist.ProcessGroup) -> bool:
 
 
 def group_ranks(group_name: str) -> int:
-    """The size of the process group that functional collectives know by this name; 0 if there is none.
+    """Return the size of the process group that functional collectives know by this name; 0 if there is none.
 
     An all-reduce in a graph says nothing of it.
     """
@@ -301,7 +301,7 @@ def aoti_compile(program: torch.export.ExportedProgram, path: str) -> None:
 
 
 def aoti_load(path: str) -> Callable[..., Any]:
-    """The function of a file that `aoti_compile` wrote."""
+    """Return the function of a file that `aoti_compile` wrote."""
     from torch import _inductor
 
     found: Callable[..., Any] = cast(Any, _inductor).aoti_load_package(path)

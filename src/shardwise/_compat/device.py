@@ -41,7 +41,7 @@ def is_plain(kind: type[Tensor]) -> bool:
 
 
 def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -> Any:
-    """A tensor of class `kind` over CPU memory that says it is on `device`; only subclasses may."""
+    """Return a tensor of class `kind` over CPU memory that says it is on `device`; only subclasses may."""
     return torch.Tensor._make_subclass(
         kind, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -82,12 +82,12 @@ def wait_for_collective(tensor: Tensor) -> Tensor:
 
 
 def autograd_node() -> Any:
-    """The node that autograd runs now, None outside of backward; profilers have it, users have not."""
+    """Return the node that autograd runs now, None outside of backward; profilers have it, users have not."""
     return torch._C._current_autograd_node()
 
 
 def node_number(node: Any) -> int:
-    """The place of a node among all that forward made; a huge number for those that accumulate gradients."""
+    """Return the place of a node among all that forward made; huge for those that accumulate gradients."""
     return int(node._sequence_nr())
 
 
@@ -100,7 +100,7 @@ ENGINE = "_engine_run_backward"
 
 
 def nodes_of(outputs: Iterable[Any]) -> list[Any]:
-    """The nodes that backward begins with, or that it gives the gradients of these tensors or edges to."""
+    """Return the nodes where backward begins, or that receive the gradients of these tensors or edges."""
     edges = (
         one if isinstance(one, GradientEdge) else get_gradient_edge(one)
         for one in outputs

@@ -65,7 +65,7 @@ is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
 
 def function_arguments() -> list[Any]:
-    """Arguments of the innermost `torch.autograd.Function` whose forward runs.
+    """Return arguments of the innermost `torch.autograd.Function` whose forward runs.
 
     No hook follows them: since 2.15 `apply` is C++, and users keep it under other names. So they are found on
     the stack, for callers that know by `is_forward_grad_enabled` that there may be any.

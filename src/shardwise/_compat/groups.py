@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | None:
-    """The backend that allocates communication buffers for `group`, if it has an allocator."""
+    """Return the backend that allocates communication buffers for `group`, if it has an allocator."""
     backend = group._get_backend(device)
     return backend if backend.supports_tensor_alloc(device) else None
 
@@ -69,7 +69,7 @@ def follow_timeout(group: dist.ProcessGroup) -> None:
 
 
 def device_type_of(group: dist.ProcessGroup) -> str:
-    """The kind of device whose tensors `group` moves."""
+    """Return the kind of device whose tensors `group` moves."""
     return group._device_types[0].type
 
 
@@ -81,7 +81,7 @@ def use_symmetric_memory(backend: str) -> None:
 
 
 def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """An uninitialised tensor registered with every rank of `group`. Collective."""
+    """Return an uninitialised tensor registered with every rank of `group`. Collective."""
     from torch.distributed import _symmetric_memory
 
     tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)

@@ -66,13 +66,13 @@ def _named(path: At) -> list[tuple[int, int, At]]:
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The newest complete checkpoint's step, or None. Asks this rank's file system, or the store, only."""
+    """Return the newest complete checkpoint's step, or None. Asks this rank's file system or store only."""
     found = checkpoints(location(path))
     return found[-1][0] if found else None
 
 
 def find(path: Location, step: int | None) -> tuple[list[Location], str]:
-    """The directories of `step`, newest version first; of all steps, newest first, for None.
+    """Return the directories of `step`, newest version first; of all steps, newest first, for None.
 
     And a warning of newer ones that lack their manifest, or "": in a file system that is damage.
     """
@@ -99,7 +99,7 @@ def find(path: Location, step: int | None) -> tuple[list[Location], str]:
 
 
 def open_staging(path: Location, step: int) -> Location:
-    """A fresh directory to write in. Also removes what killed saves left. One rank calls it."""
+    """Return a fresh directory to write in. Also removes what killed saves left. One rank calls it."""
     if isinstance(path, StorePath):
         whole = checkpoints(path)
         for folder in set(path.iterdir()).difference(folder for *_, folder in whole):
@@ -175,7 +175,7 @@ def remove(folder: Location) -> None:
 
 
 def manifest_of(folder: Location) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked: see `files.manifest`. Of this format are
+    """Return the manifest of a checkpoint, checked: see `files.manifest`. Of this format are
 
     step, world_size             int
     tensors                      {name: {"shape": [int], "dtype": name of a torch dtype}}

@@ -50,7 +50,7 @@ class Index:
 
 
 def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
-    """The index of a checkpoint, which must fit the manifest's `tensors` and `files`.
+    """Return the index of a checkpoint, which must fit the manifest's `tensors` and `files`.
 
     Raises:
         CheckpointError: an index that is damaged or none; other names, shapes or dtypes than the manifest's;

@@ -119,7 +119,7 @@ class Meeting:
             time.sleep(_LOOK_S)
 
     def watched(self, name: str) -> Store:
-        """A part of the store, which ends waiting where a member of the round dies before it has held."""
+        """Return a part of the store; waiting on it ends if a member dies before the round has held."""
         self._stores.append(_Watched(self._store, self))
         return PrefixStore(f"{self.round}/{name}", self._stores[-1])
 
@@ -140,7 +140,7 @@ class Meeting:
             self._store.set(f"{self.round}/broken", why)
 
     def pulses(self) -> _Pulses | None:
-        """The other members, while the round has yet to hold."""
+        """Return the other members, while the round has yet to hold."""
         return _Pulses(self._store, self.round, skip=self._number) if self._beating is not None else None
 
     def broken(self, pulses: _Pulses) -> str | None:
@@ -202,7 +202,7 @@ def _members(store: Store, round: int) -> list[int]:
 
 
 def places(old: Sequence[int | None]) -> list[int]:
-    """The rank of each who came: the old one where it fits, else the lowest that is free.
+    """Return the rank of each who came: the old one where it fits, else the lowest that is free.
 
     Args:
         old: in the order in which they came, the rank that each had; None for a new one.

@@ -212,7 +212,7 @@ class HostMemory:
         return found
 
     def _fetched(self, copy: _Copy, state: dict[str, Any]) -> Whole | None:
-        """The copy in this host's folder, with all files that its ranks read; None if one is damaged."""
+        """Fetch the copy into this host's folder, with all files that its ranks read; None if damaged."""
         what = f"loading step {copy.step} from {self._path}"
         lacks = self._rank == self._host and self._host not in copy.folders
         made = together(what, lambda: str(open_staging(self._path, copy.step)) if lacks else "")

@@ -15,7 +15,7 @@ from shardwise.optim.by_name import undo_step
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
-    """The state by parameter name, to save or to load into; the optimizer is as before.
+    """Return the state by parameter name, to save or to load into; the optimizer is as before.
 
     It is what torch's `get_optimizer_state_dict(model, optimizer)` returns, of several optimizers one state
     of all; of `shardwise.optim.flat` and `ShardedOptimizer` their own. An optimizer without state, which has

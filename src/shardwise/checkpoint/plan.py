@@ -58,7 +58,7 @@ class Held:
             check_dense(item.index.fqn, self._planner.lookup_object(item.index))
 
     def tensor(self, chunk: Chunk) -> Tensor:
-        """The numbers of one of the chunks, where they are."""
+        """Return the numbers of one of the chunks, where they are."""
         name, offsets = chunk[:2]
         found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
         plain: Tensor = found.resolve_conj().resolve_neg()

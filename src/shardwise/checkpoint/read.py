@@ -135,7 +135,7 @@ class _Checked:
 
 
 def _newest_whole(folders: Sequence[str]) -> Whole:
-    """The first of `folders` that is whole. Collective."""
+    """Return the first of `folders` that is whole. Collective."""
     damaged: list[str] = []
     for folder in folders:
         found: list[Whole] = []
@@ -160,7 +160,7 @@ def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[st
 
 
 def files_for(whole: Whole, state: dict[str, Any]) -> list[str]:
-    """The names of the files that hold what this rank's state is filled from. Local; errors as of `load`."""
+    """Return the names of the files from which this rank's state is filled. Local; errors as of `load`."""
     _, tensors = _fitting(whole.manifest, state)
     items = create_default_local_load_plan(tensors, whole.index.metadata).items
     keys = [(item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items]
@@ -173,7 +173,7 @@ def _check(whole: Whole, state: dict[str, Any]) -> _Checked:
 
 
 def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, dict[str, Any]]:
-    """The state's leaves, all of which the checkpoint has, and the tensors among them."""
+    """Return the state's leaves, all of which the checkpoint has, and the tensors among them."""
     rank, size = rank_and_size()
     flat = flatten(state, rank=rank, ranks=size)
     saved = [name for kind in ("tensors", "values", "lists") for name in manifest[kind]]
@@ -210,7 +210,7 @@ def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | st
 def _stateless(
     begin: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
 ) -> list[Any]:
-    """The parameters in `state` that the saved optimizer, of `params`, had none of, but of others.
+    """Return the parameters in `state` that the saved optimizer, of `params`, had none of, but of others.
 
     They had no gradient yet. A new optimizer, which tells what it will have, cannot know.
     """

@@ -87,7 +87,7 @@ class Flat:
 
 
 def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
-    """Every leaf of a nested state by its dotted name.
+    """Return every leaf of a nested state by its dotted name.
 
     Raises:
         CheckpointError: two leaves of one name; a plain tensor that is not dense, or has no numbers.
@@ -173,7 +173,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a plain tensor, row by row."""
+    """Return the numbers of a plain tensor, row by row."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # Not view(-1), which leaves a single element with whatever stride it has.
     numbers: Any = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
@@ -197,7 +197,7 @@ def to_json(name: str, value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`; raises TypeError or ValueError for what that does not make."""
+    """Return the inverse of `to_json`; raises TypeError or ValueError for what that does not make."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

@@ -97,7 +97,7 @@ class StopSignals:
         return self._answer != 0
 
     def _arrived(self) -> tuple[int, bool]:
-        """The signal that any rank had, and whether any knew of a failed save, when they asked last."""
+        """Return the signal of any rank, and whether any knew of a failed save, when they asked last."""
         if self._pending is None:
             return 0, False
         (work, flag), self._pending = self._pending, None

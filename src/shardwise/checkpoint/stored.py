@@ -74,7 +74,7 @@ class Stored:
 
 
 def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
-    """The tensor whose archive is `length` bytes from `begin` on.
+    """Return the tensor whose archive is `length` bytes from `begin` on.
 
     Raises:
         CheckpointError: anything but one plain tensor whose bytes are there.
@@ -115,7 +115,7 @@ def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Return the elements from the first to the last of a tensor."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

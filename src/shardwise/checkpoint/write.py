@@ -254,7 +254,7 @@ _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, 
 
 
 def _agreed(what: str, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's contents over all ranks. Raises on every rank where they differ."""
+    """Return the manifest's contents over all ranks. Raises on every rank where they differ."""
     found = alike(what, told, _KINDS)
     mixed = sorted(set(found["tensors"]) & set(found["values"]))
     if mixed:

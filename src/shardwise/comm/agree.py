@@ -128,7 +128,7 @@ class Agreement:
             raise _mismatch(self._what, differences(texts))
 
     def differing(self) -> dict[int, str]:
-        """Every rank's description, if any two differ; else nothing. Equally on every rank of the group."""
+        """Return every rank's description if any two differ, else nothing; equal on every rank."""
         said = {peer: self._said(peer) for peer in self._words}
         for work in self._sends:
             work.wait(_GROUP_TIMEOUT)
@@ -216,7 +216,7 @@ def _said_by(error: Exception) -> str:
 
 
 def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
-    """Every rank's `text`, by rank in `group`.
+    """Return every rank's `text`, by rank in `group`.
 
     Collective over `group`: two all-gathers, of lengths and of bytes padded to the longest; the second is
     left out where all texts are empty, both in a group of one rank.
@@ -254,7 +254,7 @@ def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that moves tensors on `device`. Raises ShardingError where the group has none."""
+    """Return the backend that moves tensors on `device`. Raises ShardingError where the group has none."""
     backends = _backends(group)
     if device.type not in backends:
         raise ShardingError(
@@ -270,7 +270,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors `group` moves: the CPU where it can."""
+    """Return a device whose tensors `group` moves: the CPU where it can."""
     kinds = list(_backends(group))
     if "cpu" in kinds:
         return torch.device("cpu")

@@ -56,7 +56,7 @@ def collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Co
 
 
 def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
-    """The collective of this form, over so many ranks."""
+    """Return the collective of this form, over so many ranks."""
     tensors = [] if form.argument is None else list(tensors_in(args[form.argument]))
     size = sum(t.numel() * t.element_size() for t in tensors)
     dtype = tensors[0].dtype if tensors else None
@@ -73,13 +73,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _boxed_group_size(args: tuple[Any, ...]) -> int:
-    """The process group is the first boxed object among a native operator's arguments."""
+    """Return the size of the process group, the first boxed object among a native operator's arguments."""
     boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
     return dist.ProcessGroup.unbox(boxed).size()
 
 
 def _named_group_size(group: Any) -> int:
-    """A functional operator's last argument is its group's name, or, in the older form, its size."""
+    """Return the size of the group of this name; in older torch, an operator's argument is the size."""
     return group if isinstance(group, int) else resolve_process_group(group).size()
 
 
@@ -116,7 +116,7 @@ class CommCounter(TorchDispatchMode):
         return sum(call.bytes for call in self.calls if kind in (None, call.kind))
 
     def wire_bytes(self, kind: str | None = None) -> int:
-        """Bytes this rank sends for the calls of `kind`, or for all, in the ideal ring algorithm.
+        """Return the bytes this rank sends for the calls of `kind`, or for all, in the ideal ring algorithm.
 
         On n ranks a ring moves (n-1)/n of the full buffer for an all-gather or a reduce-scatter
         and twice that for an all-reduce. A send counts whole, a recv nothing. See `comm.kinds`.

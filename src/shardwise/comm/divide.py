@@ -77,7 +77,7 @@ def divide_factors(
 
 
 def _near_square_root(total: float) -> float:
-    """The smallest power of two that divides `total` no further or is at least its root."""
+    """Return the smallest power of two that divides `total` no further or is at least its root."""
     before = 1.0
     while total % before == 0 and before * before < total:
         before *= 2

@@ -142,7 +142,7 @@ class AllToAll:
 def _end_to_end(
     messages: Sequence[Message], peers: Sequence[int], ranks: int, like: Tensor
 ) -> tuple[tuple[Tensor, list[int]], list[tuple[Message, Tensor]]]:
-    """A buffer of bytes with how many are for each peer, and the box of each message in it, by peer."""
+    """Return a buffer of bytes, how many are for each peer, and each message's box in it, by peer."""
     placed = sorted(zip(peers, messages, strict=True), key=lambda pair: pair[0])
     sizes = [message.box.numel for _, message in placed]
     buffer, counts = like.new_empty(sum(sizes)), [0] * ranks
@@ -194,7 +194,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
 
 
 def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
-    """The view of `tensor`, which holds `box`, that holds the part `of` it.
+    """Return the view of `tensor`, which holds `box`, that holds the part `of` it.
 
     Raises:
         ShardingError: `of` leaves `box`.
@@ -275,7 +275,7 @@ def _exchange_in_batch(
 
 
 def _buffer(pieces: list[Tensor], device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """The memory, as flat uint8, that `pieces` travel in, and (piece, its view there) for what is staged."""
+    """Return flat uint8 memory in which `pieces` travel, and (piece, its view there) for staged ones."""
     first = pieces[0]
     lazy = first.is_conj() or first.is_neg() or _compat.is_lazily_zero(first)
     as_it_lies = first.is_contiguous() and not lazy

@@ -44,7 +44,7 @@ class AllGatherResult:
 
 
 def gather_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype that shards of `dtypes` travel as together: their own if they agree, else bytes."""
+    """Return the dtype that shards of `dtypes` travel as together: their own if they agree, else bytes."""
     return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else torch.uint8
 
 
@@ -341,7 +341,7 @@ def _divide(shard: Tensor, how: Reduction) -> Tensor:
 
 
 def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
-    """The gradients with the dim that is cut moved, piece by piece, to the front."""
+    """Return the gradients with the dim that is cut moved, piece by piece, to the front."""
     rows = list(grads)
     if not any(dims) or ranks == 1:
         return rows
@@ -358,7 +358,7 @@ def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> lis
 
 
 def _shard_numel(rows: Sequence[Tensor], ranks: int) -> int:
-    """Elements of one rank's pieces, padded to equal size."""
+    """Return the elements of one rank's pieces, padded to equal size."""
     return sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
 
 

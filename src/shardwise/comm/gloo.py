@@ -272,13 +272,13 @@ def _finish(works: list[dist.Work], timeout: timedelta) -> None:
 
 @cache
 def sources(rank: int, ranks: int) -> tuple[int, ...]:
-    """The other ranks, in the order in which one receives from them: backwards round the ring."""
+    """Return the other ranks, in the order in which one receives from them: backwards round the ring."""
     return tuple((rank - step) % ranks for step in range(1, ranks))
 
 
 @cache
 def targets(rank: int, ranks: int) -> tuple[int, ...]:
-    """The other ranks, in the order in which one sends to them, before one receives: round the ring.
+    """Return the other ranks, in the order in which one sends to them, before one receives: round the ring.
 
     A rank that comes late then writes at once to those who are there, who write nothing to it until it
     receives: while a caller writes, gloo's input thread can only spin.

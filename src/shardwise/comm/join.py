@@ -21,7 +21,7 @@ _WHAT, _NONE = "taking the next batch", "has no batch; each rank needs one at le
 
 
 def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
-    """This rank's batches until no rank has one left, each with the weight of its loss:
+    """Yield this rank's batches until no rank has one left, each with the weight of its loss:
 
         for batch, weight in shardwise.join(loader):
             (loss_of(model, batch) * weight).backward()

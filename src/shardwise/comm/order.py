@@ -69,7 +69,7 @@ _ADVICE = (
 
 
 def event_for(text: str, *, advice: str = _ADVICE) -> Event:
-    """The event of these words: one object for equal words."""
+    """Return the event of these words: one object for equal words."""
     return _events.setdefault(text, Event(text, advice))
 
 
@@ -88,7 +88,7 @@ class Node:
         self.likely: Node | None = None  # what followed last time
 
     def before(self, depth: int) -> Node:
-        """The event at `depth` on the way here."""
+        """Return the event at `depth` on the way here."""
         node = self
         while node.depth > depth:
             assert node.parent is not None
@@ -315,7 +315,7 @@ def first_line(text: str) -> str:
 
 
 def _frame() -> str:
-    """The line of the user's that the main thread is at."""
+    """Return the line of the user's that the main thread is at."""
     calls = calls_of(threading.main_thread().ident or 0)
     if calls is None:
         return "a compilation"

@@ -88,7 +88,7 @@ def check_folder() -> None:
 
 
 def read_reports(folder: str | os.PathLike[str]) -> tuple[dict[int, Report], dict[str, str]]:
-    """The files that ranks wrote to a folder, maybe copied to an `fsspec` URL since.
+    """Return the files that ranks wrote to a folder, maybe copied to an `fsspec` URL since.
 
     Returns:
         Reports by rank; and what is wrong with those that cannot be used, by name of the file.
@@ -177,7 +177,7 @@ def _who(ranks: list[int]) -> str:
 
 
 def _at(report: Report) -> str:
-    """The user's own line, else the innermost, of the main thread."""
+    """Return the user's own line, else the innermost, of the main thread."""
     calls = report["stacks"].get("MainThread") or ["?"]
     return str(
         next((call for call in calls if "site-packages" not in call and "/shardwise/" not in call), calls[0])

@@ -73,6 +73,6 @@ class CommStreams:
 
 
 def record_event(stream: torch.Stream) -> torch.Event:
-    """An event that marks the work issued to `stream` so far."""
+    """Return an event that marks the work issued to `stream` so far."""
     event: torch.Event = stream.record_event()
     return event

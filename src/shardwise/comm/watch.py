@@ -55,7 +55,7 @@ _orders: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
 
 
 def order_of(group: dist.ProcessGroup | None) -> Order | None:
-    """The order of `group`'s collectives; None where it is not compared.
+    """Return the order of `group`'s collectives; None where it is not compared.
 
     It is compared over gloo, and on other backends if the environment sets SHARDWISE_CHECK_ORDER=1; 0 turns
     it off. A rank alone has nobody to differ from, and plans on fake tensors send nothing.
@@ -206,7 +206,7 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
 
 
 def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
-    """The one rank that all others have lost, though it lives. Of two, nobody can say which it is."""
+    """Return the one rank that all others have lost, though it lives. Of two, nobody can say which it is."""
     cut = {order.rank: order.cut_from} | {rank: set(record["cut from"]) for rank, record in records.items()}
     lost = [
         rank

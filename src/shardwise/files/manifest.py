@@ -33,7 +33,7 @@ def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
-    """The manifest of `folder`, of this format or one of these, without its own digest.
+    """Return the manifest of `folder`, of this format or one of these, without its own digest.
 
     Raises:
         CheckpointError: one that is missing, damaged, of another format, or has entries of other types.
@@ -50,7 +50,7 @@ def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], type
 
 
 def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
-    """The file `name` of `folder`, which must be inside it and have the digest expected.
+    """Return the file `name` of `folder`, which must be inside it and have the digest expected.
 
     Raises:
         CheckpointError: one that is missing, damaged or outside.

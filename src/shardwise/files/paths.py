@@ -15,7 +15,7 @@ from shardwise.files.stores import At
 
 
 def inside(folder: At, name: Any) -> At:
-    """The file `name` of `folder`, which may be missing.
+    """Return the file `name` of `folder`, which may be missing.
 
     Raises:
         CheckpointError: a name that is no text or leaves the folder, by itself or through links.

@@ -71,7 +71,7 @@ class StorePath:
         return self.read_bytes().decode()
 
     def open(self, mode: str = "rb") -> Any:
-        """A stream: `rb` asks for the places that are read; `wb` makes the object when it is closed."""
+        """Open a stream: `rb` requests the ranges that are read; `wb` makes the object when it is closed."""
         if mode == "rb":
             return io.BufferedReader(_Ranges(self), _SMALL_BYTES)
         return self.system.open(str(self.path), mode)

@@ -65,7 +65,7 @@ class ExtendedParam:
         self.inner: list[Tensor] = []  # further memory of the unsharded tensor
 
     def _hook(self, name: str, shard: Tensor) -> Callable[..., Any]:
-        """A hook of the local tensor, its class's or its own, with `shard` for its `self`."""
+        """Return a hook of the local tensor, its class's or its own, with `shard` for its `self`."""
         local = self.param.local
         hook = getattr(local, name)
         if getattr(hook, "__self__", None) is local:

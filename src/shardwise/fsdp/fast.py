@@ -56,7 +56,7 @@ seen = _Seen()
 
 
 def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
-    """A copy of a function with a code object of its own, in which compilers keep its graphs.
+    """Return a copy of a function with a code object of its own, in which compilers keep its graphs.
 
     They keep so many for one, not more; functions made anew in each call of another share theirs.
 
@@ -76,7 +76,7 @@ def allocates_as(comm: object, default: type[Any]) -> bool:
 
 
 def own_storage(piece: Tensor) -> Tensor:
-    """The memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
+    """Return the memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
 
     A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
     fails in torch; besides, saving a part of a buffer would save all of it.

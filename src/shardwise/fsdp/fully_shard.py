@@ -254,7 +254,7 @@ def _shard_together(
 
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The given modules without those inside others of them."""
+    """Return the given modules without those inside others of them."""
     if isinstance(module, nn.Module):
         return [module]
     given = list(dict.fromkeys(module))
@@ -280,7 +280,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 
 def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
-    """Every module inside `roots` that no earlier call manages, inner ones first."""
+    """Return every module inside `roots` that no earlier call manages, inner ones first."""
     ordered: dict[nn.Module, None] = {}
     for root in roots:
         _visit(root, ordered, set())
@@ -374,7 +374,7 @@ Placed = tuple[_Found, ParamPlacement | None, DataParallelMeshInfo]
 def _by_mesh(
     found: list[_Found], placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
 ) -> list[list[Placed]]:
-    """Parameters by the process groups they travel over, in order of first appearance."""
+    """Return parameters by the process groups they travel over, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[Placed]] = {}
     for one in found:
         answer = None if placement_fn is None else placement_fn(one.param)
@@ -397,7 +397,7 @@ def _by_mesh(
 
 
 def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -> FSDPMeshInfo | None:
-    """The axes over which parameters are cut after forward; None keeps them whole."""
+    """Return the axes over which parameters are cut after forward; None keeps them whole."""
     if reshard is False or not isinstance(info, FSDPMeshInfo):
         return None
     if reshard is None or reshard is True:

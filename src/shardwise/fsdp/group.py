@@ -155,7 +155,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def _whole_memory(self, index: int) -> Tensor:
-        """The unsharded memory of a segment."""
+        """Return the unsharded memory of a segment."""
 
     def _buffer(self, index: int, full: Tensor) -> Buffer:
         return Buffer(full, full.untyped_storage(), full.nbytes)
@@ -172,7 +172,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:
-        """This rank's pieces over a smaller mesh, by segment; modules show them."""
+        """Return this rank's pieces over a smaller mesh, by segment; modules show them."""
 
     def packed_params(self) -> Sequence[ShardedParam]:
         """List the parameters that lie in the buffers."""
@@ -248,7 +248,7 @@ class ParamGroup(ABC):
                 )
 
     def describe(self) -> str:
-        """The group in words, equal on ranks that will communicate alike."""
+        """Return the group in words, equal on ranks that will communicate alike."""
         if self.layout_words is None:
             self.layout_words = self.layout.describe()
         after = self.post_forward_mesh

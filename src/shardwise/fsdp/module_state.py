@@ -35,12 +35,12 @@ gathers_begun: list[weakref.ref[ParamGroup]] = []  # by users, since the last op
 
 
 def live_states() -> list[ModuleState]:
-    """The states of all sharded modules of the process."""
+    """Return the states of all sharded modules of the process."""
     return list(_alive)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """The state of a module that `fully_shard` was applied to, else None."""
+    """Return the state of a module that `fully_shard` was applied to, else None."""
     return module.__dict__.get(_KEY)
 
 

@@ -220,7 +220,7 @@ class ShardedParam(ABC):
         return ParamSpec(self.name, self.shape, self.dtype, self.gather_dtype, placement, trains)
 
     def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
-        """The unsharded form over memory `whole`, made once."""
+        """Return the unsharded form over memory `whole`, made once."""
         if self.tp_spec is not None:
             whole = _compat.dtensor(whole, _compat.spec_as(self.tp_spec, whole.dtype))
         made = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
@@ -285,7 +285,7 @@ class ShardedParam(ABC):
         return bool(_compat.grad_hooks(self.sharded) or _compat.post_accumulate_grad_hooks(self.sharded))
 
     def plain_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
+        """Return the local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
 
         Collective over the tensor-parallel mesh where the gradient's placements differ (partial
         sums of sequence-parallel norms, say). Data-parallel dims stay for the reduce-scatter.
@@ -305,7 +305,7 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def as_grad(self, piece: Tensor) -> Tensor:
-        """A part of a reduced buffer as a gradient of the sharded form."""
+        """Return a part of a reduced buffer as a gradient of the sharded form."""
 
     def assign_grad(self, piece: Tensor) -> None:
         """Set the sharded gradient, or add to it, with all that torch does for a leaf's.
@@ -452,7 +452,7 @@ class EvenParam(ShardedParam):
             )
 
     def piece_of(self, whole: Tensor, info: DataParallelMeshInfo) -> Tensor:
-        """This rank's piece of the whole parameter, cut over the shard axis of `info`."""
+        """Return this rank's piece of the whole parameter, cut over the shard axis of `info`."""
         if not isinstance(info, FSDPMeshInfo):
             return whole
         rank, ranks, dim = info.shard_mesh_rank, info.shard_mesh_size, self.placement.dim

@@ -41,7 +41,7 @@ class MixedPrecisionPolicy:
     )
 
     def for_param(self, param: nn.Parameter, *, name: str) -> MixedPrecisionPolicy:
-        """The policy of one parameter, which has its `param_dtype` and no more function."""
+        """Return the policy of one parameter, which has its `param_dtype` and no more function."""
         if self.param_dtype_override_fn is None:
             return self
         dtype = self.param_dtype_override_fn(param)
@@ -53,7 +53,7 @@ class MixedPrecisionPolicy:
         return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
 
     def sum_dtype(self, *, stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are accumulated and reduced if their parameter has no `grad_dtype`."""
+        """Return the dtype in which gradients are summed if their parameter has no `grad_dtype`."""
         return self.reduce_dtype or (stored if _compat.SUMS_AS_KEPT else computed)
 
 

@@ -110,7 +110,7 @@ class GradReducer(ABC):
         self.keeps_apart = True
 
     def collect_from(self, param: ShardedParam) -> Tensor | None:
-        """The gradient of one parameter, which is left without."""
+        """Return the gradient of one parameter, which is left without."""
         unsharded = param.unsharded
         if unsharded is None:
             return None
@@ -137,7 +137,7 @@ class GradReducer(ABC):
 
     @abstractmethod
     def collect(self) -> Any:
-        """The gradients of this backward and of those before it that were not synchronised.
+        """Return the gradients of this backward and of those before it that were not synchronised.
 
         For `reduce`; false if there are none.
         """
@@ -190,7 +190,7 @@ class GradReducer(ABC):
         return plan
 
     def _to_home(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
-        """The reduced shard where the sharded parameters live."""
+        """Return the reduced shard where the sharded parameters live."""
         offload = self.group.offload
         if not isinstance(offload, CPUOffloadPolicy) or shard.device.type == "cpu":
             return shard
@@ -273,7 +273,7 @@ class InterleavedReducer(GradReducer):
         return [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
 
     def reduce(self, collected: Collected, *, streams: CommStreams | None) -> list[ReduceResult]:
-        """One reduction for each stored dtype and dtype of summing, in order of first appearance."""
+        """Reduce gradients: one reduction for each stored dtype and dtype of sums, as they first appear."""
         batches: dict[Kind, Collected] = {}
         if self._one_kind is not None:
             batches[self._one_kind] = collected

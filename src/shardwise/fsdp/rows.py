@@ -88,7 +88,7 @@ class RowsParam(ShardedParam):
         self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, shown)
 
     def _shown_mesh(self) -> DeviceMesh:
-        """The mesh of the DTensor that the sharded form is to others."""
+        """Return the mesh of the DTensor that the sharded form is to others."""
         if self.tp_spec is None:
             return self.info.mesh
         mesh, dims = self.tp_spec.mesh, self.info.dp_mesh_dims
@@ -107,7 +107,7 @@ class RowsParam(ShardedParam):
         return full.narrow(0, self.place.start, self.numel).view(self.shape)
 
     def rows_in(self, shard: Tensor) -> Tensor:
-        """This rank's rows in a reduced shard, which may be a part of a larger buffer."""
+        """Return this rank's rows in a reduced shard, which may be a part of a larger buffer."""
         place = self.place
         begin = shard.storage_offset() + place.shard_offset
         return shard.as_strided(place.box.sizes, place.rows_stride, begin)

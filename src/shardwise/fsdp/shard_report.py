@@ -64,7 +64,7 @@ class ShardReport:
 
 
 def report(states: Iterable[ModuleState]) -> ShardReport:
-    """The groups of these modules. Local."""
+    """Return the groups of these modules. Local."""
     return ShardReport(tuple(_group(state, group) for state in states for group in state.groups))
 
 

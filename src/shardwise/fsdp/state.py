@@ -191,7 +191,7 @@ class FSDPState(ModuleState):
         return output
 
     def _end_pass(self, schedule: Schedule, output: Any) -> Any:
-        """The pass's first module has ended: complete unfinished lists; keep what backward needs first.
+        """End a pass when its first module has: complete unfinished lists; keep what backward needs first.
 
         Whoever lets the root reshard wants the memory between forward and backward, and without
         gradients there is no backward; then nothing is kept.
@@ -280,7 +280,7 @@ class FSDPState(ModuleState):
         _compat.queue_backward_callback(end)
 
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
-        """The state whose forward ended before this one's latest: the one backward reaches next."""
+        """Return the state whose forward ended before this one's latest: the one backward reaches next."""
         order = schedule.order
         if order and order[-1] is self.myself:
             del order[-1]

@@ -79,7 +79,7 @@ def _usual(replicates: bool, shards: bool) -> Strategy:
 
 
 def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strategy:
-    """The strategy of that name on the axes of `info`; None is FSDP on a shard axis, DDP on a replicate one.
+    """Return the named strategy on the axes of `info`; None: FSDP on a shard axis, DDP on a replicate one.
 
     Raises:
         ShardingError: an unknown name, or one for a mesh of other dims.

@@ -65,7 +65,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def grad_tensors(value: Any) -> list[Tensor]:
-    """The tensors in `value` that require grad, as autograd knows them, in order of appearance."""
+    """Return the tensors in `value` that require grad, as autograd knows them, in order of appearance."""
     found: list[Tensor] = []
 
     def see(tensor: Tensor) -> Tensor:

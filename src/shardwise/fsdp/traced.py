@@ -88,7 +88,7 @@ class Cut:
         return ranks * sum(-item if item < 0 else math.prod(params[item][2]) for item in reduced)
 
     def views(self, full: Tensor) -> list[Tensor]:
-        """The parameters in a gathered buffer: views of it if it has one row, else copies."""
+        """Return the parameters in a gathered buffer: views of it if it has one row, else copies."""
         ranks, sizes, params, _ = _read(self.numbers)
         if ranks == 1:
             split = torch.split(full, sizes)
@@ -104,7 +104,7 @@ class Cut:
         return found
 
     def staged(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The staging buffer of a reduction, in its dtype: the gradients laid out as in a gathered buffer."""
+        """Return a reduction's staging buffer, in its dtype: gradients laid out as in a gathered buffer."""
         reduced = [grads[item] for item in _read(self.numbers)[3] if item >= 0]
         return cast_type(Tensor, torch.ops.shardwise.staged(reduced, self.numbers, dtype))
 

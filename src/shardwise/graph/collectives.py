@@ -87,7 +87,7 @@ def collectives(graph: Graph) -> list[Collective]:
 
 
 def kind_of(node: Node) -> str | None:
-    """The kind of collective that `node` issues, or None if it issues none."""
+    """Return the kind of collective that `node` issues, or None if it issues none."""
     namespace, _, name = operator_name(node).partition("::")
     form = form_of(namespace, name) if namespace == FUNCTIONAL else None
     return form.kind if form is not None and form.kind in _KINDS else None
@@ -114,12 +114,12 @@ def operator_name(node: Node) -> str:
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of the tensor or tensors that a node puts out; sizes that vary count as they were traced."""
+    """Return the bytes of a node's tensor or tensors; sizes that vary count as they were traced."""
     return sum(_numel(value) * value.element_size() for value in values(node))
 
 
 def values(node: Node) -> list[Tensor]:
-    """The fake tensors that a node puts out, as tracing left them.
+    """Return the fake tensors that a node puts out, as tracing left them.
 
     Raises ShardingError where it left none.
     """

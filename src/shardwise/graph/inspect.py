@@ -117,7 +117,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
 
 
 def _segments(model: nn.Module) -> list[Any]:
-    """The segments that compiled sharded modules have; none before the first compilation."""
+    """Return the segments that compiled sharded modules have; none before the first compilation."""
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     groups = [group for state in states for group in state.groups]
     return [segment for group in groups if isinstance(group.traced, list) for segment in group.traced]

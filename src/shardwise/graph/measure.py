@@ -144,7 +144,7 @@ class _Reading:
         self.filled += [root.name for root in roots if root.op == "placeholder" and root not in shards]
 
     def _sort(self, node: Node, shared: Node | None) -> str:
-        """The name in `Counts` of a node; "" for inputs, constants and the output."""
+        """Return the name in `Counts` of a node; "" for inputs, constants and the output."""
         if node.op in ("placeholder", "get_attr", "output"):
             return ""
         if node.op != "call_function":
@@ -220,7 +220,7 @@ _WORK = ("computes", "copies", "parameter_copies")
 
 
 def _given(node: Node) -> list[Node]:
-    """A node's inputs; of the output node with repetitions, in order."""
+    """Return a node's inputs; of the output node with repetitions, in order."""
     if node.op != "output":
         return node.all_input_nodes
     returned: Any = node.args[0]
@@ -233,7 +233,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _runs(places: Iterable[int]) -> Sequence[tuple[int, int]]:
-    """The first and last of each run of places that follow each other."""
+    """Return the first and last of each run of places that follow each other."""
     runs: list[tuple[int, int]] = []
     for place in sorted(places):
         if runs and runs[-1][1] == place - 1:

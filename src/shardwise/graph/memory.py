@@ -13,7 +13,7 @@ from shardwise.graph.collectives import is_wait, operator_name
 
 
 def aliased(node: Node) -> Node | None:
-    """The input in whose memory a node's output lies, as its operator's schema says."""
+    """Return the input in whose memory a node's output lies, as its operator's schema says."""
     if node.op != "call_function":
         return None
     # The first makes a tuple's part, the others share memory though their schemas do not say so.
@@ -35,7 +35,7 @@ def is_view(node: Node) -> bool:
 
 
 def written(node: Node) -> list[Node]:
-    """The inputs that a node's operator writes to."""
+    """Return the inputs that a node's operator writes to."""
     return [
         one
         for argument, nodes in _arguments(node)
@@ -55,7 +55,7 @@ def _is_size(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> list[tuple[Any, list[Node]]]:
-    """The arguments in the schema of a node's operator, and the nodes given for each."""
+    """Return the arguments in the schema of a node's operator, and the nodes given for each."""
     schema = _compat.schema(node.target)
     if schema is None:
         return []

@@ -139,11 +139,11 @@ class GraphReport:
         return sum({one.buffer: one.bytes for one in self.saved}.values())
 
     def of(self, kind: str) -> tuple[CollectiveReport, ...]:
-        """The collectives of one kind ("all_gather", ...), in the order in which they are issued."""
+        """Return the collectives of one kind ("all_gather", ...), in the order in which they are issued."""
         return tuple(one for one in self.collectives if one.kind == kind)
 
     def table(self) -> str:
-        """Every collective, and the counts, as plain text."""
+        """Return every collective, and the counts, as plain text."""
         from rich.console import Console  # tables cost an import that training does not need
         from rich.table import Table
 
@@ -211,7 +211,7 @@ class ModelReport:
         return max((graph.peak_unsharded_bytes for graph in self.graphs), default=0)
 
     def table(self) -> str:
-        """The tables of all graphs, and what they hold together, as plain text."""
+        """Return the tables of all graphs, and what they hold together, as plain text."""
         return "\n".join([*(graph.table() for graph in self.graphs), self._totals()])
 
     def _totals(self) -> str:

@@ -61,7 +61,7 @@ def compile_step(
     max_unsharded: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> CompiledStep:
-    """One training step of `model` as a callable `step(*batch) -> loss`, compiled when it is first called.
+    """Make a training step of `model`, a callable `step(*batch) -> loss`, compiled when first called.
 
     Calling it is collective over the ranks of the sharded modules, as forward and backward are. This is not.
 
@@ -187,7 +187,7 @@ class CompiledStep:
         return "\n".join(f"{part}: {how}" for part, how in self.graphs.items())
 
     def _prepared(self, states: list[ModuleState]) -> list[Segment]:
-        """The segments that take part; notes why there can be no graph of them."""
+        """Return the segments that take part; notes why there can be no graph of them."""
         groups = [group for state in states for group in state.groups]
         for state in states:
             if state.schedule is None or any(group.traced is None for group in state.groups):
@@ -220,7 +220,7 @@ class CompiledStep:
         return [param.sharded if isinstance(param, ShardedParam) else param for param in self._params]
 
     def _backward(self, segments: list[Segment], batch: Any, named: Any) -> Tensor:
-        """The loss; its gradients are left on the parameters."""
+        """Return the loss; its gradients are left on the parameters."""
         if self._why_not is None:
             plain = [p for p in self._params if not isinstance(p, ShardedParam) and p.requires_grad]
             try:

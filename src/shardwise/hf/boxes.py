@@ -28,7 +28,7 @@ class Source(Protocol):
     """A readable tensor of which any box can be had."""
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """The elements from `begins` to `ends`, an index for each dim."""
+        """Read the elements from `begins` to `ends`, an index for each dim."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Piece:
     dims: tuple[int | None, ...]  # for each dim of the source that of the tensor; None: it has one element
 
     def within(self, box: Box) -> Piece | None:
-        """The part that lies in `box`."""
+        """Return the part that lies in `box`."""
         common = self.box.intersect(box)
         if common is None:
             return None
@@ -54,7 +54,7 @@ class Piece:
         return Box(self.origin, tuple(1 if dim is None else self.box.sizes[dim] for dim in self.dims))
 
     def here(self, box: Box) -> Box:
-        """A box of the source within `source_box`, as one of the tensor."""
+        """Return a box of the source within `source_box`, as one of the tensor."""
         offsets, sizes = list(self.box.offsets), list(self.box.sizes)
         for source_dim, dim in enumerate(self.dims):
             if dim is not None:
@@ -63,7 +63,7 @@ class Piece:
         return Box(tuple(offsets), tuple(sizes))
 
     def turned(self, values: Tensor) -> Tensor:
-        """A box of the source, as a box of the tensor: a view."""
+        """Return a box of the source, as a box of the tensor: a view."""
         order = [source_dim for dim in range(len(self.box.sizes)) for source_dim in self._from(dim)]
         dropped = [source_dim for source_dim, dim in enumerate(self.dims) if dim is None]
         turned = values.permute(*dropped, *order)[(0,) * len(dropped)]
@@ -130,7 +130,7 @@ class Boxes(Tensor):
         return made
 
     def read(self, box: Box | None = None, into: Tensor | None = None) -> Tensor:
-        """The values in `box`, by default all, converted to its dtype."""
+        """Read the values in `box`, by default all, converted to its dtype."""
         box = box or Box.whole(self.shape)
         out = torch.empty(box.sizes, dtype=self.dtype) if into is None else into
         for piece in self.pieces:

@@ -138,7 +138,7 @@ def generate_command(
 
 
 def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, Tensor, Any]:
-    """The config in a folder, a prompt [1, length], and the tokenizer for a text. Nothing is fetched."""
+    """Read a folder's config, a prompt [1, length], and the tokenizer for a text. Nothing is fetched."""
     transformers, tokenizer = library(), None
     try:
         found = list(map(int, ids.split()))
@@ -155,7 +155,7 @@ def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, T
 
 
 def _ends(folder: str | Path) -> list[int]:
-    """The tokens that end a text, as the folder says."""
+    """Return the tokens that end a text, as the folder says."""
     transformers = library()
     try:
         found = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id

@@ -82,7 +82,7 @@ def load(
     adapt: Callable[[Any], Any] | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """A transformers model, cut over the ranks block by block, with a folder's weights; in evaluation mode.
+    """Load a transformers model, cut over the ranks block by block, from a folder; in evaluation mode.
 
     Collective over all ranks. The blocks are the modules of the classes in the model's `_no_split_modules`.
 
@@ -138,7 +138,7 @@ def library() -> Any:
 
 
 def _weights(what: str, found: Any) -> list[Path]:
-    """The file or index with a folder's weights. Collective."""
+    """Return the file or index with a folder's weights. Collective."""
     if not isinstance(found, (str, os.PathLike)):
         return []
 
@@ -158,7 +158,7 @@ def _weights(what: str, found: Any) -> list[Path]:
 
 
 def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
-    """The model with `Boxes` for the weights of files, and what files lack on the meta device."""
+    """Return the model with `Boxes` for the weights of files, and what files lack on the meta device."""
     transformers = library()
     from_files = isinstance(found, (str, os.PathLike))
     if not from_files and not isinstance(found, transformers.PreTrainedConfig):
@@ -339,7 +339,7 @@ def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
 
 
 def _held_whole(value: Boxes) -> int:
-    """Bytes that are whole in memory while a value is made."""
+    """Return the bytes that are whole in memory while a value is made."""
     if _is_undrawn(value):
         return value.nbytes
     computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]

@@ -121,7 +121,7 @@ def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
 
 
 def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str) -> dict[str, Any] | None:
-    """The files, all ranks side by side; their index if there are several."""
+    """Write the files, all ranks side by side; return their index if there are several."""
     split = _split({name: one.like for name, one in weights.items()}, max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_slices({n: _to_write(weights[n]) for n in names}, folder / file, metadata={"format": "pt"})
@@ -136,7 +136,7 @@ def _split(like: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
 
 
 def _to_write(value: Boxes) -> ShardedTensor | Tensor:
-    """A tensor of a file as boxes that ranks hold."""
+    """Return a tensor of a file as boxes that ranks hold."""
     sources = [piece.source for piece in value.pieces]
     tensors = [source.tensor for source in sources if isinstance(source, _Parameter)]
     if len(tensors) < len(sources) or not all(isinstance(tensor, DTensor) for tensor in tensors):

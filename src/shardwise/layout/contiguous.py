@@ -109,12 +109,12 @@ class ContiguousLayout:
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def box(self, index: int, rank: int) -> Box:
-        """The rows of parameter `index` that `rank` holds; zero rows where it holds none."""
+        """Return the rows of parameter `index` that `rank` holds; zero rows where it holds none."""
         start, size = self._found[index]
         return rows_between(self.specs[index].shape, start, rank * size, (rank + 1) * size)
 
     def describe(self) -> str:
-        """One line per segment and per parameter; equal on ranks that will communicate alike."""
+        """Return one line per segment and per parameter; equal on ranks that will communicate alike."""
         lines = []
         for segment in self.segments:
             lines.append(
@@ -143,7 +143,7 @@ class ContiguousLayout:
 
 
 def _cut(spec: ParamSpec, ranks: int) -> _Cut:
-    """The placement of `spec` where only rows of dim 0 can be cut."""
+    """Return the placement of `spec` where only rows of dim 0 can be cut."""
     placement = spec.placement
     if isinstance(placement, EvenShard):
         if placement.dim != 0:
@@ -193,12 +193,12 @@ def _segment(
 
 
 def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
-    """Elements that no rank boundary divides; 1 at least, also for parameters without elements."""
+    """Return the elements that no rank boundary divides; 1 at least, also for parameters without elements."""
     return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
 
 
 def rows_between(shape: tuple[int, ...], start: int, begin: int, end: int) -> Box:
-    """The rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
+    """Return the rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
     row, numel = max(1, math.prod(shape[1:])), math.prod(shape)
     first, last = (min(max(at - start, 0), numel) // row for at in (begin, end))
     return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))

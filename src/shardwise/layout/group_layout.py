@@ -64,7 +64,7 @@ class Slot:
         object.__setattr__(self, "shard_stride", contiguous_stride(self.shard_shape))
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's piece in a shard buffer; padding follows it, as only dim 0 is cut unevenly."""
+        """Return this rank's piece in a shard buffer; padding follows it, as only dim 0 is cut unevenly."""
         return shard.as_strided(self.shard_shape, self.shard_stride, self.shard_offset)
 
 
@@ -108,7 +108,7 @@ class InterleavedLayout:
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def describe(self) -> str:
-        """One line per parameter; equal on ranks that will communicate alike."""
+        """Return one line per parameter; equal on ranks that will communicate alike."""
         return "\n".join(
             f"{s.name}: shape {list(s.shape)}, {s.dtype} gathered as {s.gather_dtype},"
             f" cut on dim {_even(s).dim} over {self.ranks}"

@@ -95,7 +95,7 @@ def _between_columns(asked: Ints) -> int:
 
 
 def _along_curve(middles: Ints) -> Ints:
-    """The order of points [dims, points] along Morton's curve over their ranks in each dim."""
+    """Return the order of points [dims, points] along Morton's curve over their ranks in each dim."""
     ranks = [np.unique(along, return_inverse=True)[1].astype(np.int64) for along in middles]
     varying = [rank for rank in ranks if rank.max(initial=0)][:_KEY_BITS]
     key = np.zeros(middles.shape[1], np.int64)

@@ -46,7 +46,7 @@ class Message:
 def transfer(
     source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]], *, rank: int | None = None
 ) -> list[Message]:
-    """The messages that bring to each rank r the boxes `target[r]` when each holds the boxes `source[r]`.
+    """List the messages that bring each rank r the boxes `target[r]` when it holds `source[r]`.
 
     Boxes have one number of dims; a rank may have none, and empty boxes move nothing. Those of `source` may
     overlap between ranks and within one. Those of `target` may too: each box is filled on its own, so that
@@ -118,7 +118,7 @@ class _Boxes:
 
 
 def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]]) -> int:
-    """The number of dims of all boxes; 0 if there is no box."""
+    """Return the number of dims of all boxes; 0 if there is no box."""
     first: Box | None = None
     for verb, side in (("holds", source), ("wants", target)):
         for rank, boxes in enumerate(side):
@@ -147,7 +147,7 @@ def _boxes(side: Sequence[Sequence[Box]], ndim: int) -> _Boxes:
 
 
 def _as_boxes(starts: Ints, ends: Ints) -> list[Box]:
-    """The boxes of columns [dims, boxes]."""
+    """Return the boxes of columns [dims, boxes]."""
     if not len(starts):
         return [Box((), ())] * starts.shape[1]
     return list(map(Box, zip(*starts.tolist(), strict=True), zip(*(ends - starts).tolist(), strict=True)))
@@ -173,11 +173,11 @@ class _Held:
         self._bounds = np.searchsorted(self._box, np.arange(self.starts.shape[1] + 1))
 
     def of(self, rank: int) -> Ints:
-        """The boxes that `rank` holds."""
+        """Return the boxes that `rank` holds."""
         return self._box[np.flatnonzero(self.rank == rank)]
 
     def nearest(self, box: Ints, receiver: Ints) -> Ints:
-        """The copy (into `rank` and `place`) of each box that is nearest to its receiver."""
+        """Return the copy (into `rank` and `place`) of each box that is nearest to its receiver."""
         after = np.searchsorted(self._keys, box * self.ranks + receiver)
         before = after - 1
         last = len(self.rank) - 1
@@ -217,14 +217,14 @@ def _joined(portions: Sequence[Ints]) -> Ints:
 
 
 def _pairs_of_receivers(held: _Held, wanted: _Boxes, chosen: Ints) -> Ints:
-    """The pairs (held, wanted) [2, pairs] of the chosen wanted boxes."""
+    """Return the pairs (held, wanted) [2, pairs] of the chosen wanted boxes."""
     asking = wanted.take(chosen)
     found = held.index.meeting(asking.starts, asking.ends)
     return _joined([np.stack([box, chosen[asked]]) for asked, box in found])
 
 
 def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
-    """The pairs (held, wanted) [2, pairs] in which other ranks have `rank` nearest."""
+    """Return the pairs (held, wanted) [2, pairs] in which other ranks have `rank` nearest."""
     own = held.of(rank)
     portions = []
     index = Index(wanted.starts, wanted.ends)

@@ -90,7 +90,7 @@ def least_shard_numel(
     align: int,
     owners: tuple[int | None, ...] | None = None,
 ) -> int:
-    """A shard size that no packing of these parameters can be below, in elements; arguments as for `pack`."""
+    """Return a lower bound of shard sizes over all packings, in elements; arguments as for `pack`."""
     items = _items(numels, blocks, align, owners)
     return _least(items, ranks) * align if items else 0
 
@@ -98,7 +98,7 @@ def least_shard_numel(
 def _items(
     numels: Sequence[int], blocks: Sequence[int], align: int, owners: Sequence[int | None] | None
 ) -> list[_Item]:
-    """The parameters that have elements, in units of `align`."""
+    """Return the parameters that have elements, in units of `align`."""
     return [
         _Item(index, -(-numel // align), math.lcm(block, align) // align, owner)
         for index, (numel, block, owner) in enumerate(
@@ -109,7 +109,7 @@ def _items(
 
 
 def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
-    """The distinct (size, step), the largest first."""
+    """Return the distinct (size, step), the largest first."""
     return sorted({(item.size, item.step) for item in items}, reverse=True)
 
 
@@ -136,7 +136,7 @@ def _can_cut(size: int, step: int, shard: int) -> bool:
 
 
 def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
-    """The least size from `shard` on at which every kind of parameter can be cut."""
+    """Return the least size from `shard` on at which every kind of parameter can be cut."""
     while True:
         several = [(size, step) for size, step in kinds if size > 2 * shard]  # these contain two boundaries
         multiple = _lcm((step for _, step in several), at_most=kinds[0][0])
@@ -163,7 +163,7 @@ def _lcm(steps: Iterable[int], *, at_most: int) -> int:
 
 
 def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
-    """The first candidate size at which a placement succeeds, and its starts."""
+    """Return the first candidate size at which a placement succeeds, and its starts."""
     kinds = _kinds(items)
     failed = 0
     for shard in _candidates(_least(items, ranks), kinds):
@@ -235,7 +235,7 @@ class _Space:
         self.starts: dict[int, int] = {}
 
     def first_start(self, at: int, size: int, step: int) -> int:
-        """The first place from `at` on where a parameter may begin."""
+        """Return the first place from `at` on where a parameter may begin."""
         shard = self.shard
         while True:
             room = shard - at % shard
@@ -279,7 +279,7 @@ class _Space:
 
 
 def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list[_Item]] | None:
-    """The buffer with the parameters that name their rank in place, and those still to be placed.
+    """Return the buffer with the parameters that name their rank in place, and those still to be placed.
 
     On even ranks they lie at the shard's start, on odd ranks at its end, so that the space between is as
     long as can be.
@@ -303,7 +303,7 @@ def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list
 
 
 def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int, int] | None]:
-    """The strategy that places parameters by `key`, those with equal keys in registration order."""
+    """Return the strategy that places parameters by `key`, those with equal keys in registration order."""
 
     def place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
         found = _space(items, shard, ranks)

@@ -45,7 +45,7 @@ class EvenShard:
             raise ShardingError(f"EvenShard counts dims from the first, got dim {self.dim}")
 
     def box(self, shape: tuple[int, ...], *, rank: int, ranks: int) -> Box:
-        """The elements of a tensor of `shape` that `rank` of `ranks` holds."""
+        """Return the elements of a tensor of `shape` that `rank` of `ranks` holds."""
         size = shape[self.dim]
         chunk = -(-size // ranks)
         start = min(rank * chunk, size)
@@ -53,7 +53,7 @@ class EvenShard:
         return Box(offsets, self._with_size(shape, min(chunk, size - start)))
 
     def padded_shape(self, shape: tuple[int, ...], *, ranks: int) -> tuple[int, ...]:
-        """The shape each rank stores: its chunk padded to the largest chunk."""
+        """Return the shape each rank stores: its chunk padded to the largest chunk."""
         return self._with_size(shape, -(-shape[self.dim] // ranks))
 
     def _with_size(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:

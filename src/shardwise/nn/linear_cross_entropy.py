@@ -119,7 +119,7 @@ def _check(
 
 
 def _cut(weight: DTensor) -> tuple[int, dist.ProcessGroup | None]:
-    """The first row that this rank holds, and the group over which rows are cut."""
+    """Return the first row that this rank holds, and the group over which rows are cut."""
     axes = [axis for axis, placement in enumerate(weight.placements) if placement != Replicate()]
     if not axes:
         return 0, None

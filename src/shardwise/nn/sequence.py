@@ -49,7 +49,7 @@ class SequenceCut:
         self.length = 0
 
     def __call__(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's piece of a tensor [..., length, ...] that all ranks have. A view, and local."""
+        """Cut this rank's piece from a tensor [..., length, ...] that all ranks have. A view, and local."""
         self.length = whole.shape[dim]
         return whole.tensor_split(self.ranks, dim)[self.rank]
 
@@ -59,7 +59,7 @@ class SequenceCut:
         return torch.arange(begin, end, device=device)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """A loss whose mean over the ranks is all ranks' totals over all ranks' counts. Collective.
+        """Return a loss whose mean over the ranks is all ranks' totals over all ranks' counts. Collective.
 
         Args:
             total: a scalar, the sum of losses of this rank's tokens.

@@ -142,7 +142,7 @@ class CodeBook(NamedTuple):
     midpoint: Tensor  # (65536,) fp32: numbers above it have the next code
 
     def codes(self, shares: Tensor) -> Tensor:
-        """The codes of the numbers nearest to `shares` (fp32, within [-1, 1]), uint8 of the same shape."""
+        """Return the codes of the numbers nearest to `shares` (fp32, in [-1, 1]), uint8 of the same shape."""
         interval = shares.reshape(-1).view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
         codes = self.first_code.index_select(0, interval).view(shares.shape)
         return codes.add_(shares > self.midpoint.index_select(0, interval).view(shares.shape))
@@ -150,7 +150,7 @@ class CodeBook(NamedTuple):
 
 @functools.cache
 def code_book(*, signed: bool, device: torch.device) -> CodeBook:
-    """The codes of signed numbers, or of numbers that are not negative.
+    """Return the codes of signed numbers, or of numbers that are not negative.
 
     Dynamic tree quantisation (Dettmers et al., section 1.3): after the sign, the number of leading zero bits
     is a negative power of ten, a one ends it, and the bits left divide [0.1, 1] times that power into equal
@@ -195,7 +195,7 @@ def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tenso
 
 
 def dequantise(codes: Tensor, scales: Tensor, *, block: int, signed: bool) -> Tensor:
-    """The fp32 values (rows, columns) that `codes` and `scales`, as `quantise` returns them, stand for."""
+    """Return the fp32 values (rows, columns) of `codes` and `scales`, as `quantise` returns them."""
     rows, columns = codes.shape
     numbers = code_book(signed=signed, device=codes.device).numbers
     values = numbers.index_select(0, codes.reshape(-1).int()).view(rows, columns)
@@ -223,7 +223,7 @@ def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
 
 
 def _loaded(given: dict[str, Any], param: Tensor, name: object, *, block: int) -> dict[str, Tensor]:
-    """A copy of the state `given` for `param`, checked."""
+    """Return a copy of the state `given` for `param`, checked."""
     state = _initial_state(param, block=block)
     for key, target in state.items():
         value = given.get(key)

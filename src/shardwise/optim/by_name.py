@@ -51,7 +51,7 @@ def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
 def named_state(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The state dict of groups whose parameters have `names`; its state is in their order."""
+    """Return the state dict of groups whose parameters have `names`; its state is in their order."""
     ordered = [name for own in names for name in own if name in state]
     return {
         "state": {name: state[name] for name in ordered},
@@ -62,7 +62,7 @@ def named_state(
 
 
 def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The options that a loaded state has for each group of parameters, by their `names`.
+    """Return the options that a loaded state has for each group of parameters, by their `names`.
 
     Raises:
         ShardingError: other names, or names that are several groups there but one here.

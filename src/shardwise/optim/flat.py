@@ -86,7 +86,7 @@ def flat(
 
 
 def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
-    """The groups of the model, showing their sharded parameters."""
+    """Return the groups of the model, showing their sharded parameters."""
     found: dict[ContiguousGroup, None] = {}
     for name, module in model.named_modules():
         state = state_of(module)
@@ -111,7 +111,7 @@ def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
 
 
 def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Parameter, str]:
-    """The model's parameters and what they are called."""
+    """Return the model's parameters and what they are called."""
     named = {}
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -195,13 +195,13 @@ class _Run:
         return made
 
     def rows_of(self, tensor: Tensor, member: RowsParam) -> ShardedRows:
-        """A member's rows of a tensor that lies as this run does."""
+        """Return a member's rows of a tensor that lies as this run does."""
         rows = member.place.box
         begin = member.place.shard_offset - self.begin
         return ShardedRows.wrap(tensor.narrow(0, begin, rows.numel).view(rows.sizes), member.piece)
 
     def padding(self) -> list[Tensor]:
-        """The memory of this run that no member uses."""
+        """Return the memory of this run that no member uses."""
         found, end = [], self.begin
         for rows, start in [(m.place.box, m.place.shard_offset) for m in self.members]:
             found.append((end, start))
@@ -309,7 +309,7 @@ class FlatOptimizer(Optimizer):
                 tensor.grad = None
 
     def _moved(self, tensor: nn.Parameter, run: _Run) -> tuple[nn.Parameter, _Run]:
-        """The model has other memory now: `to_empty`, `load_state_dict(assign=True)`, ..."""
+        """Return whether the model has other memory now: `to_empty`, `load_state_dict(assign=True)`, ..."""
         shard = run.group.shards[run.segment]
         if self.state.get(tensor) and (shard.dtype, shard.device) != (tensor.dtype, tensor.device):
             raise ShardingError(
@@ -346,7 +346,7 @@ class FlatOptimizer(Optimizer):
     # State by parameter name
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by parameter name, as torch's `get_optimizer_state_dict` has it. Local.
+        """Return the state by parameter name, as torch's `get_optimizer_state_dict` has it. Local.
 
         `{"state": {name: {"exp_avg": rows, "step": scalar, ...}}, "param_groups": [{"params": [name, ...],
         "lr": ..., ...}]}`. Rows (`ShardedRows`) are this rank's and share memory with the optimizer; a
@@ -467,7 +467,7 @@ def _copied(value: Any) -> Any:
 
 
 def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
-    """One parameter's state with local rows in place of tensors of its shape."""
+    """Return one parameter's state with local rows in place of tensors of its shape."""
     check_shapes(name, member.piece.shape, values)
     found = {}
     for key, value in values.items():
@@ -483,7 +483,7 @@ def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[s
 
 
 def _joined(run: _Run, each: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """The state of a run from those of its members."""
+    """Return the state of a run from those of its members."""
     joined: dict[str, Any] = {}
     for key, first in (each[0] or {}).items():
         if not isinstance(first, Tensor) or first.ndim == 0:

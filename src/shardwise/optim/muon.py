@@ -187,7 +187,7 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """A matrix near the closest semi-orthogonal one to `matrix`: the same singular vectors, values near 1.
+    """Approximate the closest semi-orthogonal matrix: the same singular vectors, values near 1.
 
     Works on the wide side, where the products are smallest.
 
@@ -244,7 +244,7 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
 
 
 def _even_boxes(param: Tensor, name: object) -> tuple[list[Box], dist.ProcessGroup | None, int]:
-    """The boxes of a DTensor or plain tensor by rank of the group that cuts it."""
+    """Return the boxes of a DTensor or plain tensor by rank of the group that cuts it."""
     shape = tuple(param.shape)
     whole = [Box((0, 0), shape)]
     if not isinstance(param, DTensor):
@@ -274,7 +274,7 @@ def _several_axes(name: object, shape: tuple[int, ...], found: object) -> Shardi
 
 
 def assign(cuts: Sequence[_Cut]) -> list[int]:
-    """The rank that works on each matrix: among those that hold most of it the one with the least work.
+    """Choose the rank that works on each matrix: of those that hold most of it, the one with least work.
 
     Depends on nothing but the cuts, so that all ranks agree. Matrices with one holder are counted first,
     then the most expensive are placed first. -1 for matrices without elements.
@@ -327,7 +327,7 @@ class _Matrix:
     options: dict[str, Any]
 
     def direction(self) -> Tensor:
-        """This rank's part of the matrix to orthogonalise; advances the momentum."""
+        """Return this rank's part of the matrix to orthogonalise; advances the momentum."""
         momentum = self.options["momentum"]
         self.buffer.lerp_(self.grad, 1 - momentum)
         return torch.lerp(self.grad, self.buffer, momentum) if self.options["nesterov"] else self.buffer

@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
         self._inner.add_param_group(self._with_tensors({**options, "names": list(more)}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by parameter name. Local.
+        """Return the state by parameter name. Local.
 
         `{"state": {name: {"exp_avg": tensor, "step": number, ...}}, "param_groups": [{"params": [name, ...],
         "lr": ..., ...}]}`. State with an element for each of a sharded parameter's is a `ShardedTensor` cut
@@ -229,7 +229,7 @@ def _check_params(named: Mapping[str, Tensor]) -> None:
 
 
 def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One group for the names that have none, then `groups`."""
+    """Yield one group for the names that have none, then `groups`."""
     taken: dict[str, None] = {}
     for group in groups:
         for name in group["names"]:
@@ -257,7 +257,7 @@ def _local(param: Tensor) -> list[Tensor]:
 def _whole_state(
     name: str, param: Tensor, tensors: Sequence[Tensor], states: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One parameter's state from those of its shards on this rank."""
+    """Return one parameter's state from those of its shards on this rank."""
     if not isinstance(param, ShardedTensor):
         return dict(states[0])
     found: dict[str, Any] = {}

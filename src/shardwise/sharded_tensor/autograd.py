@@ -55,7 +55,7 @@ def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's `tensor` (one shape and dtype), on every rank. Collective over `group`."""
+    """Sum every rank's `tensor` (one shape and dtype), for every rank. Collective over `group`."""
     if group.size() == 1:
         return tensor
     return cast(Tensor, linked(lambda t: all_reduced(t, group), lambda grad: (grad,), tensor))
@@ -81,7 +81,7 @@ def nothing_of(tensor: Tensor) -> Tensor:
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """A reduction without gradient, in new memory. Collective over `group`.
+    """Return a reduction without gradient, in new memory. Collective over `group`.
 
     Raises:
         ShardingError: on every rank, where on one the operation that asks for it has failed (`failure`).
@@ -103,7 +103,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
 
 
 def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
-    """The greatest or least of every rank's elements, NaN where one is NaN; no gradient. Collective."""
+    """Reduce to the greatest or least of ranks' elements, NaN where one is; no gradient. Collective."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
     return extremes.extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
@@ -120,7 +120,7 @@ def moved(
     agreement: Agreement | None = None,
     to_all: Sequence[Sequence[Box]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """This rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
+    """Return this rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
 
     Args:
         tensors: this rank's source boxes. All ranks' are an exact cover, as are the target boxes.

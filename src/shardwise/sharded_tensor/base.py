@@ -61,11 +61,11 @@ class ShardedTensorBase(Tensor):
         return _based(shards, metadata, None if sharding_spec is None else spec_of(sharding_spec))
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Every shard's box and placement, and the properties of all. Local."""
+        """Return every shard's box and placement, and the properties of all. Local."""
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """The spec it was made by, or the plainest that describes its shards. Local."""
+        """Return the spec it was made by, or the plainest that describes its shards. Local."""
         if self._spec is None:
             self._spec = infer_sharding_spec(self._metadata)
         return self._spec
@@ -116,7 +116,7 @@ def _based(
 
 
 def sharded_in(values: Any) -> Iterator[Any]:
-    """The sharded tensors among the values, also within lists and tuples."""
+    """Yield the sharded tensors among the values, also within lists and tuples."""
     for value in values:
         if isinstance(value, ShardedTensorBase):
             yield value
@@ -125,7 +125,7 @@ def sharded_in(values: Any) -> Iterator[Any]:
 
 
 def first_sharded(args: Any, kwargs: Any) -> Any:
-    """The first sharded tensor among the arguments of an operation, which has one."""
+    """Return the first sharded tensor among the arguments of an operation, which has one."""
     return next(sharded_in([*args, *kwargs.values()]))
 
 

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 def gather_shards(
     shards: Callable[[], Sequence[Shard]], global_size: Sequence[int], *, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """The description of the tensor that all ranks' `shards()` make together. Collective over `group`.
+    """Return the description of the tensor that all ranks' `shards()` make together. Collective over `group`.
 
     Raises:
         ShardingError: on every rank, naming the rank, shard and both values, where they make none.
@@ -160,7 +160,7 @@ def _unlike(
 
 
 def _named(name: str) -> Any:
-    """A dtype or memory format of torch by its text."""
+    """Return a dtype or memory format of torch by its text."""
     return getattr(torch, name.removeprefix("torch."))
 
 

@@ -65,7 +65,7 @@ def empty(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """An uninitialised tensor cut by `sharding_spec`. Collective over the group: ranks compare 8 bytes.
+    """Make an uninitialised tensor cut by `sharding_spec`. Collective over the group: ranks compare 8 bytes.
 
     A process that is not in the group gets the tensor without shards and takes no part.
 
@@ -94,7 +94,7 @@ def empty(
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
-    """A tensor of `fill_value` everywhere; the dtype is that of the value unless given. See `empty`."""
+    """Make a tensor of `fill_value` everywhere; its dtype is that of the value unless given. See `empty`."""
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     made = _made(sharding_spec, (size,), values=f"full of {fill_value}", **options)
@@ -102,12 +102,12 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """A tensor of zeros. See `empty`."""
+    """Return a tensor of zeros. See `empty`."""
     return _filled(_made(sharding_spec, size, values="zeros", **options), lambda tensor, box: tensor.zero_())
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """A tensor of ones. See `empty`."""
+    """Return a tensor of ones. See `empty`."""
     return _filled(_made(sharding_spec, size, values="ones", **options), lambda tensor, box: tensor.fill_(1))
 
 
@@ -141,7 +141,7 @@ def randn(
 
 
 def shared_seed(group: dist.ProcessGroup) -> int:
-    """A seed from torch's default CPU generator on the first rank, equal on all. Collective over `group`.
+    """Draw a seed from torch's default CPU generator on the first rank, equal on all. Collective.
 
     Every rank's generator takes that step, so that those which were equal stay so; also that of a process
     outside the group, whose seed is its own.
@@ -160,7 +160,7 @@ def init_from_local_shards(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """The tensor that every rank's `local_shards` make together; it shares their memory. Collective.
+    """Return the tensor that every rank's `local_shards` make together; it shares their memory. Collective.
 
     This rank's are any number; all ranks' cover the whole tensor once. Other arguments are as for `empty`.
 
@@ -181,7 +181,7 @@ def init_from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """The tensor that `sharded_tensor_metadata` describes, of which this rank has `local_shards`.
+    """Return the tensor that `sharded_tensor_metadata` describes, of which this rank has `local_shards`.
 
     Collective over the group: ranks compare 8 bytes. A process that is not in the group has no shards of it
     and takes no part.
@@ -231,7 +231,7 @@ def init_from_local_tensor(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """The tensor cut by `sharding_spec` of which this rank has `local_tensor`, in its memory. Collective.
+    """Make the tensor cut by `sharding_spec` whose part here is `local_tensor`, in its memory. Collective.
 
     Args:
         local_tensor: of the size that the spec gives this rank; None where it gives it no shard.
@@ -272,7 +272,7 @@ def shard_tensor(
     src_rank: int | None = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
-    """A whole tensor cut by `sharding_spec`, in memory of its own. Collective over the group.
+    """Return a whole tensor cut by `sharding_spec`, in memory of its own. Collective over the group.
 
     Args:
         tensor: of the same shape, dtype and requires_grad on every rank of the group.

@@ -33,7 +33,7 @@ def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
 
 
 def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
-    """The local shard that begins at the offset of `index`."""
+    """Return the local shard that begins at the offset of `index`."""
     if sharded.metadata().size.numel() == 0:
         return sharded.anchor.detach().new_empty(sharded.metadata().size)
     for shard in sharded.local_shards():

@@ -103,7 +103,7 @@ def _of_listed_shards(
 
 
 def held_by_this_rank(dtensor: DTensor) -> list[tuple[Box, Tensor]]:
-    """This rank's boxes of a DTensor, also where they are replicas, and views of its memory. Local."""
+    """Return this rank's boxes of a DTensor, also where they are replicas, and views of its memory. Local."""
     local = _compat.local_tensor(dtensor).detach()
     mesh = dtensor.device_mesh
     placements = _normalized(dtensor.placements, mesh, ndim=dtensor.ndim)
@@ -126,7 +126,7 @@ def of_boxes(
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
-    """The tensor of these boxes on these global ranks, of which this rank's are `tensors`. Local."""
+    """Return the tensor of these boxes on these global ranks, of which this rank's are `tensors`. Local."""
     metadata = ShardedTensorMetadata(
         [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed],
         shape,
@@ -212,7 +212,7 @@ class _Holding:
         ]
 
     def _empty(self) -> Box:
-        """A box of the local tensor's sizes within the whole tensor."""
+        """Return a box of the local tensor's sizes within the whole tensor."""
         starts = [runs[0][0] if runs else size for runs, size in zip(self.runs, self.shape, strict=True)]
         return Box(tuple(starts), self.sizes)
 
@@ -329,7 +329,7 @@ def _dim(placement: Any) -> int:
 
 
 def _normalized(placements: Sequence[Placement], mesh: DeviceMesh, *, ndim: int) -> tuple[Placement, ...]:
-    """The placements with dims counted from the first."""
+    """Return the placements with dims counted from the first."""
     if len(placements) != mesh.ndim:
         raise ShardingError(
             f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"

@@ -65,7 +65,7 @@ def _handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[
 def _stand_in(
     error: Exception, handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A result for an operation that failed with `error` for this rank's values; else raises `error`."""
+    """Make a result for an operation that failed with `error` for this rank's values, or raise `error`."""
     global ever
     operands = list(sharded_in([*args, *kwargs.values()]))
     group = operands[0].process_group
@@ -148,7 +148,7 @@ def _tried(
 
 
 def _alike(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
-    """The twin of a tensor: of a sharded one over a group that nothing can be told to."""
+    """Return the twin of a tensor: of a sharded one over a group that nothing can be told to."""
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
     sharded: Any = tensor
@@ -173,7 +173,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """A result with values: zeros in place of one of the meta device."""
+    """Return a result with values: zeros in place of one of the meta device."""
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)

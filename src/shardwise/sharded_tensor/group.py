@@ -44,7 +44,7 @@ def is_outside(group: dist.ProcessGroup) -> bool:
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
-    """The global ranks of a group; None where this process is not in it, and does not know them."""
+    """Return the global ranks of a group; None where this process is not in it, and does not know them."""
     return None if is_outside(group) else dist.get_process_group_ranks(group)
 
 
@@ -71,7 +71,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def cut_by(
     spec: Any, size: Sequence[int], properties: TensorProperties, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """The shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
+    """Return the shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
 
     Raises:
         ShardingError: it is no spec, or gives none that cover the tensor once, or others' shards.

@@ -172,7 +172,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """The properties of `tensor`."""
+        """Return the properties of `tensor`."""
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
@@ -220,7 +220,7 @@ def _check_movable(dtype: torch.dtype) -> None:
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format in which `tensor` lies densely; `torch.preserve_format` for any other strides."""
+    """Return the memory format in which `tensor` is dense; `torch.preserve_format` for other strides."""
     if tensor.is_contiguous():
         return torch.contiguous_format
     for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
@@ -249,7 +249,7 @@ class ShardedTensorMetadata:
         return [found[rank] for rank in ranks]
 
     def held_by(self, rank: int) -> list[ShardMetadata]:
-        """The shards of a global rank, in order."""
+        """Return the shards of a global rank, in order."""
         return [shard for shard in self.shards_metadata if shard.rank == rank]
 
     def cut_as(self, other: ShardedTensorMetadata) -> bool:
@@ -271,7 +271,7 @@ class ShardedTensorMetadata:
         return replace(self, tensor_properties=replace(self.tensor_properties, **changes))
 
     def map(self, size: Sequence[int], box: Callable[[Box], Box]) -> ShardedTensorMetadata:
-        """Every shard's box replaced, on the same placements, in a tensor of another `size`."""
+        """Replace every shard's box, on the same placements, for a tensor of another `size`."""
         moved = [
             ShardMetadata(new.offsets, new.sizes, shard.placement)
             for shard in self.shards_metadata

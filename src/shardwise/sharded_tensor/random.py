@@ -119,7 +119,7 @@ def _check_out(out: Tensor, box: Box, shape: Sequence[int]) -> None:
 
 
 def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the largest number of `dtype` in [low, high)."""
+    """Return the least and the largest number of `dtype` in [low, high)."""
     largest = torch.finfo(dtype).max
     if not -largest <= low <= high <= largest:
         raise ShardingError(
@@ -230,6 +230,6 @@ def _mixed(word: int, shifts: tuple[int, int, int], factors: tuple[int, int]) ->
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 of the same 64 bits."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word

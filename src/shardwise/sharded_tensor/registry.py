@@ -46,7 +46,7 @@ def between_graphs(function: _F) -> _F:
 
 
 def declared(method: _F) -> _F:
-    """A method or function whose signature and documentation are here, and which a module above does."""
+    """Declare a method or function, with signature and documentation, that a higher module implements."""
 
     @between_graphs
     @functools.wraps(method)

@@ -57,7 +57,7 @@ def _references(number: int) -> list[Any]:
 
 
 def _register(sharded: ShardedTensor) -> int:
-    """The number by which other ranks refer to a tensor of this one."""
+    """Return the number by which other ranks refer to a tensor of this one."""
     try:
         own = rpc.get_worker_info().id
     except (AttributeError, RuntimeError) as error:  # not built into torch, not initialised

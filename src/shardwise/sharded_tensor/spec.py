@@ -43,7 +43,7 @@ class ShardingSpec(ABC):
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """The shards of a tensor of `tensor_sizes`: an exact cover. Local; the same on every rank.
+        """Return the shards of a tensor of `tensor_sizes`: an exact cover. Local; the same on every rank.
 
         Raises:
             ShardingError: a shape that this spec cannot cut.
@@ -174,7 +174,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
-    """The plainest spec whose `build_metadata` gives exactly these shards in this order. Local."""
+    """Return the plainest spec whose `build_metadata` gives exactly these shards in this order. Local."""
     size, shards = metadata.size, metadata.shards_metadata
     placements = [shard.placement for shard in shards]
     for dim in range(len(size)):
@@ -200,7 +200,7 @@ def _gives(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> bool:
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """The lengths of `count` chunks of `ceil(size / count)` elements, the last short or empty."""
+    """Return the lengths of `count` chunks of `ceil(size / count)` elements, the last short or empty."""
     chunk = -(-size // count)
     return [min(chunk, max(size - i * chunk, 0)) for i in range(count)]
 
@@ -211,7 +211,7 @@ def _grid(
     placements: Sequence[RemoteDevice],
     properties: TensorProperties,
 ) -> ShardedTensorMetadata:
-    """The product of the lengths that `cuts` has of every dim, in row-major order."""
+    """Return the product of the lengths that `cuts` has of every dim, in row-major order."""
     ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in cuts]
     shards = [
         ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)

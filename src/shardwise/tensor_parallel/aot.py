@@ -57,7 +57,7 @@ def compile_package(folder: str | Path) -> None:
 def load_compiled(
     folder: str | Path, *, rank: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Callable[..., Any]:
-    """This rank's function from a folder that `compile_package` completed; called as the model is. Local.
+    """Load this rank's function from a folder that `compile_package` completed; call it as the model. Local.
 
     Args:
         folder: the folder. It holds machine code: load only those whom you would let run code.

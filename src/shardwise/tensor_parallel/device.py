@@ -79,7 +79,7 @@ def is_here(device: torch.device) -> bool:
 
 
 def _fake_on(tensor: Any, device: torch.device) -> Tensor:
-    """A fake tensor as it is on another device; `to` would need that device's library to be there."""
+    """Return a fake tensor as it is on another device; `to` would need that device's library to be there."""
     shape, dtype, trained = tensor.shape, tensor.dtype, tensor.requires_grad
     strided = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=trained)
     return _compat.FakeTensor(tensor.fake_mode, strided, device)

@@ -167,7 +167,7 @@ def _text(placement: Any, rank: int) -> str:
 
 
 def rendered(title: str, columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text. `columns`: the foot of each, by its head; numbers of bytes are flush right."""
+    """Return a table as text. `columns`: the foot of each, by its head; numbers of bytes are flush right."""
     table = Table(title=title, show_footer=any(columns.values()))
     for head, foot in columns.items():
         table.add_column(head, foot, overflow="fold", justify="right" if head.startswith("bytes") else "left")

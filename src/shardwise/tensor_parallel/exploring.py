@@ -124,7 +124,7 @@ class Space:
         return found
 
     def held(self, uses: Sequence[Use], names: Sequence[str] | None = None) -> tuple[int, ...]:
-        """Bytes of the parameters `names`, or of all and of buffers, by rank; given each step's use."""
+        """Return the bytes by rank of the parameters `names`, or of all and of buffers, given steps' uses."""
         found = [0 if names is not None else self.always_held] * self.ranks
         for step, use in zip(self.steps, uses, strict=True):
             for place, held in use.placed:
@@ -133,7 +133,7 @@ class Space:
         return tuple(found)
 
     def whole(self, names: Sequence[str] | None = None) -> int:
-        """Bytes of the parameters `names`, or of all parameters and buffers, uncut."""
+        """Return the bytes of the parameters `names`, or of all parameters and buffers, uncut."""
         return sum(self._sizes[name] for name in (self._sizes if names is None else names))
 
 
@@ -296,7 +296,7 @@ def _given(p: Partition, value: Any) -> Any:
 
 
 def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
-    """The state in which the partition leaves `x`, and rank 0's value in it."""
+    """Return the state in which the partition leaves `x`, and rank 0's value in it."""
     value, parameter = p.values[x], p.parameters.get(x)
     placement = value.placement if parameter is None else parameter.placement
     sent = {
@@ -329,13 +329,13 @@ def _told(x: fx.Node) -> Any:
 
 
 def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
-    """Bytes of a parameter that a rank holds."""
+    """Return the bytes of a parameter that a rank holds."""
     shape: list[int] = local_shape(placement, _sizes(parameter), rank)
     return math.prod(shape) * int(parameter.meta["val"].element_size())
 
 
 def _sent(node: fx.Node, kind: str, ranks: int) -> int:
-    """Bytes that each rank sends, by the least that the collective can do with."""
+    """Return the bytes that each rank sends, by the least that the collective can do with."""
     return sent_bytes(kind, nbytes(node if kind == GATHER else args_of(node)[0]), ranks=ranks)
 
 
@@ -361,7 +361,7 @@ def _sizes(node: fx.Node) -> list[int]:
 
 
 def _groups(whole: Whole) -> tuple[Group, ...]:
-    """The weights, those of repeated layers together, each with the vectors of its module."""
+    """Return the weights, those of repeated layers together, each with the vectors of its module."""
     kinds = {spec.target: spec.kind for spec in whole.program.graph_signature.input_specs}
     of_module: dict[str, list[str]] = defaultdict(list)
     weights: dict[str, fx.Node] = {}
@@ -391,7 +391,7 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
 
 
 def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
-    """A parameter's state before its first use, for each style; in the word that fits that use."""
+    """Return a parameter's state before its first use, for each style; in the word that fits that use."""
     module = name.rpartition(".")[0]
     styles = [at_first_use(parameter, style, module)[1] for style in STYLES[1:]]
     return tuple(State(None, style=style) for style in (None, *styles))

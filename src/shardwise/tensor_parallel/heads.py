@@ -48,7 +48,7 @@ def column_ranges(p: Partition, node: fx.Node, size: int, *, dim: int) -> Ranges
 
 
 def _cut(stretch: Stretch, ranks: int) -> Ranges:
-    """Every rank's share of a stretch: of the heads that it serves, and so of its units."""
+    """Return every rank's share of a stretch: of the heads that it serves, and so of its units."""
     heads = Split(0, even(stretch.count * stretch.shared, ranks))
 
     def outputs(begin: int, end: int) -> Interval:
@@ -151,7 +151,7 @@ class _Tracker:
             yield replace(stretch, count=stretch.count // width, unit=width * stretch.unit)
 
     def _apart(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
-        """The dim became `dims`: (heads, width), or (3, heads, width) where the three are taken apart."""
+        """Follow a dim that became `dims`: (heads, width), or (3, heads, width) if the 3 are taken apart."""
         if not dims:  # of a dim of one element
             return
         sizes = self.p.hints(user)
@@ -223,7 +223,7 @@ def order_of(node: fx.Node, ndim: int) -> list[int]:
 
 
 def part_dim(node: fx.Node, ndim: int) -> int:
-    """The dim along which a split, a slice or another of `_PARTS` takes parts."""
+    """Return the dim along which a split, a slice or another of `_PARTS` takes parts."""
     rest = node.args[1:]
     place = 0 if op_of(node) in ("slice", "narrow", "select", "unbind") else 1
     given: Any = rest[place] if len(rest) > place else node.kwargs.get("dim", 0)

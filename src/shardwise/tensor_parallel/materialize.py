@@ -135,7 +135,7 @@ def _sharers(record: dict[str, Any], name: str) -> list[str]:
 def _reader(
     source: Source, values: Mapping[str, Tensor], names: list[str], asked: Mapping[str, str]
 ) -> Entry | None:
-    """A whole tensor under the first of `names` that is known."""
+    """Return a whole tensor under the first of `names` that is known."""
     for name in names:
         if name in values:
             return _in_memory(values[name])
@@ -184,7 +184,7 @@ def _read(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
 
 
 def _mapped(path: Path) -> Mapping[str, Tensor]:
-    """The tensors that `torch.save` wrote, as views of the file."""
+    """Return the tensors that `torch.save` wrote, as views of the file."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged file leads to

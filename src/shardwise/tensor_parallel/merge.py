@@ -21,7 +21,7 @@ from shardwise.tensor_parallel.state import placement_from_json
 
 @torch.no_grad()
 def merge(folder: str | Path) -> dict[str, Tensor]:
-    """The whole state dict of the model whose programs `save` wrote to a folder, on the CPU. Local.
+    """Return the whole state dict of the model whose programs `save` wrote to a folder, on the CPU. Local.
 
     Names that share a tensor share it here. Beside it, one rank's program is in memory at a time.
 

@@ -42,7 +42,7 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
 
 
 def leave(plan: Plan, graph: fx.Graph) -> Moves:
-    """The last operation of each call of a module whose outputs are to be moved: the module, and where to."""
+    """Return the last operation of each call of a module whose outputs move: the module, and where to."""
     return {
         [node for node in own if is_tensor(node)][-1]: (module, layout)
         for module, layout in plan.outputs.items()
@@ -51,7 +51,7 @@ def leave(plan: Plan, graph: fx.Graph) -> Moves:
 
 
 def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
-    """The operations of each call of `module`, whose input or outputs are to be moved."""
+    """Return the operations of each call of `module`, whose input or outputs are to be moved."""
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         for call in calls_of(node) if node.op == "call_function" else ():

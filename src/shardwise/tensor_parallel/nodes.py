@@ -30,7 +30,7 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """The results of a value, or the value alone."""
+    """Return the results of a value, or the value alone."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
@@ -40,21 +40,21 @@ def is_tensor(x: Any) -> bool:
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor; sizes not known count as they were when the program was exported."""
+    """Return the bytes of a node's tensor; unknown sizes count as they were at export."""
     value: Any = node.meta["val"]
     return math.prod(map(hint, value.shape)) * int(value.element_size()) if isinstance(value, Tensor) else 0
 
 
 def calls_of(node: fx.Node) -> list[str]:
-    """The calls of modules that `node` lies in, the innermost last: `up`, and `up@1` the next time."""
+    """Return the calls of modules that `node` lies in, the innermost last: `up`, and `up@1` the next time."""
     return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def modules_of(node: fx.Node) -> list[str]:
-    """The modules that `node` lies in, the innermost last."""
+    """Return the modules that `node` lies in, the innermost last."""
     return [call.partition("@")[0] for call in calls_of(node)]
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the model that `node` comes from."""
+    """Return the line of the model that `node` comes from."""
     return (node.meta.get("stack_trace") or "no source line").strip().splitlines()[-1].strip()

@@ -107,7 +107,7 @@ def load(
     world_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ExportedProgram:
-    """One rank's program from a folder that `save` wrote, on the device that it was made for. Local.
+    """Load one rank's program from a folder that `save` wrote, on the device that it was made for. Local.
 
     Args:
         folder: the folder.
@@ -261,7 +261,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def file_in(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
-    """A file of a folder, as it was when it was written.
+    """Return a file of a folder, as it was when it was written.
 
     Raises:
         CheckpointError: one that is missing, damaged or outside.

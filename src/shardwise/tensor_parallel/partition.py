@@ -106,23 +106,23 @@ class Partition:
         return found
 
     def shape(self, node: fx.Node) -> list[Any]:
-        """Sizes of the whole value; symbolic ones stay so."""
+        """Return the sizes of the whole value; symbolic ones stay so."""
         return list(node.meta["val"].shape)
 
     def hints(self, node: fx.Node) -> list[int]:
-        """Sizes of the whole value as numbers, symbolic ones as they were when the program was exported."""
+        """Return the sizes of the whole value as numbers; symbolic ones as they were at export."""
         return [hint(size) for size in self.shape(node)]
 
     # ------------------------------------------------------------ building
 
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that calls `op` on nodes of this rank's program."""
+        """Return a node that calls `op` on nodes of this rank's program."""
         with self.fake_mode, self._no_guards(), torch.no_grad():
             result = op(*map_arg(args, _value), **map_arg(kwargs, _value))
         return self.emitted(op, args, kwargs, result)
 
     def emitted(self, op: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
-        """A node that calls `op`, of which `result` came on fake tensors."""
+        """Return a node that calls `op`, of which `result` came on fake tensors."""
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
         if self.building is not None:
@@ -204,7 +204,7 @@ class Partition:
         return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
     def _no_guards(self) -> AbstractContextManager[Any]:
-        """This rank's sizes must put no conditions on the symbols of the whole program."""
+        """Suppress guards: sizes on this rank must put no conditions on the whole program's symbols."""
         symbols = self.fake_mode.shape_env
         if symbols is None:
             return nullcontext()
@@ -229,7 +229,7 @@ class Partition:
         self.values[node] = Value(made, placement)
 
     def take(self, node: Any, placement: Placement = REPLICATE) -> Any:
-        """The value of `node` at `placement`, by whatever moves it there. Numbers are everywhere."""
+        """Return the value of `node` at `placement`, by whatever moves it there. Numbers are everywhere."""
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
             return self.values[node].node if isinstance(node, fx.Node) else node
         if node in self.later:
@@ -311,7 +311,7 @@ class Partition:
         return self.cut(value.node, target)
 
     def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
-        """The part `target` of a value of which this rank has `source`; no communication."""
+        """Return the part `target` of a value of which this rank has `source`; no communication."""
         asked = target.ranges[self.rank] or ((0, 0),)
         if source.ranges[self.rank] == asked:
             return node
@@ -320,12 +320,12 @@ class Partition:
         return self._pieces(node, target.dim, local, own=True)
 
     def all_reduce(self, node: fx.Node, kind: str = "sum") -> fx.Node:
-        """The sum, or the "max", of every rank's `node`."""
+        """Return the sum, or the "max", of every rank's `node`."""
         started = self.emit(c10d.all_reduce.default, node, kind, self.group)
         return self.emit(c10d.wait_tensor.default, started)
 
     def reduce_scatter(self, node: fx.Node, dim: int) -> fx.Node:
-        """This rank's share of the sum of every rank's `node`, along `dim`; all shares are equal."""
+        """Return this rank's share of the sum of every rank's `node`, along `dim`; all shares are equal."""
         if dim:
             node = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, node, 0, dim))
         started = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
@@ -337,7 +337,7 @@ class Partition:
         return isinstance(size, int) and size % self.ranks == 0 and split.ranges == even(size, self.ranks)
 
     def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
-        """The whole of a value cut by `split`."""
+        """Return the whole of a value cut by `split`."""
         most = max(split.size(rank) for rank in range(self.ranks))
         dtype = node.meta["val"].dtype
         if dtype == torch.bool:  # not every backend sends them
@@ -358,7 +358,7 @@ class Partition:
         return self.emit(aten.to.dtype, whole, dtype) if dtype == torch.bool else whole
 
     def cut(self, node: fx.Node, split: Split) -> fx.Node:
-        """This rank's intervals of a replicated value; no communication."""
+        """Return this rank's intervals of a replicated value; no communication."""
         return self._pieces(node, split.dim, split.ranges[self.rank], own=True)
 
     def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
@@ -370,7 +370,7 @@ class Partition:
         return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
 
     def evenly(self, node: fx.Node, dim: int) -> Split:
-        """An even cut of a dim of the whole value."""
+        """Return an even cut of a dim of the whole value."""
         return Split(dim, even(self.hints(node)[dim], self.ranks))
 
 
@@ -404,7 +404,7 @@ def name_source(made: fx.Node, node: fx.Node) -> None:
 
 
 def rather_disjoint(cuts: Sequence[Split]) -> Split | None:
-    """The first cut of which ranks share nothing, or the first one."""
+    """Return the first cut of which ranks share nothing, or the first one."""
     return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
 
 

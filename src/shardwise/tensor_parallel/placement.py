@@ -55,20 +55,20 @@ class Split:
         return Split(dim, self.ranges)
 
     def each(self, change: Callable[[int, int], Interval]) -> Split:
-        """Every interval changed."""
+        """Apply a change to every interval."""
         return Split(self.dim, tuple(normal([change(b, e) for b, e in held]) for held in self.ranges))
 
     def scaled(self, factor: int) -> Split:
-        """The cut of a dim in which every element has become `factor` elements."""
+        """Return the cut of a dim in which every element has become `factor` elements."""
         return self.each(lambda begin, end: (begin * factor, end * factor))
 
     def divided(self, factor: int) -> Split | None:
-        """The cut of a dim in which every `factor` elements have become one; None where ranks share any."""
+        """Return the cut of a dim whose every `factor` elements became one; None where ranks share any."""
         found = self.each(lambda begin, end: (begin // factor, end // factor))
         return found if found.scaled(factor) == self else None
 
     def within(self, begin: int, end: int) -> Split:
-        """The cut of the elements from `begin` to `end`, counted from there."""
+        """Return the cut of the elements from `begin` to `end`, counted from there."""
 
         def inside(edge: int) -> int:
             return min(max(edge, begin), end) - begin
@@ -82,7 +82,7 @@ class Split:
         return all(one[1] <= other[0] for one, other in pairwise(intervals))
 
     def once(self) -> Split:
-        """Every element on the first of the ranks that have it."""
+        """Return every element on the first of the ranks that have it."""
         if self.disjoint:
             return self
         taken: list[Interval] = []
@@ -109,7 +109,7 @@ PARTIAL = Partial()
 
 
 def local_shape(placement: Placement | None, shape: Sequence[Any], rank: int) -> list[Any]:
-    """The shape of a rank's part of a value."""
+    """Return the shape of a rank's part of a value."""
     if not isinstance(placement, Split):
         return list(shape)
     return with_dim(shape, placement.dim, placement.size(rank))
@@ -121,7 +121,7 @@ def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
 
 
 def even(size: int, ranks: int) -> Ranges:
-    """A dim of `size` cut as evenly as possible, the first ranks having one more."""
+    """Return a dim of `size` cut as evenly as possible, the first ranks having one more."""
     return tuple(normal([interval]) for interval in even_intervals(size, ranks))
 
 
@@ -137,7 +137,7 @@ def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
 
 
 def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
-    """The parts of `interval` outside of all of `taken`."""
+    """Return the parts of `interval` outside of all of `taken`."""
     begin, end = interval
     found = []
     for b, e in sorted(taken):
@@ -174,7 +174,7 @@ def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
 
 
 def _repeated(ranges: Ranges, count: int, block: int) -> Ranges:
-    """The intervals of `count` blocks, one after another, of each of which `ranges` are those."""
+    """Return the intervals of `count` blocks, one after another, of each of which `ranges` are those."""
     return tuple(
         normal([(n * block + b, n * block + e) for n in range(count) for b, e in held]) for held in ranges
     )
@@ -186,7 +186,7 @@ def groups(old: Sequence[Any], new: Sequence[Any]) -> Groups:
 
 
 def hint(size: Any) -> int:
-    """A size as a number: one not known before the program runs is as it was when it was exported."""
+    """Return a size as a number: one not known before the program runs is as it was when it was exported."""
     if isinstance(size, int):
         return size
     known = size.node.hint

@@ -98,14 +98,14 @@ def strategies_of(model: Any) -> dict[str, str]:
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:
-    """The plan that a model brings, or that is here for its kind; empty where there is none."""
+    """Return the plan that a model brings, or that is here for its kind; empty where there is none."""
     plan = dict(getattr(model, "_tp_plan", None) or {})
     columns, rows = _PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), ("", ""))
     return plan or {f"*{name}": _COLUMN for name in columns.split()} | {f"*{n}": _ROW for n in rows.split()}
 
 
 def made_from(config: Any) -> nn.Module:
-    """The model that generates by `config`, with random weights, in eval mode."""
+    """Return the model that generates by `config`, with random weights, in eval mode."""
     import transformers
 
     kinds: Any = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)

@@ -173,7 +173,7 @@ _Claims = dict[
 
 
 def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
-    """The entry that decides for `name`, and what it asks for: its own name, its module's, or patterns."""
+    """Return the entry that decides for `name`, and what it asks: its own name, its module's, or patterns."""
     for names in ((name,), (name.rpartition(".")[0],), None):
         fitting = [claim for claim in claims if names is None or claim[0] in names]
         other = next((claim for claim in fitting if claim[1] != fitting[0][1]), None)
@@ -188,7 +188,7 @@ def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
 
 
 def described(entry: Any) -> str:
-    """An entry of the strategies as text: its class, with layouts that are not the usual ones."""
+    """Return an entry of the strategies as text: its class, with layouts that are not the usual ones."""
     if isinstance(entry, str):
         return entry
     if inspect.isclass(entry) or inspect.isfunction(entry):
@@ -198,7 +198,7 @@ def described(entry: Any) -> str:
 
 
 def style_of(entry: Any, *, asked: str) -> Style:
-    """The style that a class, an instance or a word stands for. `asked` is for messages."""
+    """Return the style that a class, an instance or a word stands for. `asked` is for messages."""
     if isinstance(entry, Style):
         return entry
     if isinstance(entry, str):
@@ -234,7 +234,7 @@ def style_of(entry: Any, *, asked: str) -> Style:
 
 
 def _kind(entry: Any) -> str:
-    """The name of the style's class, or of the one that it is derived from."""
+    """Return the name of the style's class, or of the one that it is derived from."""
     kinds = entry.__mro__ if inspect.isclass(entry) else type(entry).__mro__
     known = {"ColwiseParallel", "RowwiseParallel", "SequenceParallel", "Replicate"}
     known |= {"PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"}
@@ -291,7 +291,7 @@ def _style_for(entry: Any, name: str, tensor: Tensor, asked: str) -> Style | Non
 
 
 def _matching(asked: str, names: Iterable[str]) -> list[str]:
-    """The parameters that `asked` names itself, by their module, or by a pattern of either."""
+    """Return the parameters that `asked` names itself, by their module, or by a pattern of either."""
     known = list(names)
     matching = [
         name
@@ -304,7 +304,7 @@ def _matching(asked: str, names: Iterable[str]) -> list[str]:
 
 
 def _matching_modules(asked: str, names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The modules, those with none but modules within too, that `asked` names."""
+    """Return the modules, those with none but modules within too, that `asked` names."""
     known = dict.fromkeys(
         ".".join(parts[:depth])
         for name in names

@@ -146,7 +146,7 @@ class _Pass:
         return None
 
     def _replicated(self, x: fx.Node, user: fx.Node) -> fx.Node:
-        """The whole value `x` for own work, of which `user` is the first."""
+        """Return the whole value `x` for own work, of which `user` is the first."""
         if x in self.shared:
             return self.shared[x]
         source = _seen_as(x)
@@ -212,7 +212,7 @@ class _Pass:
 
 
 def _seen_as(node: fx.Node) -> Any:
-    """The value that `node` is another view of."""
+    """Return the value that `node` is another view of."""
     return node.args[0] if _compat.is_operator(node.target) and op_of(node) in _VIEWS else None
 
 
@@ -224,7 +224,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _collective(node: fx.Node) -> fx.Node | None:
-    """The start of the collective that `node` waits for."""
+    """Return the start of the collective that `node` waits for."""
     return node.args[0] if node.target is c10d.wait_tensor.default else None  # type: ignore[return-value]
 
 

@@ -37,7 +37,7 @@ def tensor_parallel_transformation(
     training: bool = False,
     sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """The program that `rank` of `world_size` runs so that all together compute `exported_program`.
+    """Return the program that `rank` of `world_size` runs so that all together compute `exported_program`.
 
     Local: needs no process group and no communication, and any rank's program can be made in any process.
     Weights are only copied, when all placements are known: a program exported on the meta device or from fake
@@ -209,7 +209,7 @@ def _is_asked(found: Gathered, asked: Mapping[fx.Node, str | None]) -> bool:
 
 
 def _told(p: Partition, found: Gathered) -> dict[str, Any]:
-    """A gather that nothing asked for, as it is written down with the program."""
+    """Return a gather that nothing asked for, as it is written down with the program."""
     value = found.value
     return {
         "op": name_of(found.user),

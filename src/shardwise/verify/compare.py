@@ -44,7 +44,7 @@ class Tolerance:
 
 
 def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Tolerance:
-    """The tolerance that rounding alone explains, with a safety factor.
+    """Return the tolerance that rounding alone explains, with a safety factor.
 
     `dtype` is the coarsest one that values are stored in, `terms` the number of terms a gradient
     element sums over the global batch, `layers` the number of operations between input and loss.
@@ -66,7 +66,7 @@ def fixed_tolerance(value: float) -> Tolerance:
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The floating-point dtype with the largest rounding error; float32 where there is none."""
+    """Return the floating-point dtype with the largest rounding error; float32 where there is none."""
     floating = {d for d in dtypes if d.is_floating_point}
     return max(floating, key=lambda d: (torch.finfo(d).eps, str(d)), default=torch.float32)
 
@@ -109,7 +109,7 @@ def scale_of(tensor: torch.Tensor) -> float:
 
 
 def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
-    """The scale that differences of `tensor` are measured against; `overall` is the largest of its kind."""
+    """Return the scale to measure differences of `tensor` against; `overall` is the largest of its kind."""
     return max(scale_of(tensor), SCALE_FLOOR * overall)
 
 
@@ -182,17 +182,17 @@ def optimizer_slack(
 
 
 def first_beyond(differences: Iterable[Difference]) -> Difference | None:
-    """The first difference beyond tolerance, in the order given."""
+    """Return the first difference beyond tolerance, in the order given."""
     return next((difference for difference in differences if difference.beyond), None)
 
 
 def worst(differences: Iterable[Difference]) -> Difference | None:
-    """The most severe difference; the earliest where several are equal."""
+    """Return the most severe difference; the earliest where several are equal."""
     return max(differences, key=lambda difference: difference.severity, default=None)
 
 
 def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
-    """One difference per (kind, name) out of what several ranks found: the worst, in first-seen order."""
+    """Merge ranks' findings: the worst difference per (kind, name), in first-seen order."""
     merged: dict[tuple[Kind, str], Difference] = {}
     for differences in by_rank:
         for difference in differences:

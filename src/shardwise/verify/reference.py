@@ -77,7 +77,7 @@ def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
 
 
 def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
-    """The global batch of a step. Raises `CaseError` for anything but tensors of one length."""
+    """Return the global batch of a step. Raises `CaseError` for anything but tensors of one length."""
     batch = case.batch(step)
     batch = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
     for index, entry in enumerate(batch):
@@ -100,7 +100,7 @@ def _kind(found: object) -> str:
 
 
 def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The scalar loss. Raises `CaseError` for anything else."""
+    """Return the scalar loss. Raises `CaseError` for anything else."""
     loss = case.loss(module, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise CaseError(f"loss() returned {_kind(loss)}; expected a tensor with one element.")

@@ -43,7 +43,7 @@ class VerifyResult:
         return first_beyond(d for d in self.differences if d.kind != "loss")
 
     def worst(self, kind: Kind, step: int) -> Difference | None:
-        """The most severe difference of a kind in a step; None where nothing was compared."""
+        """Return the most severe difference of a kind in a step; None where nothing was compared."""
         return worst(d for d in self.differences if d.kind == kind and d.step == step)
 
     def largest(self, kind: Kind, step: int) -> tuple[float, float]:
@@ -91,7 +91,7 @@ def step_name(step: int) -> str:
 
 
 def table(result: VerifyResult) -> Table:
-    """One row per step: the largest difference of each kind, and the tensor nearest to its limit."""
+    """Return one row per step: the largest difference of each kind, and the tensor nearest to its limit."""
     rendered = Table(title=_title(result))
     rendered.add_column("step", justify="right")
     for kind in KINDS:
@@ -113,7 +113,7 @@ def table(result: VerifyResult) -> Table:
 
 
 def verdict(result: VerifyResult) -> str:
-    """One or two lines: whether the runs agree, else the first difference and the first parameter."""
+    """Return one or two lines: whether the runs agree, else the first difference and the first parameter."""
     first, parameter = result.first, result.first_parameter
     layout = f" ({result.layout} layout)" if result.layout else ""
     if first is None:
@@ -128,7 +128,7 @@ def verdict(result: VerifyResult) -> str:
 
 
 def describe(difference: Difference) -> str:
-    """A difference in one line, for a reader who has to find the fault."""
+    """Return a difference in one line, for a reader who has to find the fault."""
     what = "the loss" if difference.kind == "loss" else f"the {difference.kind} {difference.name}"
     if difference.kind == "gradient":
         what = f"the gradient of {difference.name}"

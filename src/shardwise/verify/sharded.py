@@ -151,7 +151,7 @@ def _presence_problem(held: list[int], reference: int) -> str:
 def _name_problems(
     parameters: Parameters, tied: dict[str, str], expected: list[str], expected_tied: dict[str, str]
 ) -> list[Difference]:
-    """Parameters the reference does not have, and names that are tied on one side only."""
+    """Return parameters the reference does not have, and names that are tied on one side only."""
     problems = []
     for name in parameters:
         if name in expected_tied:

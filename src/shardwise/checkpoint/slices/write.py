@@ -93,7 +93,7 @@ def save_slices(
 
 
 def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
-    """The tensor in a form that can be written."""
+    """Return the tensor in a form that can be written."""
     if not isinstance(name, str) or name == "__metadata__":
         raise CheckpointError(
             f"a tensor is named by a str other than '__metadata__', found {name!r}; rename it"
@@ -194,7 +194,7 @@ def _planned(
 
 
 def _create(path: Path, plan: _Plan) -> str:
-    """A file beside `path` with its header and all its room, so that a full disk is found at once."""
+    """Return a file beside `path` with its header and all its room, so that a full disk is found at once."""
     staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -84,7 +84,7 @@ def _last_use_of(nodes: Iterable[Node]) -> Node:
 
 
 def last_use(gather: Collective) -> Node:
-    """The last node that takes what a gather brought; the graph's output if it is returned."""
+    """Return the last node that takes what a gather brought; the graph's output if it is returned."""
     chain = [gather.issue, *tail(gather)]
     return max([*chain, *uses(chain)])
 

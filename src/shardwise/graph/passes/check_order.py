@@ -16,7 +16,7 @@ from shardwise.graph.collectives import Collective, collectives
 
 
 def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None = None) -> str:
-    """The collectives of `graphs` in order, a line each, alike on ranks that communicate alike.
+    """Return the collectives of `graphs` in order, a line each, alike on ranks that communicate alike.
 
     A group is named by its size, as its name differs from rank to rank.
 
@@ -32,7 +32,7 @@ def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None 
 
 
 def graphs_in(module: GraphModule) -> list[Graph]:
-    """The graphs of `module` and of the graphs it calls, each once, in order of their first call.
+    """Return the graphs of `module` and of the graphs it calls, each once, in order of their first call.
 
     The graphs that Dynamo makes hold bodies of checkpoints and of autograd functions so.
     """

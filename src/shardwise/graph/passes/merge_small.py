@@ -148,7 +148,7 @@ def _replace(graph: Graph, one: Collective, split: Node, index: int) -> None:
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node, with its fake tensor."""
+    """Return a new node, with its fake tensor."""
     node = graph.call_function(target, args, kwargs)
     given, named = map_arg((args, kwargs), lambda one: one.meta["val"])
     node.meta["val"] = target(*given, **named)

@@ -63,7 +63,7 @@ def pack(issue: Node) -> tuple[list[Node], list[Node]]:
 
 
 def staging(one: Collective) -> Node | None:
-    """The node that copies gradients into the staging buffer that `one` reduces; None if there is none."""
+    """Return the node that copies gradients into the staging buffer that `one` reduces, or None."""
     found = [node for node in pack(one.issue)[0] if operator_name(node) == STAGED] if one.op else []
     return found[-1] if found else None
 
@@ -74,7 +74,7 @@ def is_of_inputs(issue: Node) -> bool:
 
 
 def tail(collective: Collective) -> list[Node]:
-    """The waits for a collective and what only lays out what they return, in graph order.
+    """Return the waits for a collective and what only lays out what they return, in graph order.
 
     Behind a reduction also an all-reduce of it, which ends the tail.
     """
@@ -96,7 +96,7 @@ def tail(collective: Collective) -> list[Node]:
 
 
 def uses(nodes: Iterable[Node]) -> list[Node]:
-    """The nodes outside `nodes` that take one of them, in graph order."""
+    """Return the nodes outside `nodes` that take one of them, in graph order."""
     inside = set(nodes)
     return sorted({user for node in inside for user in node.users} - inside)
 
@@ -145,7 +145,7 @@ def move_behind(nodes: list[Node], anchor: Node) -> Node:
 
 
 def first_write(start: Node, end: Node) -> Node | None:
-    """The first node that writes to memory behind `start` and before `end`."""
+    """Return the first node that writes to memory behind `start` and before `end`."""
     node = start.next
     while node is not end and node.op != "output":
         if writes(node):
@@ -155,7 +155,7 @@ def first_write(start: Node, end: Node) -> Node | None:
 
 
 def label(collective: Collective) -> str:
-    """A collective in words that a user knows: the module that first uses what it brings, else its inputs."""
+    """Name a collective for a user: by the module that first uses what it brings, else by its inputs."""
     for user in uses(tail(collective)):
         stack: Any = user.meta.get("nn_module_stack")
         if stack:

@@ -84,7 +84,7 @@ def _gradients(graph: Graph) -> Counter[Node]:
 
 
 def _amid(begin: Node, end: Node, share: float, made: Counter[Node]) -> Node:
-    """The first node from `begin` to `end` with which this share of the gradients between them is there."""
+    """Return the first node from `begin` to `end` by which this share of the gradients is there."""
     between = [begin]
     while between[-1].next is not end:
         between.append(between[-1].next)

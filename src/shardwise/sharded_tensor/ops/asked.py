@@ -79,7 +79,7 @@ def of_all(
 
 
 def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
-    """Every rank's rows, after each other; differentiable."""
+    """Return every rank's rows, after each other; differentiable."""
     ranks = dist.get_process_group_ranks(group)
     spec = RaggedShardingSpec(0, lengths, [f"rank:{rank}/{mine.device.type}" for rank in ranks])
     properties = TensorProperties(mine.dtype, requires_grad=mine.requires_grad)

@@ -104,7 +104,7 @@ def _retain_grad(func: Any, sharded: ShardedTensor) -> None:
 
 @rule(_T.grad.__get__, takes="input")
 def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
-    """The local shards' gradients as a sharded tensor; None where this rank's have none."""
+    """Return the local shards' gradients as a sharded tensor; None where this rank's have none."""
     if not sharded.tensors:
         return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
     if all(tensor.grad is None for tensor in sharded.tensors):
@@ -242,7 +242,7 @@ def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 @handles(_T.copy_)
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
-    """Values of a tensor cut alike (local), cut otherwise (collective), or whole and replicated (local)."""
+    """Copy from a tensor of the same cut (local), another (collective), or whole and replicated (local)."""
     into, source = args[:2]
     if not isinstance(into, ShardedTensor):
         return cast(Tensor, func(into, source.full_tensor()))

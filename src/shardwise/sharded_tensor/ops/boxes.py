@@ -68,7 +68,7 @@ def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
 
 
 def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None:
-    """The range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
+    """Return the range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
     extents: list[_Extent] = []
     stride = math.prod(sizes)
     if not count and not (stride and sizes):
@@ -126,7 +126,7 @@ def _steps(pick: range, before: int) -> int:
 
 
 def expand_box(box: Box, *, old: Sequence[int], new: Sequence[int]) -> Box:
-    """A box of a tensor of shape `old` which is broadcast to `new`."""
+    """Return a box of a tensor of shape `old` which is broadcast to `new`."""
     added = len(new) - len(old)
     offsets, sizes = [0] * added, list(new[:added])
     for offset, length, before, after in zip(box.offsets, box.sizes, old, new[added:], strict=True):

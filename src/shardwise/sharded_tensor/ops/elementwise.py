@@ -91,7 +91,7 @@ def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None
 def result_of(
     results: Sequence[Tensor], leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> ShardedTensor:
-    """The results of each local shard, or of what stands for them, as a tensor cut by `metadata`."""
+    """Return the results of each local shard, or of what stands for them, as a tensor cut by `metadata`."""
     whole = None if metadata is leader.metadata() else metadata
     if leader.tensors:
         return leader.with_tensors(results, metadata=whole)

@@ -106,7 +106,7 @@ def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> 
 
 
 def _lead(look: Lookup) -> tuple[int, ...]:
-    """The result's dims before the columns."""
+    """Return the result's dims before the columns."""
     return look.shape if look.mode == "row" else (look.bags,)
 
 

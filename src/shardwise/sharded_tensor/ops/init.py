@@ -145,7 +145,7 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 @handles(_T.new_tensor)
 def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A plain tensor of the same dtype."""
+    """Return a plain tensor of the same dtype."""
     plain = [value.anchor if isinstance(value, ShardedTensor) else value for value in args[:1]]
     return cast(Tensor, func(*plain, *args[1:], **kwargs))
 

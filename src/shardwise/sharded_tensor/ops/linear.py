@@ -110,7 +110,7 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:
-    """The factor whose boxes say which products are made, the other, and the former's dim that is summed
+    """Return the factor whose boxes say which products are made, the other, and the former's summed dim
     over; the same on every rank."""
     if not isinstance(left, ShardedTensor):
         return cast(ShardedTensor, right), left, -2

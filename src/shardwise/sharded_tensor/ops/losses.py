@@ -26,7 +26,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The arguments by name with `reduction="none"`, and the reduction that was asked for."""
+    """Return the arguments by name with `reduction="none"`, and the reduction that was asked for."""
     given = by_name(func, args, kwargs)
     reduction = given["reduction"]
     deprecated = any(given.get(name) is not None for name in ("size_average", "reduce"))

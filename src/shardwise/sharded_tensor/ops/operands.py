@@ -47,7 +47,7 @@ def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
 
 
 def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
-    """The part of a tensor, broadcasting to the whole `size`, that lies in `box`: a view."""
+    """Return the part of a tensor, broadcasting to the whole `size`, that lies in `box`: a view."""
     first = len(box.sizes) - whole.ndim
     for dim in range(whole.ndim):
         if whole.shape[dim] == size[first + dim]:
@@ -56,7 +56,7 @@ def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
 
 
 def anchor_of(sharded: ShardedTensor) -> Tensor:
-    """An empty 1-D tensor that depends on all that this rank has of `sharded`, with shards or without."""
+    """Return an empty 1-D tensor that depends on all that this rank has of `sharded`, even no shards."""
     if not sharded.tensors:
         return sharded.anchor
     empty = [nothing_of(tensor) for tensor in sharded.tensors]
@@ -64,7 +64,7 @@ def anchor_of(sharded: ShardedTensor) -> Tensor:
 
 
 def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: Tensor) -> Tensor:
-    """The sum of `parts`, each in its box of `size` with zeros around it; it depends on `anchor`. Local."""
+    """Sum `parts`, each in its box of `size` with zeros around it; depends on `anchor` too. Local."""
     total = anchor.new_zeros(size) + anchor.sum() if anchor.requires_grad or not parts else None
     for box, tensor in parts:
         around: list[int] = []
@@ -76,7 +76,7 @@ def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: T
 
 
 def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMetadata]:
-    """The sharded operand that gives an elementwise result its cut, and the result's metadata. Local.
+    """Return the sharded operand that gives an elementwise result its cut, and the result's metadata. Local.
 
     It is the first of the largest. Where plain operands make the result larger still, its shards are
     stretched along the dims it lacks or has one element in.

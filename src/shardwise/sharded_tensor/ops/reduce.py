@@ -95,7 +95,7 @@ def _count(sharded: ShardedTensor, dims: Dims) -> int:
 
 
 def _kept(sharded: ShardedTensor, dims: Dims) -> list[int]:
-    """The whole size after `dims` are reduced to one element each."""
+    """Return the whole size after `dims` are reduced to one element each."""
     return [1 if d in dims else length for d, length in enumerate(sharded.metadata().size)]
 
 
@@ -141,7 +141,7 @@ def _reduced(
 def _total(
     sharded: ShardedTensor, dims: Dims, function: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """The sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
+    """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
     agreement = _proposed("a sum", sharded, dims)
     total = torch.zeros(_kept(sharded, dims), dtype=dtype, device=sharded.anchor.device)
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
@@ -167,7 +167,7 @@ def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None
 
 @torch.no_grad()
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
-    """The largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
+    """Return the largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
     agreement = _proposed("the largest" if largest else "the smallest", sharded, dims)
     wide = wide_of(sharded.dtype)
     least, most = (-math.inf, math.inf) if wide.is_floating_point else _INT64
@@ -251,7 +251,7 @@ def _truth(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
 
 
 def log_of_exponentials(sharded: ShardedTensor, dims: Dims) -> Tensor:
-    """The logarithm of the sum of exponentials, of distances to the largest. Collective; keeps `dims`."""
+    """Return the log of the sum of exponentials, of distances to the largest. Collective; keeps `dims`."""
     top = _extreme(sharded, dims, largest=True)
     top = top.masked_fill(top.isinf(), 0)
     shifted: Any = sharded - top
@@ -359,7 +359,7 @@ def _argmax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor
 def norm_of(
     sharded: ShardedTensor, p: float = 2.0, *, dim: Any = None, keepdim: Any = False, dtype: Any = None
 ) -> Tensor:
-    """The p-norm along `dim`, by default of all elements. Collective, unless no shard cuts `dim`."""
+    """Return the p-norm along `dim`, by default of all elements. Collective, unless no shard cuts `dim`."""
     dims = dims_of(sharded, dim)
     check_norm(sharded, p, dims)
 

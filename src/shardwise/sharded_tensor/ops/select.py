@@ -56,7 +56,7 @@ def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
 
 
 def _item(sharded: ShardedTensor, item: Any) -> Any:
-    """An item of an index, an int in place of a tensor of one."""
+    """Return an item of an index, an int in place of a tensor of one."""
     if isinstance(item, Tensor) and not isinstance(item, ShardedTensor) and item.ndim == 0:
         item = item.item()
     if item is None or item is Ellipsis or isinstance(item, slice):
@@ -185,7 +185,7 @@ def _joining(func: Any, args: Args, kwargs: Kwargs) -> tuple[Sequence[Tensor], i
 
 
 def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
-    """The tensors one after another along `dim`, in new memory. Local.
+    """Return the tensors one after another along `dim`, in new memory. Local.
 
     Plain ones are replicated, and may stand beside sharded ones that are whole in `dim`.
     """

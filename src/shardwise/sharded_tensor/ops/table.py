@@ -64,7 +64,7 @@ class Lookup:
         return inside.nonzero().squeeze(1)
 
     def finished(self, sums: Tensor, begin: int) -> Tensor:
-        """The result from bag `begin` on, of the sums over all shards of the table."""
+        """Return the result from bag `begin` on, of the sums over all shards of the table."""
         if self.mode != "mean":
             return sums
         counts = torch.bincount(self.bag[self.counted()], minlength=self.bags)
@@ -72,7 +72,7 @@ class Lookup:
 
 
 def stand_in(weight: ShardedTensor, extra: Sequence[Tensor | None]) -> Tensor:
-    """An empty tensor that depends on the table where this rank has none of it, and on all of `extra`."""
+    """Return an empty tensor that depends on all of `extra`, and on the table where this rank has none."""
     also = [nothing_of(tensor).to(weight.dtype) for tensor in extra if tensor is not None]
     return torch.cat([weight.anchor, *also])
 
@@ -107,7 +107,7 @@ def _spread(rows: Tensor, at: Tensor, length: int) -> Tensor:
 
 
 def _joined(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor: Tensor) -> Tensor:
-    """The sum of `parts`, each in the columns of its box of the table."""
+    """Return the sum of `parts`, each in the columns of its box of the table."""
     placed = [(Box((0, box.offsets[1]), (rows, box.sizes[1])), part) for box, part in parts]
     return total_of(placed, (rows, columns), anchor)
 
@@ -116,7 +116,7 @@ def _joined(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor
 
 
 def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> ShardedTensor:
-    """The result on the ranks that hold the ids, cut like them."""
+    """Return the result on the ranks that hold the ids, cut like them."""
     rank, tables = weight.process_group.rank(), weight.metadata().shards_metadata
     found, made, wanted = _routes(weight, look, ids)
     own = [at for shard, at in zip(tables, found, strict=True) if shard.rank == dist.get_rank()]

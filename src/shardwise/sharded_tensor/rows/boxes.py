@@ -82,7 +82,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
 def _boxes_told(
     rows: ShardedRows, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
 ) -> list[Box]:
-    """Every rank's box. Raises on every rank where rows are not of one tensor."""
+    """Return every rank's box. Raises on every rank where rows are not of one tensor."""
     tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
     told = together(
         "comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group, kind=ShardingError

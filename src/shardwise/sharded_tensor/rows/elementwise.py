@@ -24,7 +24,7 @@ _KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A new tensor (or several) from tensors that are cut alike, or `out`."""
+    """Run an elementwise op on tensors of the same cut; return a new tensor (or several), or `out`."""
     if kwargs.get("memory_format") not in _KEEPS_ROWS or kwargs.get("layout") not in (None, torch.strided):
         refuse(op, args, kwargs, "in another memory format on tensors sharded by rows")
     out = kwargs.get("out")

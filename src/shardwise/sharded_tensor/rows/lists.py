@@ -29,7 +29,7 @@ _locals: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
 def foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An elementwise op on lists, fused ones too. A steady step costs two `map`s for each list."""
+    """Run an elementwise op on lists, fused ones too. A steady step costs two `map`s for each list."""
     first = args[0] if type(args[0]) is list else args[1]
     try:
         pieces = list(map(_pieces, first))
@@ -56,7 +56,7 @@ class _Differs(Exception):  # noqa: N818 - not an error: the list takes the slow
 
 
 def _same(value: Any, pieces: list[Piece]) -> Any:
-    """A list cut as `pieces`, as its rows. Anything but a list of tensors with dims stays."""
+    """Return a list cut as `pieces`, as its rows. Anything but a list of tensors with dims stays."""
     if type(value) is not list or not value or not isinstance(value[0], Tensor):
         if isinstance(value, ShardedRows):
             raise _Differs
@@ -114,7 +114,7 @@ def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
 
 
 def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
-    """The results of `run` by place, where DTensors that are not ours get a call of their own."""
+    """Return the results of `run` by place; DTensors that are not ours get a call of their own."""
     results: list[Any] = [None] * len(places)
     ours = [
         any(isinstance(v, ShardedRows) for v in place) or not any(map(is_foreign, place)) for place in places

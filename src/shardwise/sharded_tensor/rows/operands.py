@@ -61,12 +61,12 @@ def is_foreign(value: Any) -> bool:
 
 
 def whole(tensor: ShardedRows) -> Tensor:
-    """The whole tensor, below autograd. Collective."""
+    """Return the whole tensor, below autograd. Collective."""
     return convert.full_tensor(tensor.local, tensor.piece)
 
 
 def rows(local: Tensor, piece: Piece) -> ShardedRows:
-    """A result on this rank, as its rows of the whole result."""
+    """Return a result on this rank, as its rows of the whole result."""
     assert local.shape == piece.rows.sizes, (local.shape, piece)
     return ShardedRows.wrap(local.contiguous(), piece)
 
@@ -93,7 +93,7 @@ def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
 
 
 def local_operand(op: Any, value: Any, piece: Piece) -> Any:
-    """An operand of an elementwise op as this rank's rows of it, where the result is cut as `piece`."""
+    """Return an operand of an elementwise op as this rank's rows, where the result is cut as `piece`."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ShardedRows):

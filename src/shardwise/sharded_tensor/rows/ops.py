@@ -44,7 +44,7 @@ def find_handler(op: Any) -> Handler:
 
 
 def decomposed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op made of others arrives whole in inference mode, and from handlers."""
+    """Run an op made of others, which arrives whole in inference mode and from handlers."""
     result = op.decompose(*args, **kwargs)
     return refuse(op, args, kwargs) if result is NotImplemented else result
 

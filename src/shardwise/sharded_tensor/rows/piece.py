@@ -166,12 +166,12 @@ class Piece:
         return self.axes_along(range(len(self.shape)))
 
     def axes_along(self, dims: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups whose ranks hold different elements along `dims`."""
+        """Return the process groups whose ranks hold different elements along `dims`."""
         rows = self.groups if 0 in dims else ()
         return (*rows, *(group for group, dim in self.even_cuts if dim in dims))
 
     def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
-        """The piece of a tensor with the same rows of another width: `(rows, *trailing)`.
+        """Return the piece of a tensor with the same rows of another width: `(rows, *trailing)`.
 
         Args:
             trailing: sizes of its dims from 1 on.
@@ -201,7 +201,7 @@ _known: WeakValueDictionary[object, Piece] = WeakValueDictionary()
 def piece_of(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> Piece:
-    """This rank's part of a tensor of `shape` that is placed so, as `RowShard` says. No communication."""
+    """Return this rank's part of a tensor of `shape` placed so, as `RowShard` says. No communication."""
     key = (id(mesh), tuple(placements), tuple(shape), dtype)
     piece = _known.get(key)
     if piece is None:  # a living piece keeps its mesh alive, and so the mesh's id its own
@@ -263,7 +263,7 @@ def _even_part(shape: torch.Size, even_cuts: EvenCuts) -> Box:
 
 
 def place_over(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
-    """This process's index over `groups`, the first group's rank varying fastest, and how many there are."""
+    """Return this process's index over `groups`, the first group's rank varying fastest, and the total."""
     rank, ranks = 0, 1
     for group in groups:
         rank += group.rank() * ranks
@@ -272,5 +272,5 @@ def place_over(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
 
 
 def local_part(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, or of one that broadcasts to it: a view."""
+    """Return this rank's part of a whole tensor, or of one that broadcasts to it: a view."""
     return within(whole, piece.box, size=piece.shape)

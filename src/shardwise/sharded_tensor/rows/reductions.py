@@ -33,7 +33,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
-    """The ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
+    """Return the ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
     if value.is_floating_point():
         wide = torch.promote_types(value.dtype, torch.float32)
     else:
@@ -59,7 +59,7 @@ def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
 
 
 def combine_powers(norms: Tensor, axes: Sequence[Groups], p: float, *, root: bool = True) -> Tensor:
-    """The p-norms of whole tensors from those of local rows, in fp64: [tensors] to [tensors].
+    """Return the p-norms of whole tensors from those of local rows, in fp64: [tensors] to [tensors].
 
     Collective: one all-reduce for each process group, of all norms that it cuts. `axes[i]` are the groups
     that cut tensor i. Without `root`, norms are sums of powers on the way out.
@@ -132,7 +132,7 @@ class _Call:
         return self.op(local, *self.args[1:], **{**self.kwargs, **options})
 
     def filled(self, neutral: float) -> Tensor:
-        """The local rows, or where there is nothing along `dims`, one neutral element in its place."""
+        """Return the local rows, or where there is nothing along `dims`, one neutral element in its place."""
         if all(self.local.shape[d] for d in self.dims):
             return self.local
         sizes = [1 if d in self.dims else size for d, size in enumerate(self.local.shape)]
@@ -217,7 +217,7 @@ def _extreme(call: _Call, *, largest: bool) -> Any:
 
 
 def _variance(call: _Call, *, root: bool) -> Tensor:
-    """The mean of squared distances from the mean."""
+    """Return the mean of squared distances from the mean."""
     if not call.tensor.is_floating_point():
         call.refuse()
     correction = call.argument("correction")

@@ -42,7 +42,7 @@ def handler_of(op: Any) -> Handler:  # type: ignore[empty-body]
 
 
 def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
-    """A method that refuses, since its answer would be of this rank's rows alone."""
+    """Return a method that refuses, since its answer would be of this rank's rows alone."""
 
     def refuse(self: ShardedRows, *unused: Any, **ignored: Any) -> NoReturn:
         raise ShardingError(
@@ -80,7 +80,7 @@ class ShardedRows(OwnDTensor):
     @classmethod
     @_compat.runs_eagerly
     def from_dtensor(cls, dtensor: DTensor, piece: Piece) -> ShardedRows:
-        """A DTensor of the same global shape, cut as `piece`. Collective over the DTensor's mesh."""
+        """Return a DTensor of the same global shape, cut as `piece`. Collective over the DTensor's mesh."""
         return cls.wrap(convert.rows_of(dtensor, piece), piece)
 
     @classmethod
@@ -108,7 +108,7 @@ class ShardedRows(OwnDTensor):
 
     @_compat.runs_eagerly
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's rows; with gradient where this has one, else `local` itself. Local.
+        """Return this rank's rows; with gradient where this has one, else `local` itself. Local.
 
         Args:
             grad_placements: how the gradient of the result is placed: as this tensor, but for sums that are
@@ -120,7 +120,7 @@ class ShardedRows(OwnDTensor):
 
     @_compat.runs_eagerly
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, in memory of its own. Differentiable.
+        """Return the whole tensor, in memory of its own. Differentiable.
 
         Collective over the ranks that hold its parts.
 

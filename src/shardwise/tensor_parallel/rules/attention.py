@@ -56,7 +56,7 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
 
 
 def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
-    """The ranks that have none of the heads, dim `dim`, where there are fewer than ranks.
+    """Return the ranks that have none of the heads, dim `dim`, where there are fewer than ranks.
 
     The kernel for CPU divides by their number, and until torch 2.12 is chosen even so.
     """
@@ -95,7 +95,7 @@ def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Nod
 
 
 def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
-    """A mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
+    """Return a mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
     return p.take(x, p.aligned(x, cut, p.shape(q))) if is_tensor(x) else p.take(x)
 
 

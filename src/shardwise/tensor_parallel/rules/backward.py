@@ -151,7 +151,7 @@ def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> No
 
 
 def _with_heads(p: Partition, x: Any, at: Split, q: fx.Node) -> Any:
-    """The result, its statistics [batch, heads, queries], a mask, which broadcasts, or a number."""
+    """Return the result, its statistics [batch, heads, queries], a mask, which broadcasts, or a number."""
     if is_tensor(x) and len(p.shape(x)) == len(p.shape(q)) - 1 and isinstance(p.placement(x), Split):
         return p.take(x, at)
     return mask_for(p, x, at, q)

@@ -114,7 +114,7 @@ def expert_cut(p: Partition, weight: Any) -> Split | None:
 
 @by_dims("baddbmm")
 def baddbmm(p: Partition, node: fx.Node) -> Dims:
-    """A batch of products, and something added to each."""
+    """Multiply batches of matrices, and add to each product."""
     first, a, b = args_of(node)[:3]
     return {**_factors(p, node, a, b), first: p.spread(first, p.shape(node))}
 

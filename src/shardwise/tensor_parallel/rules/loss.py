@@ -89,7 +89,7 @@ class Rows:
         return Rows(p, node, p.run(torch.sub, here, most), at)
 
     def sums(self, *terms: fx.Node) -> list[fx.Node]:
-        """The logarithm of each row's sum of powers, and the sums of `terms` over ranks: one all-reduce."""
+        """Return each row's log of the sum of exponentials, and ranks' sums of `terms`: one all-reduce."""
         dim = self.at.dim
         powers = self.p.run(lambda x: x.exp().sum(dim, True), self.here)
         sizes = [term.meta["val"].shape[dim] for term in (powers, *terms)]
@@ -136,7 +136,7 @@ def choose(p: Partition, node: fx.Node) -> None:
 
 
 def waiting(p: Partition, x: fx.Node) -> Rows | None:
-    """The rows of a softmax's logarithm that nothing has used yet."""
+    """Return the rows of a softmax's logarithm that nothing has used yet."""
     rows: Rows | None = p.later.get(x)
     return rows if rows is not None and rows.logarithm is None else None
 
@@ -168,7 +168,7 @@ class Own:
     size: int
 
     def among(self, index: Tensor, *, hole: int = 0) -> tuple[Tensor, Tensor]:
-        """Indices of the dim among this rank's elements; and which are those of other ranks: `hole`."""
+        """Return indices of the dim among this rank's elements, and which are other ranks': `hole`."""
         local = index - self.begin
         elsewhere = (local < 0).logical_or(local >= self.count)
         return local.masked_fill(elsewhere, hole), elsewhere
@@ -183,7 +183,7 @@ class Own:
         return local.masked_fill(nowhere, self.count + more), elsewhere
 
     def chosen(self, here: Tensor, index: Tensor) -> Tensor:
-        """The elements of `here` at `index` along the dim; zeros for those of other ranks."""
+        """Return the elements of `here` at `index` along the dim; zeros for those of other ranks."""
         if not self.count:  # one zero for none: gradients flow, and wrong indices raise, as on other ranks
             here = here.sum(self.dim, True)
         local, elsewhere = self.of(index, more=int(not self.count))
@@ -275,7 +275,7 @@ def nll(p: Partition, node: fx.Node) -> None:
 
 
 def _picked(p: Partition, x: fx.Node, at: Split, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """This rank's terms of the elements that targets name, of rows cut by `at`."""
+    """Return this rank's terms of the elements that targets name, of rows cut by `at`."""
     own = among_own(p, at, p.shape(x)[at.dim])
 
     def picked(here: Tensor, target: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def reduced(
     ignored: int,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of whole rows, and the sum of their weights; `added` to weighted losses of rows."""
+    """Return the loss of whole rows, and the sum of their weights; `added` to weighted losses of rows."""
     index = target.to(torch.int64).unsqueeze(dim)
     skipped = index == ignored
     weights = loss_weights(weight, index, skipped, loss.dtype)
@@ -307,7 +307,7 @@ def reduced(
 
 
 def loss_weights(weight: Tensor | None, index: Tensor, skipped: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight of each target's class; 1 if there are none, 0 for those skipped."""
+    """Return the weight of each target's class; 1 if there are none, 0 for those skipped."""
     if weight is None:
         return skipped.logical_not().to(dtype)
     return weight.to(dtype)[index.masked_fill(skipped, 0)].masked_fill(skipped, 0)

@@ -48,7 +48,7 @@ def along(p: Partition, node: fx.Node) -> Dims:
 
 
 def _dims(given: Any, ndim: int) -> set[int]:
-    """The dims that an argument names; all of them where it names none, or the value has none."""
+    """Return the dims that an argument names; all of them where it names none, or the value has none."""
     if isinstance(given, bool) or given is None or given == [] or not ndim:
         return set(range(ndim))
     return {int(d) % ndim for d in (given if isinstance(given, (list, tuple)) else [given])}

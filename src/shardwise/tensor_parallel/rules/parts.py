@@ -71,7 +71,7 @@ def _slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int |
 
 
 def _sliced(p: Partition, at: Split, begin: int, size: int) -> tuple[Split, int]:
-    """The cut of `size` elements from `begin` on, and where this rank's among them begin among all of its."""
+    """Return the cut of `size` elements from `begin` on, and where this rank's begin among all of its."""
     return at.within(begin, begin + size), at.within(0, begin).size(p.rank)
 
 
@@ -171,7 +171,7 @@ def _indexed(p: Partition, x: fx.Node, indices: Any) -> list[int | None] | None:
 
 @by_dims("index_copy", "index_add", "index_fill")
 def index_copy(p: Partition, node: fx.Node) -> Dims:
-    """Elements of one dim replaced, the indices' order being the source's."""
+    """Replace elements of one dim; the source is ordered as the indices."""
     x, dim, _, source = args_of(node)[:4]
     own = [None if d == dim % len(p.shape(x)) else d for d in range(len(p.shape(x)))]
     return dict.fromkeys([x, source] if is_tensor(source) and p.shape(source) else [x], own)

@@ -47,7 +47,7 @@ def like(p: Partition, node: fx.Node) -> None:
 def dropped(
     p: Partition, here: fx.Node, at: Split, sizes: Sequence[Any], share: float
 ) -> tuple[fx.Node, fx.Node]:
-    """This rank's part of a value of whole `sizes` after dropout of `share`, and its part of the mask."""
+    """Return this rank's part of a value of `sizes` after dropout of `share`, and its part of the mask."""
     mask = _drawn(p, here, at, sizes, lambda whole: whole.bernoulli(1 - share), of=torch.bool)
     made = p.emit(aten.mul.Tensor, here, mask)
     return p.emit(aten.mul.Tensor, made, 0.0 if share == 1 else 1 / (1 - share)), mask
@@ -62,7 +62,7 @@ def _drawn(
     *,
     of: torch.dtype | None = None,
 ) -> fx.Node:
-    """This rank's part of what `draw` gives for a value of whole `sizes`, of which `here` is its part."""
+    """Return this rank's part of what `draw` gives for a value of whole `sizes`; `here` is its part."""
     known = [n if isinstance(n, int) else p.emit(aten.sym_size.int, here, dim) for dim, n in enumerate(sizes)]
     whole = p.emit(aten.new_empty.default, here, known, dtype=of)
     return p.cut(p.run(draw, whole), at)

@@ -64,7 +64,7 @@ def by_dims(*names: str, terms: bool = False) -> Callable[[DimRule], DimRule]:
 
 
 def find(node: fx.Node) -> Rule | None:
-    """The rule for `node`, if there is one."""
+    """Return the rule for `node`, if there is one."""
     name = name_of(node)
     known = RULES.get(name) or RULES.get(name.partition(".")[0])
     if known is None and _compat.schema(node.target) is None:

@@ -78,7 +78,7 @@ def _by_groups(
 
 
 def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
-    """The groups of `width` channels that ranks have, if each has some, and all whole."""
+    """Return the groups of `width` channels that ranks have, if each has some, and all whole."""
     some = all(at.size(rank) for rank in range(p.ranks))  # torch divides by their number
     return at.divided(width) if some else None
 
@@ -125,7 +125,7 @@ def group_norm(p: Partition, node: fx.Node) -> None:
 
 @by_dims("prelu", "_prelu_kernel")
 def prelu(p: Partition, node: fx.Node) -> Dims:
-    """One weight, or one for each channel."""
+    """Cut a PReLU with one weight, or one for each channel."""
     x, weight = args_of(node)
     dims = range(len(p.shape(x)))
     if len(p.shape(weight)) == len(dims):

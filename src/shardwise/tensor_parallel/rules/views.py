@@ -28,7 +28,7 @@ def view(p: Partition, node: fx.Node) -> None:
 
 
 def _sizes(p: Partition, node: fx.Node) -> list[Any]:
-    """The whole value's new sizes: numbers, or nodes of this rank's program where they are symbolic."""
+    """Return the whole value's new sizes: numbers, or nodes of this rank's program for symbolic ones."""
     known = p.shape(node)
     asked: Any = node.args[1] if len(node.args) > 1 and op_of(node) != "unflatten" else None
     if isinstance(asked, (list, tuple)) and len(asked) == len(known):
@@ -40,7 +40,7 @@ def _sizes(p: Partition, node: fx.Node) -> list[Any]:
 
 
 def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
-    """A symbolic size of the result, from a dim of the source that has it."""
+    """Return a symbolic size of the result, from a dim of the source that has it."""
     x = args_of(node)[0]
     at = p.placement(x)
     for d, size in enumerate(p.shape(x)):
@@ -70,7 +70,7 @@ def unsqueeze(p: Partition, node: fx.Node) -> Dims:
 
 @by_dims("view_as_complex", "view_as_real", terms=True)
 def as_complex(p: Partition, node: fx.Node) -> Dims:
-    """The last dim, of two elements, becomes one number, or comes of it."""
+    """Cut views as complex or real: the last dim, of two elements, becomes one number, or comes of it."""
     x = args_of(node)[0]
     both = min(len(p.shape(x)), len(p.shape(node)))
     return {x: [d if d < both else None for d in range(len(p.shape(x)))]}

@@ -213,7 +213,7 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
 
 
 def _indexed(value: Any) -> Any:
-    """The device with its number, by which torch sees that a tensor is there already."""
+    """Return the device with its number, by which torch sees that a tensor is there already."""
     return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
 
 

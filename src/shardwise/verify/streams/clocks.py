@@ -47,7 +47,7 @@ def comes_after(clock: Clock, operation: Operation) -> bool:
 
 
 def latest(operations: Iterable[Operation]) -> dict[int, Operation]:
-    """The last operation of each line."""
+    """Return the last operation of each line."""
     found: dict[int, Operation] = {}
     for operation in operations:
         known = found.get(operation.line)
@@ -66,7 +66,7 @@ class Line:
     last: Operation | None = None
 
     def issue(self, name: str, place: str, host: Clock) -> Operation:
-        """The next operation; the host issues it, so it comes after all that the host waited for."""
+        """Issue the next operation; the host issues it, so it comes after all that the host waited for."""
         merge(self.clock, host)
         tick = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         self.last = Operation(self.number, tick, name, place, self.name)

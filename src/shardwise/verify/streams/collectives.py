@@ -149,7 +149,7 @@ class Collectives:
         return self._lines[name]
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A process group's method in its place."""
+        """Wrap a process group's method."""
 
         def again(group: dist.ProcessGroup, given: Any, outcome: Any) -> Any:
             args, kwargs = given
@@ -246,7 +246,7 @@ class Collectives:
         return operation, read, written
 
     def functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A functional collective, which is asynchronous until `wait_tensor`."""
+        """Run a functional collective, which is asynchronous until `wait_tensor`."""
         simulation = self.simulation
         namespace, _, name = func.name().partition("::")
         if name.partition(".")[0] == "_wrap_tensor_autograd":

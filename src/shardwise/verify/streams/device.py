@@ -58,7 +58,7 @@ class SimTensor(Tensor):
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The CPU memory of a tensor of the device, as a tensor.
+    """Return the CPU memory of a tensor of the device, as a tensor.
 
     Raises:
         RuntimeError: it was freed. (`set_` would give the storage other memory, unseen.)
@@ -80,7 +80,7 @@ def on_device(memory: Tensor) -> Tensor:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from the first to behind the last element."""
+    """Return the addresses from the first to behind the last element."""
     if not tensor.numel():
         return 0, 0
     reach = 1 + sum(
@@ -91,7 +91,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def extent_of(tensor: Tensor) -> Extent:
-    """The bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     low, high = span(tensor)
     itemsize, sizes = tensor.element_size(), zip(tensor.shape, tensor.stride(), strict=True)
     steps = tuple((int(n), int(stride) * itemsize) for n, stride in sizes if n > 1 and stride)
@@ -203,7 +203,7 @@ class Simulation:
     # Operators
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator of which some tensor, or its result, is on the device."""
+        """Run an operator of which some tensor, or its result, is on the device."""
         if self.is_elsewhere():
             raise ShardwiseError(
                 f"{func} on the simulated device in another thread than the simulation's, which follows one"
@@ -285,7 +285,7 @@ class Simulation:
         memory.access(extent, operation, line.clock, writes=writes)
 
     def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator of the host; memory that copies run from or to is looked at."""
+        """Run an operator of the host; memory that copies read or write is tracked."""
         pins = kwargs.get("pin_memory")
         if pins:
             kwargs = kwargs | {"pin_memory": False}
@@ -311,7 +311,7 @@ class Simulation:
                     self.host.access(extent_of(tensor), operation, host.clock, writes=does_write)
 
     def read_by(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of tensors that reads memory of the host past torch's operators, or lets others do."""
+        """Wrap a tensor method that reads host memory past torch's operators, or lets others do so."""
 
         def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if (
@@ -394,7 +394,7 @@ _latest: list[Simulation] = []
 
 
 def running() -> Simulation:
-    """The simulation that runs, or ran last: its tensors may outlive it."""
+    """Return the simulation that runs, or ran last: its tensors may outlive it."""
     return _latest[-1]
 
 

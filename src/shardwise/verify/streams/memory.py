@@ -55,7 +55,7 @@ class Extent:
         return self.low <= other.low and other.high <= self.high
 
     def _within(self, low: int, high: int) -> npt.NDArray[np.int64] | None:
-        """The addresses of its bytes there, or None for all of them."""
+        """Return the addresses of its bytes there, or None for all of them."""
         if not self.steps:
             return None
         found = np.arange(self.low, self.low + self.itemsize)
@@ -100,7 +100,7 @@ class Memory:
         self._freed: dict[int, dict[int, Operation]] = {}  # by owner: what its next allocation must follow
 
     def allocate(self, low: int, nbytes: int, *, owner: int, made: str) -> Block:
-        """A new block. What was there and was never seen to be freed is forgotten."""
+        """Allocate a new block. What was there and was never seen to be freed is forgotten."""
         for old in self._overlapping(low, low + nbytes):
             self._blocks.remove(old)
         block = Block(low, low + nbytes, owner, made, dict(self._freed.get(owner, {})))
@@ -122,7 +122,7 @@ class Memory:
         return list(self._blocks)
 
     def at(self, address: int) -> Block | None:
-        """The block that has this address."""
+        """Return the block that has this address."""
         index = bisect_right(self._blocks, address, key=_LOW) - 1
         found = self._blocks[index] if index >= 0 else None
         return found if found is not None and address < found.high else None

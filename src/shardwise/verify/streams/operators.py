@@ -65,7 +65,7 @@ class Operator:
     crosses: bool
 
     def accesses(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that are read, and those that are written."""
+        """Return the tensors that are read, and those that are written."""
         if self.only_allocates or self.only_views:
             return [], []
         writes = self.writes
@@ -90,7 +90,7 @@ class Operator:
     def returned(
         self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]
     ) -> Any:
-        """The result, in which written arguments are the arguments themselves."""
+        """Return the result, in which written arguments are the arguments themselves."""
         if not isinstance(result, (list, tuple)):
             known = self.returns[0] if self.returns else None
             if known is not None:

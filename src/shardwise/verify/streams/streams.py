@@ -23,7 +23,7 @@ _INSIDE = ("shardwise/verify/streams/", "/torch/", "<frozen", "<string>", "conte
 
 
 def place_in_code() -> str:
-    """The innermost line of code that is neither torch's nor the simulation's."""
+    """Return the innermost line of code that is neither torch's nor the simulation's."""
     frame = sys._getframe(1)
     inner = None
     while frame is not None:
@@ -150,7 +150,7 @@ class Timeline:
     # The current stream
 
     def current(self) -> Stream:
-        """The stream that operators are issued to."""
+        """Return the stream that operators are issued to."""
         node = self._node()
         if self._current and self._current[-1][1] == node:
             return self._current[-1][0]
@@ -193,7 +193,7 @@ class Timeline:
         return streams[at] if at < len(numbers) else self._outer
 
     def _node(self) -> int | None:
-        """The node of backward that runs now."""
+        """Return the node of backward that runs now."""
         node = _compat.autograd_node()
         return id(node) if self._backwards and self._backwards[-1].follow(node) else None
 
@@ -260,7 +260,7 @@ def is_active() -> bool:
 
 
 def active() -> Timeline:
-    """The timeline of the device that is simulated now."""
+    """Return the timeline of the device that is simulated now."""
     if not _active:
         raise LifecycleError("streams of the simulated device were asked for when none is simulated")
     return _active[-1]

@@ -49,7 +49,7 @@ class StreamsResult:
         }
 
     def describe(self) -> str:
-        """The findings, one a line, and how many."""
+        """Return the findings, one a line, and how many."""
         looked = f"{self.operations} operations on {self.streams} streams"
         if self.ok:
             return f"No operation of {looked} reads or writes what another may still use."

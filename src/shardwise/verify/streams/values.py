@@ -432,7 +432,7 @@ class _Memo:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A copy of a tensor's values, bit for bit."""
+    """Return a copy of a tensor's values, bit for bit."""
     with _compat.below_modes():
         return bare_of(tensor).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
