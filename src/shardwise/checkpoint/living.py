@@ -213,7 +213,7 @@ class LivingRanks(Generic[_T]):
         return True
 
     def _forget(self) -> None:
-        """The others have gone on without this rank, which joins them as a new one."""
+        """Forget all state: the others went on without this rank, which joins them as a new one."""
         self._training = self._taken = None
         self._ready, self._random = (), []
 

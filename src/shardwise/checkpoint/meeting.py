@@ -46,7 +46,7 @@ class Meeting:
     """
 
     def __init__(self, store: Store, *, ranks: int, wait_s: float, timeout: timedelta) -> None:
-        """Arguments as of `LivingRanks`."""
+        """Take the arguments of `LivingRanks`."""
         self._store = PrefixStore("shardwise/living", store)
         self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout
         self.round, self.size = -1, 0
@@ -128,7 +128,7 @@ class Meeting:
         return self._store.check([f"{self.round + 1}/came"])
 
     def hold(self) -> None:
-        """The round has held: nobody connects any more, and who dies is missed elsewhere."""
+        """Note that the round has held: nobody connects any more, and a death is noticed elsewhere."""
         if self._beating is not None:
             self._beating.set()
             self._thread.join()
@@ -298,7 +298,7 @@ _all: WeakSet[Meeting] = WeakSet()
 
 
 def _finish() -> None:
-    """A thread that is inside the store when the interpreter ends would abort the process."""
+    """End threads before the interpreter does: inside the store they would abort the process."""
     for meeting in list(_all):
         meeting.hold()
 

@@ -278,7 +278,7 @@ def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _check_leaves(flat: Flat, manifest: Mapping[str, Any]) -> None:
-    """Every entry of this rank's state is in the checkpoint, of the same kind, shape and dtype."""
+    """Check that every entry of this rank's state is in the checkpoint, of equal kind, shape and dtype."""
     found = {name: kind for kind in ("lists", "tensors", "values") for name in manifest[kind]}
     problems = [
         *(_wrong_list(name, length, manifest) for name, length in flat.lists.items()),

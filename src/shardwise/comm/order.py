@@ -166,13 +166,13 @@ class Order:
         self._end_pass()
 
     def begin_backward(self, end: Callable[[], None]) -> None:
-        """A backward runs in this thread, and calls `end` when it has finished; only autograd holds `end`."""
+        """Note a backward in this thread, which calls `end` when it finishes; only autograd holds `end`."""
         self.backward = Backward(threading.get_ident(), ref(end))
         if self.left is not None:
             self.stay()
 
     def stay(self) -> None:
-        """This rank goes on with its pass after all: what raised was caught."""
+        """Go on with this rank's pass after all: what raised was caught."""
         self.left = None
         self.post()
 

@@ -62,7 +62,7 @@ class StoredTensor:
     _stored: Any
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Read the elements from `begins` to `ends`, an index for each dim; a view of the file if mapped."""
+        """Read elements from `begins` to `ends`, an index for each dim; maybe a view of the mapped file."""
         found: Tensor = self._stored[tuple(map(slice, begins, ends)) or ...]
         return found
 

@@ -308,7 +308,7 @@ class ContiguousReducer(GradReducer):
 def _fill_slice(
     out: Tensor, sources: dict[int, Tensor], *, ranks: int, width: int, begin: int, size: int
 ) -> None:
-    """Elements [begin, begin + size) of every rank's range of the gradients, one after another.
+    """Copy elements [begin, begin + size) of each rank's range of the gradients, one after another.
 
     A gradient that lies over the slices of many ranks is copied to all of them at once.
     """

@@ -176,7 +176,7 @@ def left_gradients(state: ModuleState) -> bool:
 
 
 def forget_forward(state: ModuleState) -> None:
-    """A forward raised: leave no trace of it."""
+    """Leave no trace of a forward that raised."""
     schedule = state.schedule
     assert schedule is not None
     if schedule.forward_root is not state.myself:

@@ -58,7 +58,7 @@ class GradReducer(ABC):
     keeps_apart: bool = False  # are there accumulated gradients beside the leaves'?
 
     def forget_plans(self) -> None:
-        """The group's settings or streams changed."""
+        """Drop plans and events, since the group's settings or streams changed."""
         self._plans.clear()
         self._events.clear()
         if self._synced is not self.group.settings.reduce_grads:

@@ -155,7 +155,7 @@ class ModuleSettings(nn.Module):
         self._shardwise_state.prefetch_in_backward = [state.myself for state in states_of(modules)]
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """An event that the next forward's gathers wait for, instead of all work on the current stream.
+        """Set an event that the next forward's gathers wait for, not all work on the current stream.
 
         It is used once: set a new one after each optimizer step, on the root.
         """
@@ -191,7 +191,7 @@ class ModuleSettings(nn.Module):
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, of which this is the older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

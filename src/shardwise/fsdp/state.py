@@ -149,7 +149,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def abandon_forward(self) -> None:
-        """A forward raised; so that it may be tried again, leave no trace of it.
+        """Leave no trace of a forward that raised, so that it may be tried again.
 
         Recomputation inside backward raises on purpose, when it has what it needs; backward goes on.
         """
@@ -158,7 +158,7 @@ class FSDPState(ModuleState):
             interrupted.forget_forward(self)
 
     def report_failure(self, error: Exception) -> None:
-        """A forward, or what it gathers, raised: ranks that wait for this one in the same pass need not."""
+        """Report that a forward or its gather raised: ranks need not wait for this one in the same pass."""
         schedule = self.schedule
         inside = schedule is not None and schedule.forward_root not in (None, self.myself)
         if inside or _compat.in_backward():

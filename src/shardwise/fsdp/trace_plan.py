@@ -159,7 +159,7 @@ def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) ->
 
 @_compat.runs_eagerly
 def _assign_reduced(segment: weakref.ref[Segment], state: weakref.ref[ModuleState], leaf: Tensor) -> None:
-    """A backward reduced: what it left on the leaf is for the parameters."""
+    """Hand parameters the reduced gradient that a backward left on the leaf."""
     _note_backward(state())
     alive, grad = segment(), leaf.grad
     leaf.grad = None
@@ -206,7 +206,7 @@ def _keep(
     group: weakref.ref[ParamGroup],
     leaf: Tensor,
 ) -> None:
-    """A backward without synchronisation, or the first with it again: keep, or reduce, the sum of them."""
+    """Keep the sum of unsynchronised backwards; reduce it with the first that synchronises again."""
     _note_backward(state())
     alive, owner, grad = segment(), group(), leaf.grad
     leaf.grad = None

@@ -95,7 +95,7 @@ class _Reading:
         )
 
     def _take_over(self, forward: GraphReport | None) -> None:
-        """Inputs that forward saved unsharded: AOTAutograd passes its last tensors in their order."""
+        """Find inputs that forward saved unsharded: AOTAutograd passes its last tensors in their order."""
         if forward is None:
             return
         inputs = [node for node in self.inputs if _is_tensor(node) and not node.name.startswith("tangents")]
@@ -139,7 +139,7 @@ class _Reading:
             known.gathers = tuple(dict.fromkeys((*known.gathers, *gathers)))
 
     def _note_filled(self, roots: Iterable[Node]) -> None:
-        """Inputs that a gather, or an operator that reads unsharded parameters, writes to; not shards."""
+        """Note inputs, not shards, that a gather or a reader of unsharded parameters writes to."""
         shards = {self.root[node] for one in self.found for node in one.inputs if node in self.root}
         self.filled += [root.name for root in roots if root.op == "placeholder" and root not in shards]
 

@@ -177,7 +177,7 @@ def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
 
 
 def _publish(model: Any, index: dict[str, Any] | None, staging: Path, path: Path) -> None:
-    """The rest of the folder, and its name. By one rank."""
+    """Write the rest of the folder, and give it its name. By one rank."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = str(model.dtype).removeprefix("torch.")

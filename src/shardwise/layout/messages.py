@@ -286,7 +286,7 @@ def _meets_another(held: _Held, box: Ints) -> _Bools:
 
 
 def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:
-    """The parts of a box are disjoint: it is filled if they have as many elements as the box."""
+    """Raise unless parts fill each box: they are disjoint, so their elements add up to the box's."""
     missing = (wanted.ends - wanted.starts).prod(axis=0)
     np.subtract.at(missing, parts.wanted, (parts.ends - parts.starts).prod(axis=0))
     for number in checked[missing[checked] != 0].tolist():

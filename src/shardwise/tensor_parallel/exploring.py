@@ -196,7 +196,7 @@ class _Exploration:
         self.known: dict[Any, tuple[tuple[Use, ...], list[_States]]] = {}
 
     def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
-        """An operation, whose result is `node`, or an output."""
+        """Explore an operation, whose result is `node`, or an output."""
         leaves = inputs if node is None else [*inputs, node]
         alike = None if node is None else self._likeness(node, inputs)
         found = self.known.get(alike) or self._uses(inputs, leaves, build)

@@ -139,7 +139,7 @@ class Partition:
             return map_aggregate(function(*map_arg(inputs, _value)), recorder.node_of)
 
     def locally(self, node: fx.Node, inputs: Mapping[Any, Placement], placement: Placements) -> None:
-        """The node as it is, on `inputs` at their placements, all others whole; its value at `placement`."""
+        """Run the node on `inputs` at their placements, all others whole; its value is at `placement`."""
 
         def taken(x: fx.Node) -> Any:
             return self.take(x, inputs.get(x, REPLICATE))
@@ -148,7 +148,7 @@ class Partition:
         self.keep(node, made, placement)
 
     def follow(self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]]) -> None:
-        """The node as it is, its result cut as the first of its inputs that is cut, the others as that.
+        """Run the node with its first cut input as it is, its result and other inputs cut to match.
 
         Args:
             dims: which dim of the result each dim of an input is; None where it must be whole.
@@ -165,7 +165,7 @@ class Partition:
         return self.locally(node, inputs, cut)
 
     def repeat(self, node: fx.Node) -> None:
-        """The node as it is in the whole program, on whole inputs."""
+        """Run the node as in the whole program, on whole inputs."""
         args, kwargs = self.take_all(node.args), self.take_all(node.kwargs)
         views = ("aten.view.default", "aten._unsafe_view.default")  # strides may be others
         target: Any = aten.reshape.default if str(node.target) in views else node.target
@@ -214,7 +214,7 @@ class Partition:
         return stack
 
     def keep(self, node: fx.Node, made: Any, placement: Placements) -> None:
-        """The value of `node` is that of `made`, at `placement`; of several results, each is."""
+        """Record `made` as the value of `node`, at `placement`; of several results, each."""
         value = node.meta.get("val")
         if isinstance(value, (tuple, list)) and not isinstance(placement, tuple):
             placement = (placement,) * len(value)

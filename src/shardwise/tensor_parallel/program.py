@@ -179,7 +179,7 @@ def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
 
 
 def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
-    """An operation without a rule, on whole inputs."""
+    """Run an operation without a rule on whole inputs."""
     cut = [x for x in node.all_input_nodes if x in p.values and p.values[x].placement != REPLICATE]
     cut = [x for x in cut if is_tensor(x)]
     if cut:

@@ -200,7 +200,7 @@ class _Pass:
         return any(user in self.flows or (_is_view(user) and self._is_saved(user)) for user in buffer.users)
 
     def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
-        """A copy of `buffer` for all who read it: the program writes to it at its end, before backward."""
+        """Copy `buffer` for its readers: the program writes to it at its end, before backward."""
         with self.p.graph.inserting_before(before):
             made = self.p.emit(ops.unwritten.default, buffer)
         name_source(made, buffer)

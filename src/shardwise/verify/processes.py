@@ -118,7 +118,7 @@ def _context() -> mp.context.BaseContext:
 
 
 def _main(job: _Job, pipe: Connection) -> None:
-    """The life of one rank, from its first line to its report."""
+    """Run one rank, from its first line to its report."""
     _write_output_to(job.log)
     rank, world_size = str(job.rank), str(job.world_size)
     os.environ.update(OMP_NUM_THREADS="1", RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank)

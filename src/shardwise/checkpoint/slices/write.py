@@ -228,7 +228,7 @@ def _write(
     places: Mapping[str, _Place],
     rank: int,
 ) -> None:
-    """This rank's boxes, on disk when it returns."""
+    """Write this rank's boxes; they are on disk when this returns."""
     descriptor = os.open(staging, os.O_WRONLY)
     try:
         for name, tensor in own.items():
@@ -244,7 +244,7 @@ def _write(
 
 
 def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None:
-    """The elements of `box`, as few runs as lie together in the file."""
+    """Write the elements of `box`, in as few runs as the file allows."""
     if box.is_empty:
         return
     itemsize = tensor.element_size()

@@ -111,7 +111,7 @@ def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
 
 
 def _merge(graph: Graph, run: list[Collective]) -> None:
-    """Inputs side by side in one row for each rank that a reduce-scatter sends to, results so by sender."""
+    """Merge a run: inputs side by side, one row for each target of a reduce-scatter; results so by sender."""
     first = run[0]
     if first.kind == GATHER:
         at = first.issue

@@ -38,7 +38,7 @@ _FORWARD = (
 
 
 def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
-    """The error for an op whose answer from this rank's rows alone would be wrong."""
+    """Raise for an op whose answer from this rank's rows alone would be wrong."""
     listed = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
     sharded = next((value for each in listed for value in each if isinstance(value, ShardedRows)), None)
     name = op._schema.name.removeprefix("aten::")

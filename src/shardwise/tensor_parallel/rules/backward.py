@@ -110,7 +110,7 @@ def norm_backward(p: Partition, node: fx.Node) -> None:
     "_scaled_dot_product_cudnn_attention_backward",
 )
 def attention_backward(p: Partition, node: fx.Node) -> None:
-    """Every head by itself: the gradients are cut as the queries, keys and values are."""
+    """Differentiate each head by itself: gradients are cut as the queries, keys and values are."""
     gradient, q, k, v = args_of(node)[:4]
     at = p.cut_of(q, gradient, k, v)
     heads = [p.hints(x)[-3] for x in (q, k, v)]
@@ -162,7 +162,7 @@ def _with_heads(p: Partition, x: Any, at: Split, q: fx.Node) -> Any:
 
 @aten_rule("slice_backward", "select_backward")
 def part_backward(p: Partition, node: fx.Node) -> None:
-    """A gradient among zeros: along another dim than the cut one."""
+    """Put a gradient among zeros, along another dim than the cut one."""
     gradient, sizes, dim, *rest = args_of(node)
     at = p.cut_of(gradient)
     if at is None:

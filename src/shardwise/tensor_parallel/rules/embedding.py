@@ -48,7 +48,7 @@ def _by_rows(
 
 @aten_rule("embedding_dense_backward")
 def embedding_backward(p: Partition, node: fx.Node) -> None:
-    """The gradient of a table, as the table is cut that the same ids were looked up in."""
+    """Compute a table's gradient, cut as the table in which the same ids were looked up."""
     gradient, ids, _, padding, by_count = args_of(node)
     at, last = _table_of(p, node, ids), len(p.shape(gradient)) - 1
     if not isinstance(at, Split):

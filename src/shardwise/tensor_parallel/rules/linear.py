@@ -87,7 +87,7 @@ def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out
 
 @rule("transformers::grouped_mm_fallback", "aten::_grouped_mm")
 def grouped(p: Partition, node: fx.Node) -> None:
-    """Rows of x, each by the matrix [in, out] of its expert; all experts on every rank, each of them cut."""
+    """Multiply rows of x by the matrix [in, out] of their expert; every rank has a part of each expert."""
     x, weight = args_of(node)[:2]
     at = expert_cut(p, weight) or p.placement(weight)
     if not isinstance(at, Split) or len(p.shape(weight)) != 3 or at.dim == 0:

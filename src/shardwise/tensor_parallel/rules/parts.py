@@ -87,7 +87,7 @@ def _along(p: Partition, node: fx.Node, at: Split) -> None:
 
 
 def getitem(p: Partition, node: fx.Node) -> None:
-    """One of several results."""
+    """Take one of several results."""
     whole, index = args_of(node)
     value = p.values[whole]
     if not isinstance(value.placement, tuple):
@@ -112,7 +112,7 @@ def cat(p: Partition, node: fx.Node) -> None:
 
 
 def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) -> None:
-    """Values cut along the dim they are joined in: the parts of a fused projection, put together again."""
+    """Join values along the dim in which they are cut: the parts of a fused projection."""
     cuts = [at for x in tensors if isinstance(at := p.placement(x), Split) and at.dim == dim]
     if len(cuts) < len(tensors):
         return p.repeat(node)
@@ -186,7 +186,7 @@ def index_select(p: Partition, node: fx.Node) -> Dims:
 
 @aten_rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather(p: Partition, node: fx.Node) -> None:
-    """Indices have the dims of the value: they are cut with it."""
+    """Gather by indices that have the dims of the value, and are cut with it."""
     args, op = args_of(node), op_of(node)
     dim, chosen = (args[2], args[1]) if op == "take_along_dim" else (args[1], args[2])
     x, tensors = args[0], [a for a in args if is_tensor(a)]
@@ -206,7 +206,7 @@ def gather(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("slice_scatter", "select_scatter")
 def overwrite(p: Partition, node: fx.Node) -> None:
-    """A part of a value replaced: along another dim than the cut one, or each rank's part of it."""
+    """Replace a part of a value: along another dim than the cut one, or each rank's part of it."""
     x, source, *rest = args_of(node)
     selects, sizes = op_of(node) == "select_scatter", p.shape(x)
     dim = (rest[0] if rest else 0) % len(sizes)

@@ -33,7 +33,7 @@ def dropout(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("rand_like", "randn_like", "randint_like", "bernoulli.p")
 def like(p: Partition, node: fx.Node) -> None:
-    """Values that do not depend on the input's."""
+    """Make values that do not depend on the input's."""
     x = args_of(node)[0]
     at = p.cut_of(x)
     if at is None:

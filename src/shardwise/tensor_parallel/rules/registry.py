@@ -73,5 +73,5 @@ def find(node: fx.Node) -> Rule | None:
 
 
 def _unless_whole(known: Rule, p: Partition, node: fx.Node) -> None:
-    """The rule, where there is anything to decide."""
+    """Apply the rule, where there is anything to decide."""
     return p.repeat(node) if p.is_whole(node) else known(p, node)

@@ -92,7 +92,7 @@ def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
     "cudnn_batch_norm",
 )
 def batch_norm(p: Partition, node: fx.Node) -> None:
-    """Every channel by itself."""
+    """Normalise each channel by itself."""
     x, *rest = args_of(node)
     at = p.cut_of(x)
     if at is None or at.dim != 1 or _groups_of(p, at, 1) is None:
@@ -107,7 +107,7 @@ def batch_norm(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("group_norm", "native_group_norm")
 def group_norm(p: Partition, node: fx.Node) -> None:
-    """Every group of channels by itself, where ranks have whole groups."""
+    """Normalise each group of channels by itself, where ranks have whole groups."""
     native = op_of(node) == "native_group_norm"
     x, *rest = args_of(node)
     at, place = p.cut_of(x), 5 if native else 0

@@ -114,7 +114,7 @@ def repeat(p: Partition, node: fx.Node) -> Dims:
 
 @aten_rule("repeat_interleave.self_int")
 def repeat_interleave(p: Partition, node: fx.Node) -> None:
-    """Every element so many times over: heads of keys, for the queries that share them."""
+    """Repeat each element: key heads, for the queries that share them."""
     x, count, *rest = args_of(node)
     dim: Any = rest[0] if rest else node.kwargs.get("dim")
     at = p.cut_of(x)
@@ -130,7 +130,7 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("sym_size")
 def sym_size(p: Partition, node: fx.Node) -> None:
-    """A size of the whole value, from a value that has it whole."""
+    """Read a size of the whole value from a value that has it whole."""
     x, dim = args_of(node)
     at = p.placement(x)
     dim %= len(p.shape(x))

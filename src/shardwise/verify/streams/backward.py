@@ -105,7 +105,7 @@ class Backward(Generic[S]):
         return True
 
     def issued(self) -> None:
-        """An operation was issued: it was the engine's if the node that runs has ended."""
+        """Note an issued operation: it was the engine's if the node that runs has ended."""
         if self._has_ended and self._sums:
             merge(self._arrivals.setdefault(id(self._sums.popleft()), {}), self.stream.line.clock)
 

@@ -128,7 +128,7 @@ class Simulation:
         return self.memory.at(span(tensor)[0])
 
     def allocated(self, storage: torch.UntypedStorage, made: str, *, blank: bool = False) -> None:
-        """A storage has memory now, given out on the current stream; `blank` if it has no values yet."""
+        """Note that a storage has memory, from the current stream; `blank` if it has no values yet."""
         block = None
         if storage.nbytes():
             owner = self.timeline.current().line.number
@@ -272,7 +272,7 @@ class Simulation:
     def touch(
         self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
     ) -> None:
-        """An operation of `line` reads or writes a tensor; `copies` it while the host goes on."""
+        """Note that an operation of `line` reads or writes a tensor; `copies`: while the host goes on."""
         extent = extent_of(tensor)
         on_host = not isinstance(tensor, SimTensor) and self.memory.at(extent.low) is None
         if on_host:

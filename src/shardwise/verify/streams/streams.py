@@ -180,7 +180,7 @@ class Timeline:
     # Autograd
 
     def _note_nodes(self) -> None:
-        """The current stream changes: the nodes made since it last did were made on it."""
+        """Note a change of the current stream: nodes made since the last one were made on it."""
         numbers, streams = self._made
         now, current = _compat.next_node_number(), self.current()
         if not numbers or now > numbers[-1]:
@@ -229,7 +229,7 @@ class Timeline:
         return operation
 
     def host_waits(self, clock: Clock) -> None:
-        """The host goes on after what `clock` comes after."""
+        """Let the host wait for all that comes before `clock`."""
         merge(self.host.clock, clock)
         if self.waited is not None:
             self.waited(clock)
@@ -246,7 +246,7 @@ class Timeline:
         return all(self.host.clock.get(line, 0) >= tick for line, tick in clock.items())
 
     def synchronize(self) -> None:
-        """The host waits for everything."""
+        """Let the host wait for everything."""
         for line in self.lines:
             self.host_waits(dict(line.clock))
 

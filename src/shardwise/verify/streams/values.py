@@ -121,7 +121,7 @@ class Late:
     # Memory
 
     def allocated(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
-        """A block was given out. If it has no values yet, it gets none in the first world either."""
+        """Note an allocated block. If it has no values yet, it gets none in the first world either."""
         if blank:
             _forget(storage)
         freed = self._freed[block.owner] = [one for one in self._freed.get(block.owner, ()) if one.waiting]
@@ -130,7 +130,7 @@ class Late:
         block.shadow.forget()
 
     def freed(self, block: Block) -> None:
-        """A block goes back to where it came from."""
+        """Note that a block was freed."""
         if block.shadow is not None:
             self._freed.setdefault(block.owner, []).append(block.shadow)
 
@@ -166,7 +166,7 @@ class Late:
         outcome: Any,
         random_state: Tensor | None,
     ) -> None:
-        """An operator has run in the first world: put it off in the second."""
+        """Put off, in the second world, an operator that has run in the first."""
         how = operators.of(func)
         reads, writes = how.accesses(args, kwargs)
         if how.name in _OVERWRITE:
@@ -196,7 +196,7 @@ class Late:
         written: Sequence[Tensor],
         outcome: Any = None,
     ) -> None:
-        """A collective has run in the first world; `again(group, given, outcome)` does it over again."""
+        """Put off a collective that ran in the first world; `again(group, given, outcome)` repeats it."""
         twin = _Memo(self._twin)
         twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
         twin_group = self.peers.twin(group, operation.line, self.run_all)
@@ -213,7 +213,7 @@ class Late:
     def moved(
         self, operation: Operation, before: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
     ) -> None:
-        """A storage was resized that had values; so many bytes of them are kept."""
+        """Note that a storage with values was resized; so many bytes of them stay."""
         with _compat.below_modes():
             _of_bytes(storage)[nbytes:].fill_(_NO_VALUE)
         old, new = _of_bytes(before.shadow.memory)[:nbytes], _of_bytes(block.shadow.memory)[:nbytes]
@@ -354,7 +354,7 @@ class Late:
     # Comparing
 
     def host_reads(self, tensors: Iterable[Tensor], name: str) -> None:
-        """The host is about to read memory of its own."""
+        """Prepare for a read of the host's own memory."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
             if (
@@ -367,7 +367,7 @@ class Late:
             self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
 
     def host_wrote(self, tensors: Iterable[Tensor]) -> None:
-        """The host has written memory of its own, at once."""
+        """Note that the host has written memory of its own, at once."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
             if block is not None and block.shadow is not None:
