@@ -1,11 +1,11 @@
-"""Can this machine run sharded training, or these machines? One function per check, returning what it found.
+"""Checks of whether this machine, or these, can run sharded training: one function for each.
 
 Under torchrun, one rank of each host looks at its host, and rank 0 compares what all ranks tell it through
 the store that they met at.
 
 OK       works
 WARNING  works, and will be slower or fail later
-BROKEN   nothing will work until it is mended
+BROKEN   nothing will work until it is fixed
 """
 
 from __future__ import annotations

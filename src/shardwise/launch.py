@@ -1,4 +1,4 @@
-"""Starting ranks on this machine, and what is shown where one fails: the cause, once, and no more.
+"""Starting ranks on this machine, and printing where one fails: the cause, once, and no more.
 
 `launch` is torchrun for one machine without its own traceback and log around the error. `report_errors`
 decides what a rank prints for an error that nothing catches:

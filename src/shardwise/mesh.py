@@ -1,4 +1,4 @@
-"""Which mesh axes data parallelism uses: the shard axis, the replicate axis, or both.
+"""The mesh axes of data parallelism: the shard axis, the replicate axis, or both.
 
     1-D mesh                       FSDPMeshInfo    shard over the axis
     2-D mesh                       HSDPMeshInfo    replicate over axis 0, shard over axis 1

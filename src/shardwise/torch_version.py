@@ -1,6 +1,7 @@
-"""Is there a torch that shardwise runs on? The first import of the package asks, and says so in one line.
+"""The check for a torch that shardwise runs on, asked by the package's first import.
 
-Its own commands end with that line; `import shardwise` raises it as an ImportError. A torch newer than those
+Commands of shardwise end with one line that says what is wrong; `import shardwise` raises it as an
+ImportError. A torch newer than those
 supported is refused only where a name that shardwise needs has gone from it.
 """
 

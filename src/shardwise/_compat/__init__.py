@@ -1,7 +1,7 @@
 """Every private torch name this library uses, for torch 2.11 to 2.15, each with its reason.
 
 Nothing else in the package may touch a torch name that starts with an underscore. A name that
-torch moves or renames is mended here, once.
+torch moves or renames is fixed here, once.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.utils import checkpoint as _checkpoint
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
 
 
-# Unless told otherwise, FSDP2 sums gradients as their parameters keep them since 2.15, before as they come.
+# By default FSDP2 sums gradients in their parameters' stored dtype since 2.15, before as they come.
 SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 

@@ -39,7 +39,7 @@ def collectives_in_place() -> Any:
 
     Inductor fuses kernels that read the same memory, however far apart they stand. What one of them waits
     for then runs before all that follows the other: a reduction slipped behind the next block's products.
-    Each collective, and each wait, is told to follow the calls of libraries before it and to precede those
+    Each collective, and each wait, is made to follow the calls of libraries before it and to precede those
     behind it. Kernels that inductor generates may still move: fusing them is worth more than their place.
     """
     from torch._inductor import custom_graph_pass

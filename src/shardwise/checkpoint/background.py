@@ -2,7 +2,7 @@
 
 Ranks meet in the staging folder instead: each leaves what it wrote, or why it could not, and rank 0 commits
 once all have. So nothing that the run sends can meet what the save sends, and no rank waits for another.
-How it went is told where all ranks come together anyway: at the next save, load, `wait` or `asked`.
+Its outcome is reported where all ranks meet anyway: at the next save, load, `wait` or `asked`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a checkpoint becomes visible: all of it, or not at all.
+"""Commits of checkpoints: all of one becomes visible, or nothing.
 
     PATH/step-00000050/                 complete: tensor files, .metadata, manifest.json
     PATH/step-00000100.tmp-5f1c09/      being written, or left by a save that was killed
@@ -133,7 +133,7 @@ def publish(staging: Location, step: int, manifest: dict[str, Any]) -> Location:
 
 def discard(staging: Location) -> None:
     """Remove what a save that failed has written, unless it is a checkpoint by now. One rank calls it."""
-    with suppress(Exception):  # what went wrong before is told
+    with suppress(Exception):  # the earlier error is reported
         if isinstance(staging, Path):
             shutil.rmtree(staging, ignore_errors=True)
             unlock(staging.parent)
@@ -154,7 +154,7 @@ def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: L
 
 
 def prune(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """Remove older versions of a step, and all but what `save` says is kept. By one rank."""
+    """Remove older versions of a step, and all that `save` does not keep. By one rank."""
     newest = {step: folder for step, _, folder in checkpoints(path)}
     kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
     kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]

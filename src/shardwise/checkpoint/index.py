@@ -1,4 +1,4 @@
-"""Which bytes of which file hold which box of which tensor: torch's `.metadata`, read and checked.
+"""The index of a checkpoint, torch's `.metadata`, read and checked: which bytes hold which box.
 
 A checkpoint is whole if its boxes cover every tensor once. What is checked here is handed on as numbers
 and texts alone; nothing else that the index may hold gets any further.

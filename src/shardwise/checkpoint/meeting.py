@@ -1,4 +1,4 @@
-"""Where ranks meet: in a store that outlives each of them, round by round.
+"""Meetings of ranks: in a store that outlives each of them, round by round.
 
     R/came, R/1, R/2 ...    who came, with the rank that each would be, and whether it has state
     R/closed                which of them belong to the round: all there are to be, or who was there in time
@@ -92,7 +92,7 @@ class Meeting:
             has_state = False
 
     def _hear(self, told: dict[int, tuple[int | None, bool]]) -> None:
-        """Add who has come to the round and told of itself: by number, the rank and whether it has state."""
+        """Add members that have come to the round and described themselves: rank, and whether with state."""
         for number in range(1, self._store.add(f"{self.round}/came", 0) + 1):
             if number not in told and self._store.check([key := f"{self.round}/{number}"]):
                 told[number] = tuple(json.loads(self._store.get(key)))

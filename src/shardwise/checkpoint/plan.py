@@ -1,4 +1,4 @@
-"""Which rank writes which chunk of which tensor: the same on every rank, from what all ranks told.
+"""The plan of a save: which rank writes which chunk; equal on every rank, as all know what all hold.
 
 A chunk that several ranks hold, such as a replica's, is written by the one with the fewest bytes so far.
 """

@@ -24,7 +24,7 @@ _TWICE = 3.0  # seconds after which another signal means "at once": launchers pa
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C, on whichever rank, as a question that all ranks answer alike:
+    """SIGTERM and Ctrl-C, on whichever rank, as a question that all ranks answer equally:
 
         with StopSignals() as stop:
             for step in range(done, steps):

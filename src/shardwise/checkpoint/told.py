@@ -1,4 +1,4 @@
-"""What ranks told each other before they write: alike wherever two tell of the same thing."""
+"""Merges ranks' descriptions of what they write; raises where two describe one thing differently."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Job:
         return publish(self.staging, self.step, manifest)
 
     def commit(self, parts: list[Part]) -> Location:
-        """Make the checkpoint of all ranks' parts, and remove what is not kept. One rank calls it."""
+        """Make the checkpoint of all ranks' parts, and remove old ones. One rank calls it."""
         if self.contents["values"]:
             parts = [*parts, write_values(self.staging, self.contents["values"])]
         final = self.publish(parts, self.index(parts))

@@ -1,12 +1,12 @@
-"""The one way in which ranks compare what they are about to do, and raise alike.
+"""Agreement: the one way in which ranks compare what they are about to do, and raise the same error.
 
     agree       all describe the same thing: 8 bytes to each rank, the texts only where they differ
-    Agreement   the same, begun before and settled after what else there is to do meanwhile
+    Agreement   the same, posted before other work and completed after it
     together    all do what one alone may fail at; what goes wrong on any raises on all
     gather_text every rank's text
 
-A rank that raised alone would leave the others waiting in their next collective. So every rank tells, every
-rank finds the same in what all told, and all raise the same error. What ranks tell each other is text and
+A rank that raised alone would leave the others waiting in their next collective. So ranks exchange descriptions,
+every rank finds the same in all of them, and all raise the same error. What they exchange is text and
 integers of fixed size: nothing that a peer sends is ever unpickled.
 
 Agreement on the order of collectives, which costs nothing while it repeats, is in `comm.order`.
@@ -54,14 +54,14 @@ def agree(
     device: torch.device | None = None,
     advice: str = "Make the same call with the same arguments on every rank.",
 ) -> None:
-    """Make sure that all ranks of `group` describe alike what they are about to do. Collective over `group`.
+    """Raise unless all ranks of `group` describe equally what they are about to do. Collective over `group`.
 
     Nothing is sent in a group of one rank, nor on fake tensors, which have no values to compare.
 
     Args:
-        description: in words, equal on ranks that will communicate alike.
+        description: in words, equal on ranks that will communicate the same way.
         group: the ranks to compare. Of several groups, one after the other, such as the axes of a mesh, a
-            rank hears of what differs in any: what one group found is told in the next.
+            rank hears of what differs in any: what one group found is reported in the next.
         what: is described, for the error: "the boxes of w".
         device: as for `gather_text`.
         advice: what to do about a difference.

@@ -4,7 +4,7 @@
         model(batch).sum().backward()
     counter.count("all_gather"), counter.bytes("reduce_scatter"), counter.wire_bytes()
 
-Collectives are seen as they pass torch's operator dispatcher, so any implementation counts alike:
+Collectives are seen as they pass torch's operator dispatcher, so any implementation counts equally:
 torch.distributed's functions, functional collectives, tensor subclasses, a compiled graph, on any
 backend, from forward or from backward. Values are never touched.
 

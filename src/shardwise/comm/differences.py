@@ -1,4 +1,4 @@
-"""Say in words what ranks disagree about. Ranks that say the same stand together.
+"""Describe what ranks disagree about, with ranks of equal text together.
 
 differences    {rank: text}       which lines only some ranks have
 by_ranks       {rank: problems}   each problem once, led by the ranks that have it

@@ -1,4 +1,4 @@
-"""By what, and when, summed gradients are divided.
+"""Division of summed gradients: by which factor, and when.
 
 Gradients become their mean over all data-parallel ranks (or their sum over `factor`):
 

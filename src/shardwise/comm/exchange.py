@@ -65,7 +65,7 @@ def exchange(
             that do not overlap; all have one dtype, the same on all ranks, and one device. A target shares no
             memory with a source, unless at the same place of the logical tensor.
         group: messages name ranks within it. It may serve the tensors' device by gloo, through the CPU.
-        agreement: under way among all ranks of `group`, about these messages; settled here, between posting
+        agreement: under way among all ranks of `group`, about these messages; completed here, between posting
             messages and waiting for them. Messages of ranks that mean different ones never meet.
 
     Raises:

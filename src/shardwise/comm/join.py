@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches end together.
+"""Batches of ranks that have different numbers of them, joined until all end together.
 
 A training step is collective. A rank that has run out goes over its last batch again, with a loss of weight
 zero: what it sends is what the others wait for, and adds nothing. Nothing of the model, the layout or the

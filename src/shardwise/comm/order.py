@@ -1,4 +1,4 @@
-"""Do the ranks of a process group issue the same collectives in the same order?
+"""The order of a process group's collectives: do ranks issue the same ones in the same order?
 
 Ranks that differ would exchange garbage of equal size, abort, or wait for each other until a timeout. So
 every collective is announced here before it is issued:
@@ -212,7 +212,7 @@ class Order:
             texts = {rank: word[_DIGEST:] for rank, word in zip(self.ranks, words, strict=True)}
             self._let_read(place)
             self.left = "found that ranks disagree about what to do next"
-            self._end_pass()  # on all ranks, which may begin another one alike
+            self._end_pass()  # on all ranks, which may then begin the same next one
             raise RankMismatchError(
                 f"{here()}: ranks disagree about what to do next, so their collectives would not match.\n"
                 f"{differences(texts)}\n{event.advice}"
@@ -251,7 +251,7 @@ class Order:
 
     def post(self) -> None:
         """Tell the other ranks where this one stands."""
-        if self.at is not self._told:  # at length, as where ranks differ it is shown
+        if self.at is not self._told:  # in full, since errors print it where ranks differ
             self._told = self.at
             self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
         record = {

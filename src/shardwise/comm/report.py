@@ -1,4 +1,4 @@
-"""What each rank was at when a run stood still, in a file a rank, and what the files say together.
+"""Reports of where each rank was when a run stood still: a file a rank, and a verdict from all.
 
 Nothing is recorded for it while the run goes on: a pass is a path in a tree that `comm.order` keeps anyway,
 so the last events, with modules and sizes, are read off when they are asked for.

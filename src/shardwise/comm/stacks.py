@@ -1,9 +1,9 @@
-"""Where another thread stands.
+"""The stack of another thread.
 
 `sys._current_frames` reads the list of threads under its lock. `faulthandler` takes no lock: it can meet a
 thread that C++ code is just adding, and end the process. A frame leads to its caller while both run. Compiled
 code has frames of its own, whose callers may not be known any more once they end, so a stack is read in one
-turn of the interpreter, in which no other thread goes on. While torch compiles nothing is told.
+turn of the interpreter, in which no other thread goes on. While torch compiles, there is no stack.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who waits for whom in vain? A thread that finds out, so that no rank waits for a timeout.
+"""A thread that finds out who waits for whom in vain, so that no rank waits for a timeout.
 
 While a rank gets on with its work, this thread does nothing but look whether it does. Once the rank has
 stood still for a moment, in a collective or anywhere else, the thread posts where it stands and reads where
@@ -128,7 +128,7 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """Announce a collective of `group` before it is issued within, and explain its failure.
 
     Args:
-        what: will be done, in words equal on ranks that do it alike.
+        what: will be done, in words equal on ranks that do the same.
     """
     order = order_of(group)
     if order is None:

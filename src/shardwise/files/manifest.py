@@ -1,4 +1,4 @@
-"""What a folder's manifest says, checked: JSON of the expected types, and digests that fit the files.
+"""The manifest of a folder, checked: JSON of the expected types, and digests that fit the files.
 
     format     what the folder is, by name or number
     files      {name: {"bytes": int, "sha256" or "xxh3_128": hexadecimal digits}} of the others

@@ -1,4 +1,4 @@
-"""Which files a checkpoint may have read: those inside its folder.
+"""The files that a checkpoint may have read: those inside its folder.
 
 A checkpoint from elsewhere names files: in a manifest, in an index, by being links. Wherever the library
 follows such a name it does so by `inside`, so that no checkpoint can have anything else on the machine

@@ -1,10 +1,10 @@
-"""Where checkpoints lie: a folder of the file system, or objects in a store that an `fsspec` URL names.
+"""The place of checkpoints: a folder of the file system, or objects in a store that an `fsspec` URL names.
 
     a path, file://...      a `Path`: renames are atomic, files are synced
     s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is there whole or not at all
 
 Both are asked in the words of `Path`. What differs is here: how a file is written so that it is whole or
-absent, how it is known to be kept, how a folder goes.
+absent, how a written one is confirmed, how a folder is removed.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class ExtendedParam:
                 f"{here()}: {PRE} of '{param.name}' takes {count} arguments; expected (mesh) or"
                 " (mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        # Checked on every rank alike, so that the ranks without padding do not wait for the others.
+        # Checked on every rank, so that the ranks without padding do not wait for the others.
         uneven = param.shape[param.placement.dim] % param.ranks != 0
         wrong = [tuple(t.shape) for t in inputs if tuple(t.shape) != self.padded_shape]
         if uneven and wrong:

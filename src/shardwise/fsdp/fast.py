@@ -1,4 +1,4 @@
-"""What is there for host time alone. Without any of it every number is the same.
+"""Code that only saves host time. Without any of it every number is the same.
 
 Python calls a block in a steady step, with it and without (`benchmarks/host_cost.py`: 8 ranks, blocks of 12
 parameters; forward and backward unless it says otherwise):
@@ -111,7 +111,7 @@ class _LocalSteps:
     """Lets a step of one optimizer work on the memory behind its sharded parameters, gradients and state.
 
     Attributes:
-        alike: pairs of descriptions, by identity, that cut alike.
+        alike: pairs of descriptions, by identity, of the same cut.
         moved: of a step that writes its state by parameter: parameters, their local memory, what it was.
     """
 
@@ -120,7 +120,7 @@ class _LocalSteps:
         self.moved: list[tuple[list[Any], list[Any], list[Any]]] = []
 
     def take(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> None:
-        """Put local memory in place of all DTensors, if each has its gradient and state cut alike."""
+        """Put local memory in place of all DTensors, if each has its gradient and state cut the same way."""
         params = lists[0]
         if not params or group.get("differentiable"):
             return

@@ -248,7 +248,7 @@ class ParamGroup(ABC):
                 )
 
     def describe(self) -> str:
-        """Return the group in words, equal on ranks that will communicate alike."""
+        """Return the group in words, equal on ranks that communicate the same way."""
         if self.layout_words is None:
             self.layout_words = self.layout.describe()
         after = self.post_forward_mesh
@@ -262,7 +262,7 @@ class ParamGroup(ABC):
             ]
         )
 
-    # What other ranks must do alike
+    # What other ranks must do too
 
     def join_orders(self) -> Sequence[Order]:
         """Find with whom the group's collectives are compared from now on."""

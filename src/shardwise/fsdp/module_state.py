@@ -1,4 +1,4 @@
-"""What one `fully_shard` call made of its modules: groups, names, settings, and how they are gathered.
+"""The state that one `fully_shard` call made of modules: groups, names, settings, how they are gathered.
 
 What happens to it in a pass through the model is the business of `state.py`.
 """
@@ -86,7 +86,7 @@ class ModuleState:
         self.running = 0  # forwards entered and not left, as a method may call its own module
         self.schedule: Schedule | None = None
         self.is_root = False
-        self.ignored: Set[tuple[int, str]] = frozenset()  # places of parameters that it was told to leave
+        self.ignored: Set[tuple[int, str]] = frozenset()  # places of ignored parameters
         self.inside = False  # some module around this one is sharded too
         self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
         self.all_groups = list(zip(groups, reducers, strict=True))  # of a root: those of all below it too
@@ -313,7 +313,7 @@ class ModuleState:
             return
         if (
             state is None or state.schedule is None
-        ):  # under a root that has not run, which settles its streams
+        ):  # under a root that has not run, which chooses its streams
             return
         if state.schedule is not schedule:
             schedule = state.schedule

@@ -1,4 +1,4 @@
-"""What optimizers do to sharded models, seen through torch's global step hooks.
+"""Watches what optimizers do to sharded models, through torch's global step hooks.
 
     before a step   an optimizer that was built before `fully_shard` holds the whole parameters that
                     sharding replaced, and one built between forward and backward may hold gathered

@@ -1,4 +1,4 @@
-"""What the user decides: dtypes, where state lives, and what may change between steps."""
+"""The user's choices: dtypes, where state lives, and what may change between steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MixedPrecisionPolicy:
         output_dtype: floating-point outputs of forward are cast to it; None leaves them.
         cast_forward_inputs: cast floating-point inputs of forward to `param_dtype`.
         param_dtype_override_fn: called with each parameter that `fully_shard` manages; returns the stored
-            dtype, to gather and compute in that, or None for `param_dtype`. Ranks must answer alike.
+            dtype, to gather and compute in that, or None for `param_dtype`. Equal on all ranks.
     """
 
     param_dtype: MaybeDtype = None

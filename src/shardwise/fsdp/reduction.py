@@ -1,4 +1,4 @@
-"""How a parameter group's unsharded gradients become sharded gradients.
+"""Reduction of a parameter group's unsharded gradients to sharded gradients.
 
 collect   what autograd left on the unsharded parameters; without synchronisation it stays there,
           an accumulated gradient, for a later backward
@@ -284,7 +284,7 @@ class InterleavedReducer(GradReducer):
         results = []
         for kind, batch in batches.items():
             plan = self._plans[kind] if kind in self._plans else self._plan(kind, streams)
-            if kind[1] is None:  # those that are kept alike side by side, as in FSDP2
+            if kind[1] is None:  # those of one stored dtype side by side, as in FSDP2
                 kept = list(dict.fromkeys(param.kept_dtype for param, _ in batch))
                 batch.sort(key=lambda pair: kept.index(pair[0].kept_dtype))
             results.append(self._reduce_batch(batch, plan))

@@ -1,4 +1,4 @@
-"""What the sharded modules under one root share during an iteration.
+"""The schedule that sharded modules under one root share during an iteration.
 
 The first module to run forward is the root. Its schedule knows in which order modules ran, so that
 backward can gather one module ahead; which module's release is put off, because it may be the last
@@ -107,7 +107,7 @@ class Schedule:
         self.copying_gather = None
 
     def free_gathered(self) -> None:
-        """Give back all gathered memory that is shown no more: no gather follows that would."""
+        """Free all gathered memory that no parameter shows: no later gather would."""
         if self.streams is not None:
             self.streams.reclaim(keep=0)
 

@@ -1,4 +1,4 @@
-"""What users may set on a sharded module between steps; every rank must set the same."""
+"""The settings that users may change on a sharded module between steps; every rank must set the same."""
 
 from __future__ import annotations
 

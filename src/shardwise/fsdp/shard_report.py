@@ -1,4 +1,4 @@
-"""What `FSDPModule.shard_report` says of every group: what it holds and how it communicates."""
+"""`FSDPModule.shard_report`: what every group holds and how it communicates."""
 
 from __future__ import annotations
 

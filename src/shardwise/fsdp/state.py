@@ -1,4 +1,4 @@
-"""What happens when: one sharded module (or list of modules) going through its iterations.
+"""The order of events: one sharded module (or list of modules) going through its iterations.
 
 Which event does what in which state is `lifecycle.TABLE`. How parameters change form is the group's
 business, how gradients are reduced the reducer's.

@@ -1,4 +1,4 @@
-"""What data parallelism cuts over a mesh axis: one table, from which the collectives follow.
+"""The table of what data parallelism cuts over a mesh axis, from which the collectives follow.
 
     row      parameters   gradients   optimizer state    communication on that axis, a step
     ddp      replicate    replicate   replicate          all-reduce gradients

@@ -1,4 +1,4 @@
-"""What a tracer may read of a sharded module, made when the first graph is traced.
+"""The part of a sharded module that a tracer may read, made when the first graph is traced.
 
 A tracer reads attributes one by one and guards each: a graph is used again where it finds the same values.
 So everything that differs from block to block, process groups and layouts with their names, stays here, and

@@ -10,7 +10,7 @@ freed after forward, the gather *and the views* are checkpointed: they come agai
 
 A graph's inputs are the shard buffers and, for each segment, a leaf without memory whose gradient is the
 reduced shard; a hook on the leaf hands it to the sharded parameters (`trace_plan.py`, which makes what is
-read here). Sharded parameters are no inputs of a graph, and the graphs of all ranks are alike.
+read here). Sharded parameters are no inputs of a graph, and all ranks have equal graphs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Cut:
             ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
             sizes: of the parts of a row, in elements: a part of a parameter or padding.
             parts: by parameter, which part.
-            pieces: by parameter, the shape of its part, padded alike on all ranks.
+            pieces: by parameter, the shape of its part, padded equally on all ranks.
             shapes: by parameter, its whole shape.
             dims: by parameter, along which pieces follow each other.
             trains: by parameter, does it?

@@ -1,4 +1,4 @@
-"""`shardwise.compile`: `torch.compile` of a sharded model whose graphs communicate early, alike on all ranks.
+"""`shardwise.compile`: `torch.compile` of a sharded model whose graphs communicate early, in one order.
 
 Around a backend it does two things. Before a graph is compiled, ranks compare the collectives in it: ranks
 that traced different graphs raise instead of waiting for each other. And the graphs of operators that

@@ -35,7 +35,7 @@ def inspect_graph(
 ) -> GraphReport | ModelReport:
     """Count what a graph holds: collectives, what overlaps them, copies, unsharded parameters.
 
-    Given a graph, it is measured as it is, and nothing is run; `graph_report` can be told more about it.
+    Given a graph, it is measured as it is, and nothing is run; `graph_report` takes more about it.
 
     Given a model, sharded or not, and example inputs, the model is compiled by `torch.compile` with a backend
     that runs graphs operator by operator, and called once. If grad is enabled and an output requires it, the

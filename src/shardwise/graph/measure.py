@@ -1,4 +1,4 @@
-"""What a graph of operators holds: collectives, copies, compute, and how many bytes of unsharded parameters.
+"""Measures of a graph of operators: collectives, copies, compute, and bytes of unsharded parameters.
 
 Memory is followed through views: what a gather brings lives from the node that issues it to the last node
 that reads it. A copy of nothing but unsharded parameters (the interleaved layout makes one of each) is

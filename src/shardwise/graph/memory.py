@@ -1,4 +1,4 @@
-"""In which tensor's memory a node's output lies, and to which it writes, as operators' schemas say."""
+"""Memory of nodes: the tensor in which an output lies, and those written, by operators' schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found in graphs of operators, as numbers, as plain-text tables and as a picture.
+"""Reports on graphs of operators: numbers, plain-text tables and a picture.
 
 `measure.py` finds it. Places are positions in a graph's list of nodes; bytes are those of traced shapes. The
 picture has a row of compute, a row for each collective and a line of bytes; `timeline.svg` is its look.

@@ -11,7 +11,7 @@ most others when ranks are many. `shardwise.layout.packing` orders the parameter
 fall between blocks of rows. Parameters that differ in dtype or in whether they are trained lie in buffers of
 their own (segments), so that a frozen parameter costs no gradient.
 
-The arithmetic depends on shapes, not on names, and is done once for all modules that are alike.
+The arithmetic depends on shapes, not on names, and is done once for all equal modules.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ContiguousLayout:
         return rows_between(self.specs[index].shape, start, rank * size, (rank + 1) * size)
 
     def describe(self) -> str:
-        """Return one line per segment and per parameter; equal on ranks that will communicate alike."""
+        """Return one line per segment and per parameter; equal on ranks that communicate the same way."""
         lines = []
         for segment in self.segments:
             lines.append(

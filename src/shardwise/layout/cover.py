@@ -1,4 +1,4 @@
-"""Do boxes cover a tensor exactly once?
+"""The check that boxes cover a tensor exactly once.
 
 A box is a sum of signed quadrants, one from each of its corners on. Quadrants from different points are
 linearly independent functions. So boxes count every element of a whole once, and none else, exactly if

@@ -1,4 +1,4 @@
-"""Where each parameter of a group lies in the group's buffers.
+"""The position of each parameter of a group in the group's buffers.
 
 A group's parameters travel together. Each rank keeps its pieces end to end in one *shard buffer*
 per stored dtype (a segment); gathering gives the shard buffers of all ranks, one after another;
@@ -13,7 +13,7 @@ That is the interleaved layout: every parameter is an even chunk of dim 0 (or an
 be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out.
 
 This file knows shapes, dtypes and offsets only: no processes, no tensors. The arithmetic depends on shapes,
-not on names, and is done once for all groups that are alike.
+not on names, and is done once for all equal groups.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class InterleavedLayout:
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def describe(self) -> str:
-        """Return one line per parameter; equal on ranks that will communicate alike."""
+        """Return one line per parameter; equal on ranks that communicate the same way."""
         return "\n".join(
             f"{s.name}: shape {list(s.shape)}, {s.dtype} gathered as {s.gather_dtype},"
             f" cut on dim {_even(s).dim} over {self.ranks}"

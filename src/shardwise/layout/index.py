@@ -1,11 +1,11 @@
-"""Which of many boxes meet which others.
+"""An index of boxes, by which to find those that meet others.
 
 Boxes are columns of two integer arrays [dims, boxes]: their first elements and their ends. They are put in
 the order of a curve through space (Morton's, over the ranks of their middles), in which neighbours mostly
 follow each other. Every 8 neighbours have a box around them, every 8 of those another, up to one:
 
     level 2    one box around all
-    level 1    a box around every 8 of those below        what a box meets is looked for from above,
+    level 1    a box around every 8 of those below        what a box meets is searched from the top,
     level 0    the boxes, in the order of the curve       within what it meets there
 
 So for tiles of any number of dims the time grows with their number and the number of meetings, but for a

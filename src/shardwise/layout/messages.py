@@ -1,4 +1,4 @@
-"""Which rank sends which box to whom, from what the ranks hold to what they want.
+"""Messages of boxes between ranks, from what the ranks hold to what they want.
 
 Both sides are boxes of one tensor, any number per rank. Every element of a wanted box comes once: from the
 receiver itself where it holds the element, otherwise from the nearest rank that does (least distance of
@@ -54,7 +54,7 @@ def transfer(
 
     With `rank`, only the messages which that rank sends or receives, for about the cost of those (and of
     reading the boxes). In either case they are in order of sender, receiver, target and box offsets, so that
-    two ranks list the messages between them alike.
+    two ranks list the messages between them in one order.
 
     Raises:
         ShardingError: boxes of different numbers of dims, lists for different numbers of ranks, no such

@@ -1,4 +1,4 @@
-"""How one parameter is cut over the ranks of the shard axis.
+"""Placements: how one parameter is cut over the ranks of the shard axis.
 
 ===================  ===========================================  =======================
 placement            a rank holds                                 layout

@@ -1,4 +1,4 @@
-"""Which dims of a tensor hold the same elements after a reshape: arithmetic on shapes alone.
+"""Dims that hold the same elements before and after a reshape: arithmetic on shapes alone.
 
 A reshape falls into groups of dims that hold each other's elements, as few at a time as possible:
 

@@ -1,4 +1,4 @@
-"""What optimizers over parts of parameters have in common: which may be, and state by parameter name.
+"""Common parts of optimizers over parts of parameters: which may be, and state by parameter name.
 
     {"state": {"weight": {"exp_avg": tensor, "step": tensor(3.)}, ...},
      "param_groups": [{"params": ["weight", ...], "lr": 0.1, ...}]}

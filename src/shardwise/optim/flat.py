@@ -6,7 +6,7 @@ begins, so it may step on the buffer as one tensor::
 
     shard buffer    A A A A A B B C C C C -     parameters A, B, C and padding
     hyper-params    0 0 0 0 0 1 1 0 0 0 0       B without weight decay, say
-    flat tensors    [   a   ] [b] [  c  ]       three runs; one, if all are alike
+    flat tensors    [   a   ] [b] [  c  ]       three runs; one, if all are equal
 
 Each run has one state. That is right as long as its parameters have gradients at the same steps; the first
 time they do not, the run is split for good. To users and checkpoints all state is that of parameters, by

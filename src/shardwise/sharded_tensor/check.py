@@ -1,4 +1,4 @@
-"""Is what the ranks hold one tensor? Every rank tells, every rank judges, and all of them raise alike.
+"""Checks that ranks' shards make one tensor: all read all descriptions, and raise the same error.
 
 A rank on which something is wrong must not raise before the others know, or they would wait for it in the
 next collective. So each rank describes its shards and its own problems in text, all texts are gathered,
@@ -100,12 +100,12 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 def proposed(
     make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str
 ) -> tuple[_T, Agreement]:
-    """`agreed`, before all ranks have said so: the agreement is still to be settled."""
+    """`agreed`, before all ranks have confirmed: the agreement is still to be completed."""
     try:
         made = make()
         words = text(made)
     except Exception as error:  # of a user's spec, whatever it raises
-        said = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail alike say the same
+        said = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail the same way say the same
         agree(f"impossible: {said}", group=group, what=what)
         raise
     return made, Agreement(words, group=group, what=what)
@@ -122,7 +122,7 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
 
     Raises:
         RankMismatchError: on every rank, where ranks make different things or only some can.
-        Exception: as `make` raises it, where it does so on all ranks alike.
+        Exception: as `make` raises it, where it does so on all ranks.
     """
     if is_outside(group):
         return make()

@@ -46,7 +46,7 @@ def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
 
 
 def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:
-    """`whole`, which every rank has, cut alike; another shape is left for `load_state_dict` to refuse."""
+    """Cut `whole`, which every rank has, as `sharded`; `load_state_dict` refuses another shape."""
     if whole.shape != sharded.metadata().size:
         return whole
     tensors = [within(whole, box, size=whole.shape).clone() for box in sharded.boxes]

@@ -1,6 +1,6 @@
-"""What goes wrong on one rank alone is told with the next collective, and raises on all ranks there.
+"""An error on one rank alone travels with the next collective, and raises on all ranks there.
 
-Most errors follow from what all ranks know, and all raise them alike. Some follow from one rank's values: a
+Most errors follow from what all ranks know, and raise on all. Some follow from one rank's values: a
 division of integers by zero, a probability beyond 1. A rank that raised such an error where it stands would
 leave the others waiting for it in their next collective. So it goes on with stand-ins of the right shape, and
 keeps the error beside them:
@@ -148,7 +148,7 @@ def _tried(
 
 
 def _alike(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the twin of a tensor: of a sharded one over a group that nothing can be told to."""
+    """Return the twin of a tensor: of a sharded one over a group that cannot communicate."""
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
     sharded: Any = tensor

@@ -1,6 +1,6 @@
 """Specs, shards and tensors of torch's deprecated `torch.distributed._shard`, taken where ours are.
 
-They are told by what they can do, and converted at the edge; nothing of that package is imported.
+They are recognised by their methods, and converted at the edge; nothing of that package is imported.
 
     spec      `build_metadata(sizes, properties)`         -> `ShardingSpec`
     shard     `tensor`, `metadata`                        -> `Shard`, of the same memory

@@ -1,6 +1,4 @@
-"""Which ranks a sharded tensor is on: its process group, also on processes that are not in it, and placements
-by the name of an RPC worker.
-"""
+"""Process groups of sharded tensors, also on processes outside them; placements by RPC workers' names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about a sharded tensor on every rank: its shards, where each lies, and its properties.
+"""Metadata of a sharded tensor, known on every rank: its shards, their places, and its properties.
 
     ShardedTensorMetadata
       size               of the whole tensor

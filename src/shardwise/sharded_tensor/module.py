@@ -7,7 +7,7 @@
     state_dict_hook, pre_load_state_dict_hook
                             sharded tensors that are neither parameters nor buffers, in state dicts
 
-What a call asks for is checked on every rank before anything moves, and refused on all of them alike.
+What a call asks for is checked on every rank before anything moves, and refused on all.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def _stream(seed: int) -> tuple[int, int]:
     """
     start = _mixed(seed + _GOLDEN_GAMMA, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
     gamma = _mixed(seed + 2 * _GOLDEN_GAMMA, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)) | 1
-    # Increments of long runs of equal bits make neighbours' sums too much alike.
+    # Increments of long runs of equal bits make neighbours' sums too similar.
     regular = (gamma ^ (gamma >> 1)).bit_count() < 24
     return start, gamma ^ 0xAAAAAAAAAAAAAAAA if regular else gamma
 

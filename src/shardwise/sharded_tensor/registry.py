@@ -1,4 +1,4 @@
-"""Which function does what on sharded tensors: tables that other modules fill, and that the class reads.
+"""Tables of which function does what on sharded tensors: other modules fill them, and the class reads them.
 
 `ShardedTensor.__torch_function__` looks a torch function up in `HANDLERS` by identity and calls
 

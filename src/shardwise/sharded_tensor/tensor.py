@@ -258,7 +258,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
-        """`function`, which treats every element alike, of every local shard. Local; differentiable."""
+        """Apply an elementwise `function` to every local shard. Local; differentiable."""
         return cast(ShardedTensor, failure.run(_mapped, function, (self,), {}))
 
     def _places(self, metadata: ShardedTensorMetadata) -> list[ShardMetadata]:

@@ -73,7 +73,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Decision:
-    """One style for weights that are alike.
+    """The one style of similar weights.
 
     Attributes:
         names: the weights, one in each of the repeated layers.
@@ -171,7 +171,7 @@ def choose(
     """Choose the cheapest styles for the weights of `program` over `world_size` ranks. Local, deterministic.
 
     Every parameter of two dims or more is cut by column, by row, or not at all, its module's vectors with it.
-    Weights that are alike in repeated layers get one style. Activations are cut only as follows from that;
+    Corresponding weights of repeated layers get one style. Activations are cut only as follows from that;
     batch and sequence stay whole.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a rank's program holds and sends: its parameters, and its collectives, each by the module it serves.
+"""Explanation of a rank's program: its parameters, and its collectives, each by the module it serves.
 
     print(explain(program))         a table of both
     counts(program)                 {"all_reduce": 4, "all_gather": 1}

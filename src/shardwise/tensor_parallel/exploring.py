@@ -1,4 +1,4 @@
-"""What plans can make of a program: each operation built by its own rule, for every state of its inputs.
+"""Exploration of plans for a program: each operation built by its own rule, for every state of its inputs.
 
 So nothing is said here of what operations do. A rule runs on a partition that has only its operation, its
 inputs being in one combination of states; what it then took, sent and left is read off that partition. States
@@ -7,7 +7,7 @@ of inputs are those that came of the operations before, the first being those of
     before  q cut by heads, k whole      ->   sends nothing, 2 * B * H/n * L * L * D FLOP,
                                               after: q as before, k as before, result cut by heads
 
-`repeated` says which weights are alike, and so get one style.
+`repeated` says which weights correspond, and so get one style.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a weight's outputs are best cut: whole attention heads, and the parts of a fused projection each.
+"""The best cut of a weight's outputs: whole attention heads, and the parts of a fused projection each.
 
 The outputs of a projection are one dim. What is done with them further on shows what they mean: 96 that
 become (6, 16) are six heads, 96 split into three of 32 are three projections, and heads of keys that are

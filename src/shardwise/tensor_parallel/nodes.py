@@ -1,4 +1,4 @@
-"""What a node of a graph says of itself: its operation, its value, and the code that it comes from."""
+"""Facts about a node of a graph: its operation, its value, and the code that it comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the elements of a value of the program are: on every rank, cut over them, or as parts of a sum.
+"""Placements of a program's values: whole on every rank, cut over ranks, or as terms of a sum.
 
 `Split` says for every rank which intervals of one dim it holds, in order. So it can say what equal chunks
 cannot: whole attention heads, as many on one rank as on another or not; the query, key and value parts of a

@@ -1,4 +1,4 @@
-"""What the user asks for, by module: which way its weights are cut, and where its outputs are to be.
+"""Styles that the user asks for, by module: how its weights are cut, and where its outputs are to be.
 
     column      a linear layer's output features, an embedding's columns (what a row of it is made of)
     row         a linear layer's input features, an embedding's rows (the vocabulary)

@@ -1,4 +1,4 @@
-"""Which values of a rank's program have gradients of their own on every rank, and where these must meet.
+"""Gradients of a rank's program: which values have their own on every rank, and where these are summed.
 
 Every value is one of two kinds, found by going through the program once:
 
@@ -40,7 +40,7 @@ _VIEWS = {
 def differentiable(p: Partition, signature: ExportGraphSignature) -> None:
     """Put the operators into a finished partition that make its gradients those of the whole program.
 
-    Local, and alike on every rank. The gradient of a parameter or input that is whole is whole on every rank.
+    Local, and equal on every rank. The gradient of a parameter or input that is whole is whole on every rank.
     A program that returns its gradients itself stays as it is.
 
     Args:

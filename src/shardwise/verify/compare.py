@@ -1,4 +1,4 @@
-"""How far apart two runs may be, and how far apart they are. Pure functions over tensors.
+"""Comparison of two runs: the allowed and the found differences. Pure functions over tensors.
 
     allowed difference of element i = tolerance * scale + slack[i]
     tolerance   relative; from the dtype and the number of terms summed, or given by the user

@@ -1,4 +1,4 @@
-"""What a verification found, as data, as a table and as JSON."""
+"""The result of a verification, as data, as a table and as JSON."""
 
 from __future__ import annotations
 

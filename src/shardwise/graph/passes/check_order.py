@@ -1,4 +1,4 @@
-"""Do all ranks' graphs issue the same collectives in the same order?
+"""The check that all ranks' graphs issue the same collectives in the same order.
 
 Ranks whose graphs differ would wait for each other forever, or exchange garbage of equal size.
 """
@@ -16,14 +16,14 @@ from shardwise.graph.collectives import Collective, collectives
 
 
 def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None = None) -> str:
-    """Return the collectives of `graphs` in order, a line each, alike on ranks that communicate alike.
+    """Return the collectives of `graphs` in order, a line each, equal on ranks that communicate the same way.
 
     A group is named by its size, as its name differs from rank to rank.
 
     Args:
         graphs: one, or several that run one after another.
         groups: names of the process groups whose ranks must agree about sizes: of collectives over others,
-            which may carry another amount on each of these ranks, only the kind is told. None: all.
+            which may carry another amount on each of these ranks, only the kind is listed. None: all.
     """
     found = [
         one for graph in ([graphs] if isinstance(graphs, Graph) else graphs) for one in collectives(graph)

@@ -1,4 +1,4 @@
-"""What may be moved where in a graph without changing what it computes.
+"""Moves in a graph that do not change what it computes.
 
 Graphs that AOTAutograd makes are functional but for a few writes to inputs, so a node may stand anywhere
 between its inputs and its users; no move here crosses an operator that writes to anything. What is moved with

@@ -41,7 +41,7 @@ def prefetch_in_turn(graph: Graph) -> list[Node]:
 
     While a module runs backward, those lie in a staging buffer. Their reduction is waited for amid that
     backward, and the next gather issued there: so both have a share of it by their bytes to run beside, and
-    the graph holds one of them at a time. How far backward has come is told by the bytes of gradients that
+    the graph holds one of them at a time. Progress of backward is measured by the bytes of gradients that
     are there: sizes of parameters are equal on all ranks, as those of activations may not be. Runs behind
     `sink_waits`, which puts waits where they belong without it.
 

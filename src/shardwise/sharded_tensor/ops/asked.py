@@ -1,4 +1,4 @@
-"""Plain ids for a sharded table: one batch that all ranks have, or each rank its own?
+"""Plain ids for a sharded table: one batch that all ranks have, or one of each rank.
 
 Ranks tell each other a hash of their ids, in one small all-reduce:
 

@@ -1,4 +1,4 @@
-"""Where the boxes of a tensor lie after a reshape, an index or an expansion: arithmetic on shapes alone.
+"""Boxes of a tensor after a reshape, an index or an expansion: arithmetic on shapes alone.
 
 A box stays a box in a reshape if it does in every group of dims that hold the same elements
 (`layout.regroup`). Strides within a group agree nowhere but at its ends, so there a box must be one range of

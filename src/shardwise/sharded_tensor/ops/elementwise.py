@@ -1,13 +1,13 @@
-"""Functions that treat every element alike: on the local shards, without communication.
+"""Elementwise functions: on the local shards, without communication.
 
 Operands are numbers, plain tensors (replicated), and sharded tensors that have on each rank what its shards
-need: cut alike, or of fewer dims (`operands`). Shapes broadcast as in torch; the result is cut as the
+need: of the same cut, or of fewer dims (`operands`). Shapes broadcast as in torch; the result is cut as the
 largest sharded operand. What is cut otherwise is refused, never moved.
 
 In place, values go into the local tensors of the sharded left operand, which is returned; and so into an
 `out=` of the result's shape. What is plain cannot be written from what is sharded.
 
-`equal` and `allclose` compare shards that lie alike where they are; of tensors of one shape cut otherwise,
+`equal` and `allclose` compare shards of the same cut where they are; of tensors of one shape cut otherwise,
 the second moves to where the first lies, each element at most once.
 """
 

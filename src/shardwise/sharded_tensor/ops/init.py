@@ -122,7 +122,7 @@ def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTen
 
 @handles(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like)
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """`func` of every shard: cut alike, in memory of its own, a leaf of the autograd graph."""
+    """Apply `func` to every shard, for a tensor of the same cut: in memory of its own, an autograd leaf."""
     sharded = args[0] if args else kwargs.pop("input")
     if not isinstance(sharded, ShardedTensor):
         refuse(func, args, kwargs)

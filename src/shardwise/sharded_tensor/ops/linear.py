@@ -10,7 +10,7 @@ other factor, which must be there too. A plain one is there on every rank.
     linear(plain, weight cut along dim 0)          sharded along the last dim          none
     linear(plain, weight cut along dim 1)          plain                               one all-reduce
     linear(input cut along its last dim,
-           weight cut along dim 1 alike)           plain                               one all-reduce
+           weight cut equally on dim 1)            plain                               one all-reduce
     linear(input cut along batch dims, plain)      sharded like the input              none
 
 A right factor of which one rank holds all gives a plain result. A bias or addend joins after the sum, once.

@@ -1,4 +1,4 @@
-"""`softmax`, `log_softmax`, `layer_norm`, `rms_norm`, `dropout` of sharded tensors; results are cut alike.
+"""`softmax`, `log_softmax`, `layer_norm`, `rms_norm`, `dropout` of sharded tensors; results are cut as these.
 
 Along dims that no shard is cut in they are torch's functions of every shard, without communication. Along
 others they are made of elementwise functions and reductions, in at least float32: two all-reduces forward

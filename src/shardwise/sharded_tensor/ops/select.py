@@ -3,10 +3,10 @@
 An index of ints, slices, None and `...` keeps the shards that hold some of what it asks for, on their ranks;
 others are absent from the result, so that ranks may be left without a shard. What is kept is a view of the
 shard's memory: in-place operations on `st[2:4]` write `st`, as in torch. Indices that are tensors, lists or
-bools would move elements between ranks and are refused; but where a mask of the same shape holds, cut alike
-or plain, one number can be assigned.
+bools would move elements between ranks and are refused; but where a mask of the same shape holds,
+of the same cut or plain, one number can be assigned.
 
-`cat` and `stack` of tensors cut alike, whole in the dim that grows, join each shard with its counterparts.
+`cat` and `stack` of tensors of one cut, whole in the dim that grows, join each shard with its counterparts.
 All others keep every shard of every operand (in new memory), so a rank has as many as of all together.
 """
 

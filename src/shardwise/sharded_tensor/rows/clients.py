@@ -1,4 +1,4 @@
-"""Rows for those who make DTensors by placements: `distribute_tensor`, `from_local`, `redistribute`."""
+"""Rows for code that makes DTensors by placements: `distribute_tensor`, `from_local`, `redistribute`."""
 
 from __future__ import annotations
 

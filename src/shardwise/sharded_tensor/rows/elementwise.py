@@ -1,7 +1,7 @@
 """Ops that stay within rows: elementwise arithmetic, copies, random numbers, new tensors, views, products.
 
 All run on the local rows. Random numbers are drawn for the whole tensor, in a temporary of its size,
-and cut: ranks that seed alike agree, and get what one process gets.
+and cut: ranks with equal seeds agree, and get what one process gets.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`new_zeros` and its kin: sharded alike where dim 0 is the rows, else plain and whole."""
+    """Run `new_zeros` and its kin: cut the same way where dim 0 is the rows, else plain and whole."""
     like, size = args[0], tuple(args[1])
     piece: Piece = like.piece
     if not size or size[:1] != tuple(like.shape[:1]):
@@ -149,7 +149,7 @@ def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`rows[mask] = scalar`, where the mask is cut alike."""
+    """Run `rows[mask] = scalar`, with a mask of the same cut."""
     target, indices, value = args[:3]
     mask = indices[0] if len(indices) == 1 else None
     if (

@@ -1,4 +1,4 @@
-"""What an operator does to tensors that are row ranges of whole ones.
+"""Operators on tensors that are row ranges of whole ones.
 
 `find_handler` decides once per operator. A handler gets the operator and its arguments and answers for the
 whole tensors::

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor one rank holds, and who holds the rest."""
+"""The piece of a whole tensor that one rank holds, and who holds the rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_torch(what: str) -> None:
 class Piece:
     """The whole rows of a tensor on this rank.
 
-    Pieces are equal where they cut tensors of one shape alike, on every rank: ranks never disagree
+    Pieces are equal where they cut tensors of one shape equally, on every rank: ranks never disagree
     about it, so that it may decide whether they communicate.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Sums, means, norms, extremes and their kin, of whole tensors.
 
-Along trailing dims each row has its own answer: no communication, and the result is sharded alike. Over
+Along trailing dims each row has its own answer: no communication, and the result has the same cut. Over
 dim 0 the answers of the ranks' rows are combined by an all-reduce over every process group that cuts the
 tensor along a reduced dim, and the result is a plain whole tensor, equal on all ranks.
 

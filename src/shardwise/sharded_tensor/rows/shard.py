@@ -2,7 +2,7 @@
 
     reduced shard    A A A A B B C C C -     gradients A, B and C are views; padding is zero
 
-What treats every element alike, or sums over all, then costs one operation in place of one for each.
+An operation that is elementwise, or sums over all, then costs one operation in place of one for each.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _sliced(p: Partition, at: Split, begin: int, size: int) -> tuple[Split, int]
 
 
 def _along(p: Partition, node: fx.Node, at: Split) -> None:
-    """Parts along the cut dim, each cut alike: as the parts of a fused projection are."""
+    """Take parts along the cut dim, each cut itself, like those of a fused projection."""
     cuts, begin = [], 0
     for piece in node.meta["val"]:
         end = begin + hint(piece.shape[at.dim])

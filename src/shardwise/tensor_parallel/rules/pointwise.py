@@ -1,4 +1,4 @@
-"""Operations that treat every element alike, on inputs that broadcast to one shape."""
+"""Elementwise operations, on inputs that broadcast to one shape."""
 
 from __future__ import annotations
 

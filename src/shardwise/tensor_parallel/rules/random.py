@@ -1,6 +1,6 @@
 """Random values: every rank draws those of the whole value, in the whole program's order, and keeps its own.
 
-So generators that begin alike on all ranks stay alike: what is whole gets the same mask on every rank, parts
+So generators that start equal on all ranks stay equal: what is whole gets the same mask on every rank, parts
 get masks that have nothing to do with one another, and a cut program draws what the whole one would.
 """
 

@@ -1,4 +1,4 @@
-"""Which rule builds which operation.
+"""The registry of rules, by operation.
 
     rule(p, node)    emits this rank's form of `node` into the partition `p`, and says with `p.keep` where
                      the result is

@@ -1,4 +1,4 @@
-"""The same elements in another shape: what is cut stays cut, along the dim that it becomes."""
+"""Views of the same elements in another shape: what is cut stays cut, along the dim that it becomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which stream autograd's engine runs a node of backward, and what that stream waits for.
+"""The streams on which autograd's engine runs nodes of backward, and what those wait for.
 
     a node             runs on its forward's stream, after the nodes that give it gradients; the first ones
                        after what the caller of backward issued

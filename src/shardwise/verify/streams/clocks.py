@@ -1,4 +1,4 @@
-"""Who runs after whom: vector clocks of streams, events and the host.
+"""Vector clocks of streams, events and the host: which operation runs after which.
 
 A stream runs what it is given one after another. It is ordered after another stream only by waits:
 

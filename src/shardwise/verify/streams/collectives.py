@@ -254,7 +254,7 @@ class Collectives:
         bare = on_tensors(args, bare_of)
         result = func(*bare, **on_tensors(kwargs, bare_of))
         if namespace == NATIVE:
-            return on_tensors(result, on_device)  # the method of a process group has been told of
+            return on_tensors(result, on_device)  # the method of a process group has reported it
         if name.partition(".")[0] == WAIT:
             clock, _ = self._functional.pop(args[0].untyped_storage().data_ptr(), ({}, []))
             merge(simulation.timeline.current().line.clock, clock)

@@ -1,7 +1,7 @@
 """A simulated accelerator: tensors of a device of their own over CPU memory, so that all code takes its way.
 
     torch.device(NAME)    with streams, events, pinned memory, copies from and to the host
-    SimTensor             a tensor there; each operator runs at once, on the CPU, and the `Simulation` is told
+    SimTensor             a tensor there; each operator runs at once, on the CPU, and the `Simulation` sees
 
 The device is registered with torch for the rest of the process, and counts as available only while a
 simulation runs.

@@ -1,4 +1,4 @@
-"""Which operations touch the same memory without an order between them.
+"""Memory of the simulated device, with operations that touch it without an order between them.
 
 Accesses are matched by address: several storages may lie over the same memory. Two that overlap, one of them
 a write, must be ordered. So must be whatever touches memory that is given out again: the caching allocator
@@ -87,7 +87,7 @@ class Block:
     made: str
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
-    guarded: set[int] = field(default_factory=set)  # lines that the allocator was told of (`record_stream`)
+    guarded: set[int] = field(default_factory=set)  # lines passed to `record_stream`
     shadow: Any = None  # of `values`: what lies there where operations run in another order
 
 

@@ -1,4 +1,4 @@
-"""What lies at an address of the simulated device, in the words of the library and its users."""
+"""Names for addresses of the simulated device, in the words of the library and its users."""
 
 from __future__ import annotations
 

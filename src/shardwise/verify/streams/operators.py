@@ -1,4 +1,4 @@
-"""What an operator of torch reads, writes and returns, by its schema."""
+"""The reads, writes and results of torch's operators, by their schemas."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Order:
         """Operations of an earlier run of the same code are as late as possible, everything else at once.
 
         Whatever does not wait for one overtakes it, while all that it works on is there. Two that race have
-        both begun.
+        both started.
         """
         return Order(stalled=frozenset((one.line, one.tick) for one in operations))
 

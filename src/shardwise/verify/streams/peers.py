@@ -1,7 +1,7 @@
 """Collectives that each rank runs a second time when it wants to, so that no two ranks wait for each other.
 
-A rank that waits for a collective tells the others which, after a moment; and whoever waits for any runs what
-others have told of. Each stream has groups of its own for this: on two streams ranks may differ in order.
+A rank that waits for a collective announces it after a moment; whichever rank waits runs what others have
+announced. Each stream has groups of its own for this: on two streams ranks may differ in order.
 """
 
 from __future__ import annotations

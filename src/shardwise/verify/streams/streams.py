@@ -130,7 +130,7 @@ class Timeline:
         self._current: list[tuple[Stream, int | None]] = []  # entered, and inside of which node
         self._made: tuple[list[int], list[Stream]] = ([], [])  # nodes below a number, on which stream
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
-        self.waited: Callable[[Clock], None] | None = None  # told what the host waits for
+        self.waited: Callable[[Clock], None] | None = None  # called with what the host waits for
         self._asked: Clock | None = None  # what the host last asked about
         # Told of each operation, with how many of each line it comes after.
         self.listener: Callable[[Operation, Clock], None] | None = None

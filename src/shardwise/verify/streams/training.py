@@ -69,7 +69,7 @@ def check_streams(
 
     Arguments as of `verify`; the model, its hooks, communication and optimizer are the case's own, sharded by
     whatever its `shard` calls. Starts no processes: collectives are those of a group that has this rank only,
-    whose results are as if all ranks were alike.
+    whose results are as if all ranks were equal.
 
     Raises:
         CaseError: no such case; one whose batch cannot be cut, that raises, or that uses no device.

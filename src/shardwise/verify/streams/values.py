@@ -1,4 +1,4 @@
-"""Do the numbers hold if a simulated device runs its operations in another order, one that its events allow?
+"""Values of a simulated device that runs operations in another order, one that its events allow.
 
 There are two worlds of memory. In the first each operator runs at once, in the order of the host: that gives
 shapes, and the numbers to compare with. In the second each block of the device has a shadow. An operation is
