@@ -1,8 +1,7 @@
 """The check for a torch that shardwise runs on, asked by the package's first import.
 
 Commands of shardwise end with one line that says what is wrong; `import shardwise` raises it as an
-ImportError. A torch newer than those
-supported is refused only where a name that shardwise needs has gone from it.
+ImportError. A torch newer than those supported is refused only where it lacks a name that shardwise needs.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     together    all do what one alone may fail at; what goes wrong on any raises on all
     gather_text every rank's text
 
-A rank that raised alone would leave the others waiting in their next collective. So ranks exchange descriptions,
-every rank finds the same in all of them, and all raise the same error. What they exchange is text and
+A rank that raised alone would leave the others waiting in their next collective. So ranks exchange
+descriptions, find the same in all of them, and all raise the same error. What they exchange is text and
 integers of fixed size: nothing that a peer sends is ever unpickled.
 
 Agreement on the order of collectives, which costs nothing while it repeats, is in `comm.order`.

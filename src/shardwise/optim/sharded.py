@@ -142,7 +142,8 @@ class ShardedOptimizer(Optimizer):
         `{"state": {name: {"exp_avg": tensor, "step": number, ...}}, "param_groups": [{"params": [name, ...],
         "lr": ..., ...}]}`. State with an element for each of a sharded parameter's is a `ShardedTensor` of
         the same cut, which shares memory with the optimizer: `torch.distributed.checkpoint` saves it, and
-        loads it into another cut or number of ranks. There is none before the first step; see `allocate_state`.
+        loads it into another cut or number of ranks. None exists before the first step; see
+        `allocate_state`.
         """
         found = {}
         for name, param in self._named.items():
