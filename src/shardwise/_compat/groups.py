@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as bindings
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -18,6 +19,21 @@ def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | Non
     """Return the backend that allocates communication buffers for `group`, if it has an allocator."""
     backend = group._get_backend(device)
     return backend if backend.supports_tensor_alloc(device) else None
+
+
+# verify.streams: `new_group` waits for all ranks of the group with the process's own state half changed, and
+# names a group by its ranks and by how many of them exist, so two threads cannot make two at a time.
+def second_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Make a gloo group of the ranks of `group` that functional collectives find by `name`; all must call."""
+    store = bindings.PrefixStore(name, default_store())
+    kind = dist.ProcessGroup.BackendType.GLOO
+    made: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
+    made._set_default_backend(kind)
+    made._register_backend(torch.device("cpu"), kind, backend)
+    made._set_group_name(name)
+    bindings._register_process_group(cast(Any, name), made)
+    return cast(dist.ProcessGroup, made)
 
 
 def premultiplied_sum(factor: float) -> Any:

@@ -58,10 +58,15 @@ def latest(operations: Iterable[Operation]) -> dict[int, Operation]:
 
 @dataclass(eq=False)
 class Line:
-    """A stream's, or the host's, own clock."""
+    """Clock of a stream, of a process group's asynchronous collectives, or of the host.
+
+    Attributes:
+        key: name that all ranks give to it, though some make lines that others do not.
+    """
 
     number: int
     name: str
+    key: str = ""
     clock: Clock = field(default_factory=dict)
     last: Operation | None = None
 

@@ -145,7 +145,7 @@ class Collectives:
         name = group.group_name
         if name not in self._lines:
             ranks = f"process group of {group.size()} ranks ({name})"
-            self._lines[name] = self.simulation.timeline.line(f"asynchronous stream of the {ranks}")
+            self._lines[name] = self.simulation.timeline.line(f"asynchronous stream of the {ranks}", name)
         return self._lines[name]
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

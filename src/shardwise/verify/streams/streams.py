@@ -127,6 +127,7 @@ class Timeline:
     def __init__(self) -> None:
         self.host = Line(HOST, "the host")
         self.lines = [self.host]
+        self._streams = 0
         self._current: list[tuple[Stream, int | None]] = []  # entered, and inside of which node
         self._made: tuple[list[int], list[Stream]] = ([], [])  # nodes below a number, on which stream
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
@@ -215,8 +216,11 @@ class Timeline:
 
     # Waiting
 
-    def line(self, name: str) -> Line:
-        made = Line(len(self.lines), name)
+    def line(self, name: str, group: str | None = None) -> Line:
+        """Return a new line: of a stream, or of the process group of that name."""
+        if group is None:
+            self._streams += 1
+        made = Line(len(self.lines), name, f"stream{self._streams}" if group is None else f"group{group}")
         self.lines.append(made)
         return made
 

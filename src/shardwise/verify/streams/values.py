@@ -199,12 +199,12 @@ class Late:
         """Put off a collective that ran in the first world; `again(group, given, outcome)` repeats it."""
         twin = _Memo(self._twin)
         twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
-        twin_group = self.peers.twin(group, operation.line, self.run_all)
-        name = self.peers.name(twin_group)
-        clock = dict(self.simulation.timeline.lines[operation.line].clock)
+        line = self.simulation.timeline.lines[operation.line]
+        name, clock = self.peers.name(group, line.key), dict(line.clock)
 
         def run() -> None:
             self.peers.put_off.pop(name)
+            twin_group = self.peers.twin(group, line.key, name)
             self.peers.wait(again(twin_group, twins, results), name)
 
         self.peers.put_off[name] = lambda: self.run_until(clock)
