@@ -28,7 +28,7 @@ class CheckpointError(ShardwiseError):
 
 
 def here() -> str:
-    """`rank R` of the calling process, for messages; `rank ?` before initialisation."""
+    """Return `rank R` of the calling process, for messages; `rank ?` before initialisation."""
     import torch.distributed as dist  # the command reports errors without it
 
     known = dist.is_available() and dist.is_initialized()

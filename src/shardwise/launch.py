@@ -93,7 +93,7 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """`train.py:12: ShardingError: what is wrong`; the place is the user's own line that led there."""
+    """Return `train.py:12: ShardingError: what is wrong`; the place is the user's own line that led there."""
     text = str(error).strip() if isinstance(error, ShardwiseError) else str(error).strip().partition("\n")[0]
     text = "; ".join([text, *(remedy for sign, remedy in _REMEDIES.items() if sign in text)])
     kind = type(error).__name__
@@ -101,7 +101,7 @@ def one_line(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """`train.py:12`: the innermost line outside of installed packages; empty where there is none."""
+    """Return `train.py:12`: the innermost line outside of installed packages; empty where there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(path := Path(frame.filename)):
             inside = path.resolve().is_relative_to(Path.cwd())

@@ -17,7 +17,7 @@ _FIX = "pip install 'torch>={}.{},<{}.{}'".format(*SUPPORTED[0], SUPPORTED[1][0]
 
 
 def minor_version(version: str) -> tuple[int, int] | None:
-    """(2, 13) of "2.13.0+cpu"; None where it does not begin with two numbers."""
+    """Return (2, 13) of "2.13.0+cpu"; None where it does not begin with two numbers."""
     parts = version.split("+")[0].split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
         return None

@@ -58,7 +58,7 @@ from shardwise._compat.transforms import *
 
 
 def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-    """`local` as this rank's piece of the DTensor that `spec` describes; no communication.
+    """Return `local` as this rank's piece of the DTensor that `spec` describes; no communication.
 
     `DTensor.from_local` runs under autograd and checks what the caller already knows. `__init__` is
     left out: it does nothing, behind three wrappers that cost more than `__new__`.
@@ -370,7 +370,7 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without what it does for `torch.func`: for where `transforms_run` says no."""
+    """Return `function.apply` without what it does for `torch.func`: for where `transforms_run` says no."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 

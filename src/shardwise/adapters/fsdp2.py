@@ -104,7 +104,7 @@ def _ours(name: str) -> Any:
 
 
 def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
-    """`Optimizer.add_param_group` that refuses rows where a step would."""
+    """Return `Optimizer.add_param_group` that refuses rows where a step would."""
 
     @functools.wraps(add)
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:

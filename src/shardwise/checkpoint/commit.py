@@ -48,7 +48,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def checkpoints(path: At) -> list[tuple[int, int, At]]:
-    """(step, version, directory) of every complete checkpoint under `path`, oldest first."""
+    """Return (step, version, directory) of every complete checkpoint under `path`, oldest first."""
     return _complete(_named(path))
 
 

@@ -141,7 +141,7 @@ def _is_known(found: Any) -> bool:
 
 
 def _pickled_layout() -> tuple[str, str]:
-    """Module and name of the function that torch's pickles of a layout call."""
+    """Return the module and name of the function that torch's pickles of a layout call."""
     function: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]
     return function.__module__, function.__name__
 

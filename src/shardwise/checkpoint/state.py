@@ -181,7 +181,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def to_json(name: str, value: Any) -> Any:
-    """`value` as JSON can hold it; the error for anything else names the entry."""
+    """Return `value` as JSON can hold it; the error for anything else names the entry."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):

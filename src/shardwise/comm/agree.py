@@ -265,7 +265,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backends of `group` by type of device."""
+    """Return the backends of `group` by type of device."""
     return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 

@@ -108,11 +108,11 @@ class CommCounter(TorchDispatchMode):
         return True
 
     def count(self, kind: str) -> int:
-        """Number of calls of `kind`."""
+        """Return the number of calls of `kind`."""
         return sum(call.kind == kind for call in self.calls)
 
     def bytes(self, kind: str | None = None) -> int:
-        """Full-buffer bytes of the calls of `kind`, or of all."""
+        """Return the full-buffer bytes of the calls of `kind`, or of all."""
         return sum(call.bytes for call in self.calls if kind in (None, call.kind))
 
     def wire_bytes(self, kind: str | None = None) -> int:

@@ -45,7 +45,7 @@ def by_ranks(problems: Mapping[int, str]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 2`."""
+    """Return `rank 1`, or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -70,7 +70,7 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 def _excerpt(line: str, other: str) -> str:
-    """`line`, or what stands around its first difference from `other` if it is long."""
+    """Return `line`, or what stands around its first difference from `other` if it is long."""
     if len(line) <= _SHOWN_CHARACTERS:
         return line
     same = min(len(line), len(other))

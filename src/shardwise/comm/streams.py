@@ -29,7 +29,7 @@ class CommStreams:
 
     @staticmethod
     def create(device: torch.device) -> CommStreams | None:
-        """New streams on `device`; None on devices without streams."""
+        """Return new streams on `device`; None on devices without streams."""
         if device.type in ("cpu", "meta"):
             return None
 

@@ -222,7 +222,7 @@ def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
 
 
 def _broken(order: Order) -> set[int]:
-    """Peers whose connection has ended. gloo says so to whoever sends; nobody receives this."""
+    """Return the peers whose connection has ended. gloo says so to whoever sends; nobody receives this."""
     found = set()
     for group in list(order.groups):
         for peer in set(range(group.size())) - {group.rank()}:

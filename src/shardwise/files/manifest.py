@@ -75,7 +75,7 @@ def _kind(entry: Mapping[str, Any]) -> str:
 
 
 def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
-    """Size in bytes and hash of a file, of one of the kinds in `HASHES`."""
+    """Return size in bytes and hash of a file, of one of the kinds in `HASHES`."""
     found, size = HASHES[kind](), 0
     chunk = bytearray(_REQUEST_BYTES if isinstance(file, StorePath) else _CHUNK_BYTES)
     with file.open("rb") as stream:

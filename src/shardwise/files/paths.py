@@ -43,7 +43,7 @@ def _check_links(folder: Path, name: str) -> None:
 
 
 def regular(file: At) -> At:
-    """`file`, which must be there. Of anything else, a pipe say, reading might never end."""
+    """Return `file`, which must be there. Of anything else, a pipe say, reading might never end."""
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; expected a file. Copy it again, or use another checkpoint")
     return file

@@ -111,7 +111,7 @@ class ExtendedParam:
         return inputs, metadata
 
     def allocate(self, inputs: Sequence[Tensor], ranks: int) -> list[Tensor]:
-        """Memory for the gathered inputs, kept between gathers and refilled."""
+        """Return memory for the gathered inputs, kept between gathers and refilled."""
         if not self.outputs:
             with torch.inference_mode(False):
                 self.outputs = [
@@ -149,7 +149,7 @@ class ExtendedParam:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """`tensor` as 1-D plain memory, which is what collectives take."""
+    """Return `tensor` as 1-D plain memory, which is what collectives take."""
     if not _compat.is_plain(type(tensor)):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.reshape(-1)

@@ -67,14 +67,14 @@ class ModuleSettings(nn.Module):
     # When gradients are synchronised
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last before the optimizer step.
+        """Set whether the next backward is the last before the optimizer step.
 
         Only the last one waits for reductions. Set it on the root.
         """
         self._shardwise_state.set_schedule(is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether `finalize_backward()` ends backward, in place of autograd and `set_is_last_backward`.
+        """Set whether `finalize_backward()` ends backward, in place of autograd and `set_is_last_backward`.
 
         Set it on the root, before backward begins.
 
@@ -99,17 +99,17 @@ class ModuleSettings(nn.Module):
         return finalization.finalize(self._shardwise_state, async_op=async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. False accumulates them unsharded, without communication."""
+        """Set whether backward reduces gradients. False accumulates them unsharded, without communication."""
         self._set(recurse, reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over the replicate axis (HSDP). False accumulates shards."""
+        """Set whether backward all-reduces over the replicate axis (HSDP). False accumulates shards."""
         self._set(recurse, all_reduce_grads=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters without a gradient join the reduction, as zeros.
+        """Set whether parameters without a gradient join the reduction, as zeros.
 
         Needed where ranks use different parameters, whose reductions would not match.
         """
@@ -118,7 +118,7 @@ class ModuleSettings(nn.Module):
     # When parameters are freed and gathered
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the parameters, from now on."""
+        """Set whether forward frees the parameters, from now on."""
         if not isinstance(reshard_after_forward, bool):
             raise ShardingError(
                 f"{here()}: set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; sizes are"
@@ -132,7 +132,7 @@ class ModuleSettings(nn.Module):
             trace_plan.refresh(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the parameters. False saves gathers between accumulation steps."""
+        """Set whether backward frees the parameters. False saves gathers between accumulation steps."""
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -143,7 +143,7 @@ class ModuleSettings(nn.Module):
         self._set(recurse, keep_unsharded_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this module's parameters; False if it does not need them."""
+        """Set whether backward gathers this module's parameters; False if it does not need them."""
         self._set(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
@@ -195,7 +195,7 @@ class ModuleSettings(nn.Module):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether to reduce by SUM only, dividing apart from the collective."""
+        """Set whether to reduce by SUM only, dividing apart from the collective."""
         self._set(False, force_sum=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -208,7 +208,7 @@ class ModuleSettings(nn.Module):
                 state.schedule.max_reduce_inputs = max(state.schedule.max_reduce_inputs, max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reductions use a process group of their own, to overlap with gathers.
+        """Set whether reductions use a process group of their own, to overlap with gathers.
 
         Collective over each shard group: creates one group per set of shard ranks.
         """
@@ -220,7 +220,7 @@ class ModuleSettings(nn.Module):
                     reducer.forget_plans()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether communication buffers come from the process group's allocator, where it has one."""
+        """Set whether communication buffers come from the process group's allocator, where it has one."""
         for group in self._groups():
             self._refuse_custom(group, "set_allocate_memory_from_process_group_for_comm")
             if not isinstance(group.info, FSDPMeshInfo):

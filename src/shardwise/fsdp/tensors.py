@@ -21,7 +21,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed."""
+    """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, (list, tuple)):
@@ -60,7 +60,7 @@ def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors cast to `dtype`."""
+    """Return `value` with its floating-point tensors cast to `dtype`."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)
 
 
@@ -81,7 +81,7 @@ def grad_tensors(value: Any) -> list[Tensor]:
 
 
 def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """`value` with the next of `tensors` in place of each of its `grad_tensors`."""
+    """Return `value` with the next of `tensors` in place of each of its `grad_tensors`."""
 
     def replace(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:

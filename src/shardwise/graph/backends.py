@@ -58,7 +58,7 @@ def with_passes(
 
 
 def inductor_options(edit: Callable[[Graph], Any], uuid: str | None) -> dict[str, Any]:
-    """Inductor's options for it to run `edit` last, and to leave collectives where that puts them.
+    """Return inductor's options for it to run `edit` last, and to leave collectives where that puts them.
 
     Args:
         uuid: tells caches of compiled graphs what `edit` does; None: graphs are compiled anew.

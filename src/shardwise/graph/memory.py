@@ -45,7 +45,7 @@ def written(node: Node) -> list[Node]:
 
 
 def read_by(node: Node) -> list[Node]:
-    """The inputs of an operator that it does not write to."""
+    """Return the inputs of an operator that it does not write to."""
     targets = written(node)
     return [one for one in node.all_input_nodes if one not in targets and not _is_size(one)]
 

@@ -255,7 +255,7 @@ def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:
 
 
 def _panel(graph: GraphReport, top: float, most: int) -> dict[str, Any]:
-    """Coordinates of a graph whose picture begins at `top`; `most` places fill the width."""
+    """Return the coordinates of a graph whose picture begins at `top`; `most` places fill the width."""
     step = (_WIDTH - _LEFT - _RIGHT) / max(most, 1)
     held = graph.unsharded_bytes
 

@@ -53,7 +53,7 @@ def cut_folder(
 
 
 def _initialised_buffers(model: Any) -> dict[str, Tensor]:
-    """Buffers that no file has, by name: by the model's own rules."""
+    """Return buffers that no file has, by name: by the model's own rules."""
     made: dict[str, Tensor] = {}
 
     def give_memory(name: str, tensor: Tensor) -> Tensor:

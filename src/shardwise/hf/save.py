@@ -107,7 +107,7 @@ class _Parameter:
 
 
 def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
-    """Weights by the names that files have; of those that are tied one."""
+    """Return the weights by the names that files have; of those that are tied one."""
     tied, ignored = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
     names: dict[int, str] = {}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in ignored}

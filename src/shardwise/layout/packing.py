@@ -185,7 +185,7 @@ def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
 
 
 def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Possible sizes in ascending order, without end.
+    """Yield the possible sizes in ascending order, without end.
 
     Any size, and besides those the multiples of what the largest parameters have in common: at such a size
     they are cut without loss. Either series takes strides of 0.1% at least, longer as failures mount.
@@ -215,7 +215,7 @@ def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
 
 
 def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-    """Starts by index, by the first strategy that succeeds."""
+    """Return the starts by index, by the first strategy that succeeds."""
     for strategy in _STRATEGIES:
         starts = strategy(items, shard, ranks)
         if starts is not None:

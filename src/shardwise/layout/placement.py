@@ -29,7 +29,7 @@ from shardwise.layout.box import Box
 
 
 def even_intervals(size: int, ranks: int) -> list[tuple[int, int]]:
-    """[begin, end) of each rank, as even as can be; as of `tensor_split`, the first have one more."""
+    """Return [begin, end) of each rank, as even as can be; as of `tensor_split`, the first have one more."""
     least, more = divmod(size, ranks)
     return list(pairwise(rank * least + min(rank, more) for rank in range(ranks + 1)))
 

@@ -137,7 +137,7 @@ def _cut(weight: DTensor) -> tuple[int, dist.ProcessGroup | None]:
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Logits [N, rows] in float32 or wider, with the rows' begin and end."""
+    """Yield the logits [N, rows] in float32 or wider, with the rows' begin and end."""
     for begin in range(0, len(weight), size):
         end = min(begin + size, len(weight))
         logits = F.linear(hidden, weight[begin:end], None if bias is None else bias[begin:end])

@@ -54,7 +54,7 @@ class SequenceCut:
         return whole.tensor_split(self.ranks, dim)[self.rank]
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Positions [piece] of this rank's tokens, int64."""
+        """Return the positions [piece] of this rank's tokens, int64."""
         begin, end = even_intervals(self.length, self.ranks)[self.rank]
         return torch.arange(begin, end, device=device)
 

@@ -254,7 +254,7 @@ def has_8_bits(param: Tensor) -> bool:
 
 
 def _like(param: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`local` as this rank's rows of a tensor of global `shape`, cut as `param` is."""
+    """Return `local` as this rank's rows of a tensor of global `shape`, cut as `param` is."""
     if isinstance(param, ShardedRows):
         same = shape == tuple(param.shape)
         return ShardedRows.wrap(local, param.piece if same else param.piece.with_trailing(shape[1:]))
@@ -333,7 +333,7 @@ def _step_in_fp32(params: list[Tensor], states: list[dict[str, Tensor]], options
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """`tensor` in fp32, or itself if that loses bits or nothing changes."""
+    """Return `tensor` in fp32, or itself if that loses bits or nothing changes."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

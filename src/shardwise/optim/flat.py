@@ -210,7 +210,7 @@ class _Run:
         return [self.tensor.detach().narrow(0, a - self.begin, b - a) for a, b in found if b > a]
 
     def cut(self, kinds: Sequence[Any]) -> list[tuple[Any, _Run]]:
-        """Runs of members of equal kind, over the same range."""
+        """Return the runs of members of equal kind, over the same range."""
         runs: list[tuple[Any, _Run]] = []
         for member, kind in zip(self.members, kinds, strict=True):
             if not runs or runs[-1][0] != kind:

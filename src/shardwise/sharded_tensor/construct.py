@@ -136,7 +136,7 @@ def randn(
     std: float = 1.0,
     **options: Any,
 ) -> ShardedTensor:
-    """Normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
+    """Return normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
     return _drawn(sharding_spec, size, options, seed, partial(random.normal_, mean=mean, std=std))
 
 
@@ -423,7 +423,7 @@ def _check_properties(properties: TensorProperties, ndim: int) -> None:
 
 
 def _allocated(metadata: ShardedTensorMetadata) -> list[Shard]:
-    """Memory for this rank's shards."""
+    """Return memory for this rank's shards."""
     properties, shards = metadata.tensor_properties, []
     for place in metadata.held_by(dist.get_rank()):
         assert place.placement is not None

@@ -278,7 +278,7 @@ def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
 
 
 def _chunks(runs: _Runs, count: int) -> list[_Runs]:
-    """Equal chunks of the indices in `runs`; the last ones short or empty."""
+    """Return the equal chunks of the indices in `runs`; the last ones short or empty."""
     total = _length(runs)
     chunk = -(-total // count)
     return [_between(runs, i * chunk, (i + 1) * chunk) for i in range(count)]

@@ -91,7 +91,7 @@ def known(sharded: Any) -> Failures:
 
 
 def above(text: str, failures: Failures) -> str:
-    """`text`, below a line for each of them; on ranks that may go on, `text` alone."""
+    """Return `text`, below a line for each of them; on ranks that may go on, `text` alone."""
     return "\n".join([*failures, text])
 
 
@@ -102,7 +102,7 @@ def raise_here(failures: Failures) -> None:
 
 
 def flag() -> int:
-    """1 where the operation under way is of no use on this rank, else 0."""
+    """Return 1 where the operation under way is of no use on this rank, else 0."""
     return 1 if _current else 0
 
 

@@ -66,7 +66,7 @@ class RemoteDevice:
         raise _bad_placement(placement)
 
     def rank(self) -> int | None:
-        """Global rank of the process; None where a worker's name stands for it."""
+        """Return the global rank of the process; None where a worker's name stands for it."""
         return self._process if isinstance(self._process, int) else None
 
     def device(self) -> torch.device:
@@ -331,7 +331,7 @@ class Shard:
 
     @staticmethod
     def from_tensor_and_offsets(tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
-        """`tensor` as the shard at `shard_offsets` on global rank `rank`. Local."""
+        """Return `tensor` as the shard at `shard_offsets` on global rank `rank`. Local."""
         placement = f"rank:{rank}/{tensor.device}"
         return Shard(tensor, ShardMetadata(list(shard_offsets), list(tensor.shape), placement))
 

@@ -81,7 +81,7 @@ def normal_(
 
 @torch.no_grad()
 def bernoulli(box: Box, *, shape: Sequence[int], seed: int, p: float, device: torch.device) -> Tensor:
-    """Bools of shape `box.sizes`, each True with probability `p`, for `box` in a tensor of `shape`.
+    """Return bools of shape `box.sizes`, each True with probability `p`, for `box` in a tensor of `shape`.
 
     True where the uniform value of that seed, taken to 64 bits, is less than `p`: the True elements of a
     smaller `p` are among those of a larger one. Local. Raises ShardingError for a box that leaves the shape

@@ -52,7 +52,7 @@ def register_shards(sharded: ShardedTensor) -> None:
 
 
 def _references(number: int) -> list[Any]:
-    """References to the shards of a tensor registered here; other ranks call it over RPC."""
+    """Return references to the shards of a tensor registered here; other ranks call it over RPC."""
     return [rpc.RRef(shard) for shard in _registered[number].local_shards()]
 
 

@@ -140,7 +140,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
-        """References over torch RPC to every other rank's shards; needs `init_rrefs=True`. Local.
+        """Return references over torch RPC to every other rank's shards; needs `init_rrefs=True`. Local.
 
         Raises:
             ShardingError: the tensor was made without `init_rrefs=True`.

@@ -57,7 +57,7 @@ def move_state(program: ExportedProgram, device_type: str) -> None:
 
 
 def as_is(before: Tensor, made: Tensor) -> Tensor:
-    """`made` as a parameter if `before` is one, trained or not as that."""
+    """Return `made` as a parameter if `before` is one, trained or not as that."""
     is_parameter = isinstance(before, nn.Parameter)
     return nn.Parameter(made, requires_grad=before.requires_grad) if is_parameter else made
 

@@ -116,7 +116,7 @@ class Space:
     _sizes: dict[str, int] = field(repr=False)
 
     def strategies(self, styles: Sequence[str]) -> dict[str, str]:
-        """Style by parameter, for all that are to be cut."""
+        """Return the style by parameter, for all that are to be cut."""
         found = {}
         for group, style in zip(self.decisions, styles, strict=True):
             if style != STYLES[0]:

@@ -59,7 +59,7 @@ def _cut(stretch: Stretch, ranks: int) -> Ranges:
 
 
 def _finest(found: list[Stretch], size: int) -> list[Stretch]:
-    """Stretches that cover the outputs once: of those that overlap, the ones that say most."""
+    """Return the stretches that cover the outputs once: of those that overlap, the ones that say most."""
     chosen: list[Stretch] = []
     for one in sorted(found, key=lambda s: (-s.shared, -s.unit, s.end - s.begin, s.begin)):
         if all(one.end <= other.begin or other.end <= one.begin for other in chosen):

@@ -197,6 +197,6 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
 
 
 def missing_weights(program: ExportedProgram) -> list[str]:
-    """Parameters, buffers and constants of `program` that have no memory yet."""
+    """Return parameters, buffers and constants of `program` that have no memory yet."""
     stores = (program.state_dict, program.constants)
     return [name for store in stores for name, x in store.items() if isinstance(x, Tensor) and x.is_meta]

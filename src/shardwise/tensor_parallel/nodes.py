@@ -12,7 +12,7 @@ from shardwise.tensor_parallel.placement import hint
 
 
 def name_of(node: fx.Node) -> str:
-    """`aten::linear.default`, or the name of a Python function."""
+    """Return `aten::linear.default`, or the name of a Python function."""
     schema = _compat.schema(node.target)
     if schema is None:
         return getattr(node.target, "__name__", str(node.target))
@@ -20,7 +20,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def op_of(node: fx.Node) -> str:
-    """`linear`: the operation without its namespace and overload; "" of an input or output."""
+    """Return `linear`: the operation without its namespace and overload; "" of an input or output."""
     name = str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else ""
     return name.partition(".")[0]
 

@@ -324,7 +324,7 @@ def _read_program(path: Path) -> ExportedProgram:
 
 
 def read_strategies(path: str | Path) -> Mapping[str, Any]:
-    """Strategies from a JSON file of {module or pattern: word}."""
+    """Return strategies from a JSON file of {module or pattern: word}."""
     try:
         read = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

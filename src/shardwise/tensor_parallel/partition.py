@@ -248,7 +248,7 @@ class Partition:
         return self._moved[key]
 
     def take_all(self, args: Any) -> Any:
-        """`args` of a node, every value in it replicated."""
+        """Return `args` of a node, every value in it replicated."""
         return map_arg(args, self.take)
 
     def stays(self, x: fx.Node) -> Placement:

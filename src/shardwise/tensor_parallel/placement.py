@@ -116,7 +116,7 @@ def local_shape(placement: Placement | None, shape: Sequence[Any], rank: int) ->
 
 
 def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
-    """`sizes` with another one at `dim`."""
+    """Return `sizes` with another one at `dim`."""
     return [*sizes[:dim], size, *sizes[dim + 1 :]]
 
 
@@ -181,7 +181,7 @@ def _repeated(ranges: Ranges, count: int, block: int) -> Ranges:
 
 
 def groups(old: Sequence[Any], new: Sequence[Any]) -> Groups:
-    """Dims of `old` and of `new` that hold the same elements, as few at a time as possible."""
+    """Return the dims of `old` and of `new` that hold the same elements, as few at a time as possible."""
     return regrouped(old, new, same=same_size, hint=hint)
 
 

@@ -52,7 +52,7 @@ def chosen_for(
 
 
 def strategies_of(model: Any) -> dict[str, str]:
-    """Strategies for a model, or for the one that generates by a config, from the plan that it brings.
+    """Return strategies for a model, or for the one that generates by a config, from the plan that it brings.
 
     Entries that fit nothing in this model, or parameters that are vectors by themselves, are left out. A plan
     that leaves most of the model's bytes whole on every rank warns.

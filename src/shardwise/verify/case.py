@@ -61,7 +61,7 @@ class Case:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """(file or module, name of the factory) of a case spec."""
+    """Return (file or module, name of the factory) of a case spec."""
     target, colon, factory = spec.rpartition(":")
     if not colon or not factory.isidentifier():
         return spec, DEFAULT_FACTORY

@@ -39,7 +39,7 @@ class Tolerance:
     reason: str  # one line for the reader of a report
 
     def at(self, step: int) -> float:
-        """Relative tolerance of a step; `START` counts as step 0."""
+        """Return the relative tolerance of a step; `START` counts as step 0."""
         return self.base * (1.0 + self.growth * max(step, 0))
 
 
@@ -100,7 +100,7 @@ def _orderable(value: float) -> float:
 
 
 def scale_of(tensor: torch.Tensor) -> float:
-    """Largest finite magnitude in `tensor`; 0.0 for one without elements."""
+    """Return the largest finite magnitude in `tensor`; 0.0 for one without elements."""
     largest = 0.0
     for chunk in _chunks(tensor):
         magnitude = chunk.abs()
@@ -204,7 +204,7 @@ def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`tensor` as flat float64 pieces on the CPU (complex numbers as pairs); none when it is empty."""
+    """Yield `tensor` as flat float64 pieces on the CPU (complex numbers as pairs); none when it is empty."""
     flat = tensor.detach()
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     for start in range(0, flat.numel(), CHUNK_NUMEL):

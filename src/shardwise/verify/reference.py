@@ -62,7 +62,7 @@ def read_step(folder: str, step: int) -> dict[str, Any]:
 
 
 def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
-    """(parameters by name, each once; {further name: first name} of those that are tied)."""
+    """Return (parameters by name, each once; {further name: first name} of those that are tied)."""
     first: Parameters = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}

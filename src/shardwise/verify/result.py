@@ -52,7 +52,7 @@ class VerifyResult:
         return max((d.absolute for d in found), default=0.0), max((d.relative for d in found), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; numbers that are not finite become the strings "inf" and "nan"."""
+        """Return plain data; numbers that are not finite become the strings "inf" and "nan"."""
         first, parameter = self.first, self.first_parameter
         return {
             "verdict": "within tolerance" if self.ok else "beyond tolerance",

@@ -57,7 +57,7 @@ def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: Group
 
 
 def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
-    """First element and number of elements in the flattened dims; None where they are no range."""
+    """Return the first element and number of elements in the flattened dims; None where they are no range."""
     start, count, whole = 0, 1, True
     for (offset, length), size in zip(extents, sizes, strict=True):
         start = start * size + offset

@@ -185,7 +185,7 @@ def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> No
 
 
 def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_offset: bool) -> Tensor:
-    """[ids] the bag that each is in, ascending; without those after an included last offset."""
+    """Return [ids] the bag that each is in, ascending; without those after an included last offset."""
     numbers = torch.arange(bags, device=ids.device)
     if offsets is None:
         return numbers.repeat_interleave(ids.shape[1])

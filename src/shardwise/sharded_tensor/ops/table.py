@@ -102,7 +102,7 @@ def to_all(weight: ShardedTensor, look: Lookup) -> Tensor:
 
 
 def _spread(rows: Tensor, at: Tensor, length: int) -> Tensor:
-    """`rows` as the rows `at` of a tensor of zeros."""
+    """Return `rows` as the rows `at` of a tensor of zeros."""
     return rows.new_zeros(length, rows.shape[1]).index_copy(0, at, rows)
 
 
@@ -170,7 +170,7 @@ def _routes(
 
 
 def _span(box: Box, look: Lookup, ids: ShardedTensor) -> tuple[int, int]:
-    """First and last row of the flat result that the ids in `box` make."""
+    """Return the first and last row of the flat result that the ids in `box` make."""
     each = math.prod(ids.shape[1:]) if look.mode == "row" else 1
     begin = box.offsets[0]
     return begin * each, (begin + _rows(box, ids)) * each

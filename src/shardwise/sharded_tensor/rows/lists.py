@@ -158,7 +158,7 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
 
 
 def _norms_of_rows(locals_: Sequence[Tensor], p: float, dtype: torch.dtype | None) -> Tensor:
-    """[tensors] on the device of the first; what changes no norm where there are no rows."""
+    """Return [tensors] on the device of the first; what changes no norm where there are no rows."""
     at, device = [i for i, local in enumerate(locals_) if local.numel()], locals_[0].device
     nothing = torch.full((len(locals_),), math.inf if p < 0 else 0.0, device=device)
     if not at:

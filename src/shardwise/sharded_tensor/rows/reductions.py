@@ -50,7 +50,7 @@ def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
 
 
 def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
-    """`value` itself, or in a graph, where a tracer's tensors stand for values, another."""
+    """Return `value` itself, or in a graph, where a tracer's tensors stand for values, another."""
     if type(value) is Tensor:
         with announced(group, f"reduce rows to the {_NAMES[reduce]} of {list(value.shape)} values"):
             dist.all_reduce(value, op=reduce, group=group)
@@ -139,7 +139,7 @@ class _Call:
         return self.local.new_full(sizes, neutral)
 
     def spread(self, value: Tensor) -> Tensor:
-        """`value`, reduced on all ranks that cut `dims`: sharded rows, or if dim 0 went whole."""
+        """Return `value`, reduced on all ranks that cut `dims`: sharded rows, or if dim 0 went whole."""
         piece, shape = self.tensor.piece, self.tensor.shape
         stays = value.ndim == len(shape)
         of = [None if d in self.dims else d for d in range(len(shape)) if stays or d not in self.dims]

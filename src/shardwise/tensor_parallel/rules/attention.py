@@ -122,6 +122,6 @@ def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split
 
 
 def for_queries(p: Partition, x: Any, needed: Split, at: Split, *, group: int) -> fx.Node:
-    """Keys or values once for each head of queries that this rank has."""
+    """Return keys or values once for each head of queries that this rank has."""
     repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, needed), group, at.dim)
     return p.inside(repeated, needed.scaled(group), at)

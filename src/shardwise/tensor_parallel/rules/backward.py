@@ -75,7 +75,7 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
 
 
 def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
-    """Sums of a loss's gradient along the cut dim, which are known whole."""
+    """Return the sums of a loss's gradient along the cut dim, which are known whole."""
     source: Any = gradient
     while source not in p.row_sums and op_of(source) in ("view", "reshape"):
         source = source.args[0]

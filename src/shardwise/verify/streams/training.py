@@ -30,7 +30,7 @@ class StreamsResult:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "verdict": "ordered" if self.ok else "waits are missing",
             "layout": self.layout,
