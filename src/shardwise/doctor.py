@@ -84,7 +84,7 @@ def examine(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
 
 
 def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
-    """`examine` on each host, and the hosts compared. Every rank calls it; rank 0 gets the results."""
+    """Run `examine` on each host, and compare the hosts. Every rank calls it; rank 0 gets the results."""
     local = examine(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_TIMEOUT_S))

@@ -71,7 +71,7 @@ new_dtensor: Callable[..., Any] = DTensor.__new__
 
 
 def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:
-    """`dtensor` for a part of a buffer.
+    """Return a DTensor, as `dtensor` does, over a part of a buffer.
 
     The wrapper takes over its tensor's storage offset, and torch neither copies nor saves one that has
     an offset: so it begins with `begin`, any tensor of the same dtype and device without one.
@@ -178,7 +178,7 @@ _SCATTER_OPTIONS: dict[tuple[int, bool], tuple[ReduceScatterOptions, Any]] = {}
 def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
-    """`output` (1-D, ranks x input) from every rank's `input`. Collective over `group`."""
+    """Gather every rank's `input` into `output` (1-D, ranks x input). Collective over `group`."""
     work: dist.Work | None = _gather_of(group)(output, input, _GATHER_OPTIONS[async_op])
     if async_op:
         return work
@@ -190,7 +190,7 @@ def all_gather_single(
 def reduce_scatter_single(
     output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
-    """`output` from this rank's slice of the reduced `input`s. Collective over `group`."""
+    """Reduce `input`s, and write this rank's slice to `output`. Collective over `group`."""
     try:
         known = _SCATTER_OPTIONS[id(op), async_op]
     except KeyError:

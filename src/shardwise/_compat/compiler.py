@@ -36,13 +36,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def traced_all_gather(shard: Tensor, ranks: int, group_name: str) -> Tensor:
-    """[n] -> [ranks * n], waited for."""
+    """Gather [n] into [ranks * n], and wait for it."""
     functional = torch.ops._c10d_functional
     return cast(Tensor, functional.wait_tensor(functional.all_gather_into_tensor(shard, ranks, group_name)))
 
 
 def traced_reduce_scatter(whole: Tensor, op: str, ranks: int, group_name: str) -> Tensor:
-    """[ranks * n] -> [n], waited for."""
+    """Reduce-scatter [ranks * n] into [n], and wait for it."""
     functional = torch.ops._c10d_functional
     return cast(
         Tensor, functional.wait_tensor(functional.reduce_scatter_tensor(whole, op, ranks, group_name))
@@ -104,7 +104,7 @@ def traced_object(context: Any) -> Any:
 
 
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which torch 2.11 takes for true in every graph that it traces."""
+    """Return `torch.compiler.is_exporting()`; torch 2.11 takes it for true in every graph that it traces."""
     return torch.compiler._is_exporting_flag
 
 
@@ -243,7 +243,7 @@ def is_of_backward(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
-    """Calls in here that compile trace `torch.autograd.grad`, which torch leaves off by default.
+    """Let calls that compile within trace `torch.autograd.grad`, which torch leaves off by default.
 
     Torch's own recomputation in the graphs that come of it is left out: it takes one run of nodes for
     backward, refuses regions with random numbers, and keeps what views of recomputed tensors hold.

@@ -49,7 +49,7 @@ def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -
 
 @contextmanager
 def below_modes() -> Iterator[None]:
-    """Operators are torch's own inside: no mode sees them, and neither autograd nor autocast takes part."""
+    """Run operators as torch's own: no mode sees them, and neither autograd nor autocast takes part."""
     with (
         torch._C._DisableTorchDispatch(),
         torch.inference_mode(False),

@@ -37,7 +37,7 @@ def second_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
 
 
 def premultiplied_sum(factor: float) -> Any:
-    """NCCL's reduction that multiplies by `factor` first; before 2.13 torch has no public name for it."""
+    """Return NCCL's reduction that multiplies by `factor` first; it has no public name before 2.13."""
     made: Any = dist.ReduceOp.PREMUL_SUM
     return made(factor) if callable(made) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 

@@ -47,7 +47,7 @@ def change_step_lists(
 
 
 def _fast_attributes(params: list[Tensor]) -> AbstractContextManager[Any]:
-    """`plain_attributes`, unless some of the parameters answer for their attributes, as a `ShardedTensor`."""
+    """Return `plain_attributes`, unless some parameter answers for its attributes, as a `ShardedTensor`."""
     kinds = set(map(type, params))
     are_plain = all(kind in (Tensor, Parameter) or issubclass(kind, DTensor) for kind in kinds)
     return plain_attributes() if are_plain else nullcontext()

@@ -93,7 +93,7 @@ def uninstall() -> None:
 
 
 def _twins() -> dict[str, Any]:
-    """Torch's public objects that have one of ours, by name."""
+    """Return those of torch's public objects that have a counterpart here, by name."""
     public = [importlib.import_module(name) for name in _PUBLIC]
     names = ("fully_shard", "DataParallelMeshDims", *fsdp.__all__)
     return {name: getattr(public[0], name) for name in names if hasattr(public[0], name)}
@@ -165,6 +165,6 @@ def _fully_shard(
 
 
 def state(module: nn.Module) -> StateOfStage | None:
-    """`fully_shard.state`: None for a module that was not sharded."""
+    """Call `fully_shard.state`; return None for a module that was not sharded."""
     found = state_of(module)
     return None if found is None else StateOfStage(found)

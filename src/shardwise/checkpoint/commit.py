@@ -142,7 +142,7 @@ def discard(staging: Location) -> None:
 
 
 def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """`prune` after a save, which is complete whatever comes of it."""
+    """Call `prune` after a save, which is complete whatever happens here."""
     try:
         prune(path, keep, keep_every, written=written)
     except Exception as error:  # whatever a store raises

@@ -118,7 +118,7 @@ class LivingRanks(Generic[_T]):
 
     @contextmanager
     def attempt(self) -> Iterator[_T]:
-        """One step, which may end without being taken: ask `training` what it has reached. Collective.
+        """Attempt one step, which may not be taken: ask `training` what it has reached. Collective.
 
         What a lost rank makes others raise ends here, with ranks that have met anew. Random numbers that an
         attempt drew are drawn again. Any other error is raised.

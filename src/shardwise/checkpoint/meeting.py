@@ -56,7 +56,7 @@ class Meeting:
         _all.add(self)
 
     def come(self, rank: int | None, *, has_state: bool) -> tuple[int, bool]:
-        """Come to the next round; this process's rank there, and whether its state still counts.
+        """Come to the next round; return this process's rank there, and whether its state still counts.
 
         Returns once all are there or, to one that has state, once it has waited for long enough.
         """

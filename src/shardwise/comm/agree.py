@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 def fingerprint(text: str) -> int:
-    """63 bits of a hash of `text`, the same in every process."""
+    """Return 63 bits of a hash of `text`, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

@@ -104,7 +104,7 @@ class CommCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled under a counter; by default torch would run it eagerly."""
+        """Keep compiled code compiled under a counter; by default torch would run it eagerly."""
         return True
 
     def count(self, kind: str) -> int:

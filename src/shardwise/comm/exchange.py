@@ -220,7 +220,7 @@ def _exchange_over_gloo(
     group: dist.ProcessGroup,
     agreement: Agreement | None,
 ) -> None:
-    """Sends, then receives; comm.gloo says why.
+    """Send, then receive; comm.gloo says why.
 
     A message that is not met writes nowhere, so an agreement may fail after messages are posted.
     """

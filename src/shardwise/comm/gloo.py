@@ -307,7 +307,7 @@ _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyD
 
 
 def issued(group: dist.ProcessGroup) -> itertools.count[int]:
-    """Numbers what is issued in `group`, equally on all ranks as all issue it in one order."""
+    """Number what is issued in `group`, equally on all ranks as all issue it in one order."""
     counter = _counters.get(group)
     if counter is None:
         counter = _counters.setdefault(group, itertools.count())

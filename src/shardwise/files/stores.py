@@ -124,7 +124,7 @@ def on_disk(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def new_file(file: Location) -> Iterator[Any]:
-    """An unbuffered stream into a new file; it is on disk, or in the store, when the context ends well."""
+    """Open an unbuffered stream into a new file, which is stored when the context ends well."""
     if isinstance(file, StorePath):
         with file.open("wb") as stream:
             yield stream

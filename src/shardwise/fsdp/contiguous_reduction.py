@@ -184,7 +184,7 @@ class ContiguousReducer(GradReducer):
         return result
 
     def _assign(self, members: _Members, params: list[RowsParam], shard: Tensor) -> None:
-        """Views of the reduced shard become, or add to, the gradients."""
+        """Make views of the reduced shard gradients, or add them to gradients."""
         if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:

@@ -181,7 +181,7 @@ class _LocalSteps:
         return True
 
     def settle(self, optimizer: Optimizer) -> None:
-        """State that was written by local memory is the parameters'."""
+        """Store under the parameters the state that was written by local memory."""
         for params, locals_, before in self.moved:
             for param, local, old in zip(params, locals_, before, strict=True):
                 made = optimizer.state.pop(local, None)  # None of a step that raised

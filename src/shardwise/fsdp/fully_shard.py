@@ -171,7 +171,7 @@ def fully_shard(
 def _runs(
     modules: list[nn.Module], least: int, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
 ) -> list[list[nn.Module]]:
-    """Consecutive modules that gather at least `least` bytes together; the last run may be smaller."""
+    """Return runs of modules that gather at least `least` bytes together; the last may be smaller."""
     runs: list[list[nn.Module]] = []
     gathered = least
     for one in modules:
@@ -428,7 +428,7 @@ def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
 
 
 def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None:
-    """State dicts hold sharded parameters, whenever they are taken or loaded."""
+    """Reshard, so that state dicts hold sharded parameters whenever they are taken or loaded."""
     ref = _WeakGroup(group)
     owned = {id(owner.parameters) for param in group.params for owner in param.owners}
     for one in managed:

@@ -168,7 +168,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def _finish_gather(self, result: AllGatherResult) -> AllGatherResult | None:
-        """Returns the gather, if its buffer is apart and streams may still read it."""
+        """Return the gather, if its buffer is separate and streams may still read it."""
 
     @abstractmethod
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:

@@ -172,7 +172,7 @@ class InterleavedGroup(ParamGroup):
         )
 
     def _finish_gather(self, result: AllGatherResult) -> AllGatherResult:
-        """Copies out."""
+        """Copy the gathered parameters out."""
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
         if not self.holds_memory:

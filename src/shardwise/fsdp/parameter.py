@@ -393,7 +393,7 @@ class EvenParam(ShardedParam):
         return [*replicate, shard] if isinstance(self.info, FSDPMeshInfo) else replicate
 
     def _outer_shard(self, inner: _compat.DTensorSpec, axes: Iterable[int]) -> Placement:
-        """Cutting the pieces of an inner cut over these axes: strided, seen from the whole tensor."""
+        """Return the placement of pieces that inner `axes` cut: strided, seen from the whole tensor."""
         dim, splits = self.placement.dim, 1
         for axis in axes:
             placement = inner.placements[axis]
@@ -402,7 +402,7 @@ class EvenParam(ShardedParam):
         return Shard(dim) if splits == 1 else _compat.StridedShard(dim, split_factor=splits)
 
     def _spmd_spec(self, whole: _compat.DTensorSpec) -> _compat.DTensorSpec:
-        """Data parallelism over named dims of the mesh that the parameter already lives on."""
+        """Return the spec of data parallelism over named dims of the mesh that the parameter lives on."""
         dims, mesh, names = self.info.dp_mesh_dims, whole.mesh, whole.mesh.mesh_dim_names
         assert dims is not None
         if mesh != self.info.spmd_mesh or names is None:

@@ -40,7 +40,7 @@ def end(states: Sequence[ModuleState]) -> None:
 
 
 def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str]]:
-    """Groups and reducers, with their methods that are one range each."""
+    """Yield groups and reducers, with their methods that are one range each."""
     for owner in (*state.groups, *state.reducers):
         for method in _RANGED:
             if hasattr(owner, method):

@@ -100,7 +100,7 @@ class GradReducer(ABC):
             param.settle_leaf(leaf)
 
     def _store_apart(self, param: ShardedParam, leaf: nn.Parameter) -> None:
-        """Autograd may add to a leaf several times in one backward: their sum comes first."""
+        """Add up a leaf's gradients first, as autograd may add to it several times in one backward."""
         assert leaf.grad is not None
         if param.accumulated is None:
             param.accumulated = leaf.grad.to(param.sum_dtype or leaf.grad.dtype)

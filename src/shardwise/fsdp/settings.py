@@ -136,7 +136,7 @@ class ModuleSettings(nn.Module):
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether resharding leaves the memory of whole parameters allocated, for the next gather to refill.
+        """Set whether resharding leaves the memory of whole parameters allocated, for the next gather.
 
         Their addresses then stay the same from step to step, as CUDA graphs need. Costs that memory.
         """
@@ -147,11 +147,11 @@ class ModuleSettings(nn.Module):
         self._set(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
-        """Modules whose gathers this module's forward starts, after its own gather."""
+        """Set the modules whose gathers this module's forward starts, after its own gather."""
         self._shardwise_state.prefetch_in_forward = [state.myself for state in states_of(modules)]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
-        """Modules whose gathers this module's backward starts, instead of the one before it in forward."""
+        """Set the modules whose gathers this module's backward starts, not the one before it in forward."""
         self._shardwise_state.prefetch_in_backward = [state.myself for state in states_of(modules)]
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -249,7 +249,7 @@ class ModuleSettings(nn.Module):
                 group.settings.all_gather = SymmetricAllGather(group.shard_group, backend, group.device)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether gathers in forward and backward allocate on the current stream (explicit prefetching)."""
+        """Set whether gathers allocate on the current stream (explicit prefetching)."""
         self._set(True, unshard_async_op=async_op)
 
 

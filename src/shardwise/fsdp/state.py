@@ -335,7 +335,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def end_of_backward(self) -> None:
-        """Root only, when autograd has finished: reduce what it skipped, and rest."""
+        """Reduce what autograd skipped, when it has finished, and rest. Root only."""
         schedule = self.schedule
         assert schedule is not None
         schedule.callback_queued = False
@@ -361,7 +361,7 @@ class FSDPState(ModuleState):
             order.advance(_END_OF_PASS)
 
     def leave_to_finalization(self) -> None:
-        """Autograd passed this module by, and the user will say when backward has ended."""
+        """Leave this module, which autograd passed by, until the user says that backward has ended."""
         for group, reducer in self.in_reverse:
             reducer.unsynced = True
             if not group.settings.reduce_grads:
@@ -370,7 +370,7 @@ class FSDPState(ModuleState):
                     group.reshard()
 
     def end_iteration(self, schedule: Schedule) -> None:
-        """Root only: wait for what the last backward began."""
+        """Wait for what the last backward began. Root only."""
         schedule.unfinished = False
         schedule.order.clear()
         schedule.wait_for_reductions()

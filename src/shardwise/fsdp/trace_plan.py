@@ -89,7 +89,7 @@ def _trains_otherwise(group: ParamGroup) -> bool:
 
 
 def refresh(state: ModuleState) -> None:
-    """Settings changed: let graphs see it, whose guards hold where constants are what they were."""
+    """Let graphs see changed settings; their guards hold where constants are what they were."""
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         refusal = None if group.traced is None else _refusal(group, reducer)
         if group.traced is None or isinstance(group.traced, str) or refusal is not None:

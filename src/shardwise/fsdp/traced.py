@@ -64,7 +64,8 @@ class Cut:
         trains: tuple[bool, ...],
         reduced: Sequence[int],
     ) -> Cut:
-        """
+        """Describe a cut by its parts.
+
         Args:
             ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
             sizes: of the parts of a row, in elements: a part of a parameter or padding.
@@ -110,7 +111,7 @@ class Cut:
 
 
 def _read(numbers: str) -> tuple[int, list[int], list[_Param], list[int]]:
-    """Ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
+    """Return ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
     tables = [[int(number) for number in table.split()] for table in numbers.split("/")]
     (ranks,), sizes, parts, dims, reduced = tables[:5]
     middle = 5 + len(parts)

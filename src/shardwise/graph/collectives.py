@@ -103,7 +103,7 @@ def is_coalesced(node: Node) -> bool:
 
 
 def operator_name(node: Node) -> str:
-    """`"namespace::name"` of the operator that a node calls, without its overload; "" if it calls none."""
+    """Return `"namespace::name"` of the operator that a node calls, without overload, or ""."""
     target: Any = node.target
     if node.op != "call_function":
         return ""

@@ -230,7 +230,7 @@ class ModelReport:
 
 
 def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:
-    """Graphs below each other, on one scale of places."""
+    """Draw graphs below each other, on one scale of places."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # an import that training does not need
 
     top, most = 8.0, max((len(graph.unsharded_bytes) for graph in graphs), default=1)

@@ -319,7 +319,7 @@ def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | 
 
 @torch.no_grad()
 def _assign(segments: list[Segment], plain: list[nn.Parameter], grads: Any) -> None:
-    """Gradients that a graph returned become the parameters', as after a backward."""
+    """Assign gradients that a graph returned to the parameters, as after a backward."""
     for segment, grad in zip(segments, grads, strict=False):
         if grad is not None and segment.assign is not None:
             segment.assign(grad)

@@ -166,7 +166,7 @@ class Boxes(Tensor):
 
 
 def each_tensor(found: Any, change: Callable[[Tensor], Any]) -> Any:
-    """`found`, with every tensor in it changed."""
+    """Return `found` with every tensor in it changed."""
     if isinstance(found, Tensor):
         return change(found)
     if isinstance(found, (list, tuple)):

@@ -127,7 +127,7 @@ def load(
 
 
 def library() -> Any:
-    """transformers, which only this package needs."""
+    """Import transformers, which only this package needs."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -302,7 +302,7 @@ def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -
 
 
 def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
-    """`fully_shard` of every block, inner ones first, and of the model, with what is tied to others."""
+    """Apply `fully_shard` to every block, inner ones first, and to the model, with what is tied to others."""
     owners = _owners(model)
     for block in reversed([one for one in model.modules() if type(one).__name__ in classes]):
         own = _owners(block)
@@ -370,7 +370,7 @@ def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) ->
 
 @contextmanager
 def _untied(skeleton: Any) -> Iterator[None]:
-    """Parameters tied to others are not initialised a second time."""
+    """Keep parameters tied to others from being initialised a second time."""
     placed = []
     for name in skeleton.all_tied_weights_keys:
         prefix, _, last = name.rpartition(".")

@@ -94,7 +94,7 @@ class _Parameter:
         self.tensor = tensor.detach()
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Collective: a conversion that computes needs it whole."""
+        """Read the whole, as a conversion that computes needs. Collective."""
         whole = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
         return whole[tuple(map(slice, begins, ends))]
 

@@ -30,7 +30,7 @@ _KEY_BITS = 62  # of a place on the curve
 
 
 def corners(boxes: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
-    """Offsets and sizes [dims, boxes]."""
+    """Return the offsets and sizes [dims, boxes]."""
     count = ndim * len(boxes)
     offsets = np.fromiter(itertools.chain.from_iterable(box.offsets for box in boxes), np.int64, count)
     sizes = np.fromiter(itertools.chain.from_iterable(box.sizes for box in boxes), np.int64, count)
@@ -50,7 +50,7 @@ class Index:
             self._levels.append(around)
 
     def meeting(self, starts: Ints, ends: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Pairs (column of `starts` and `ends`, column of this index) of boxes with elements in common.
+        """Yield pairs (column of `starts` and `ends`, column of this index) of boxes that overlap.
 
         Column by column, in portions; one column's pairs are all in the same portion, in an order of the
         index's own.

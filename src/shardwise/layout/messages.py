@@ -189,7 +189,7 @@ class _Held:
         return copy
 
     def distance(self, copy: Ints, receiver: Ints) -> Ints:
-        """Orders copies of different boxes by nearness: ranks apart, then lower rank, then place."""
+        """Order copies of different boxes by nearness: ranks apart, then lower rank, then place."""
         rank, places = self.rank[copy], int(self.place.max(initial=0)) + 1
         distance: Ints = (np.abs(rank - receiver) * self.ranks + rank) * places + self.place[copy]
         return distance
@@ -212,7 +212,7 @@ class _Parts:
 
 
 def _joined(portions: Sequence[Ints]) -> Ints:
-    """Portions of pairs [2, any] after each other; maybe none."""
+    """Join portions of pairs [2, any] one after another; maybe none."""
     return np.concatenate([np.empty((2, 0), np.int64), *portions], axis=1)
 
 

@@ -60,7 +60,7 @@ def pack(
     align: int,
     owners: tuple[int | None, ...] | None = None,
 ) -> Packing:
-    """Starts for parameters of `numels` elements, cut between blocks of `blocks` elements, over `ranks`.
+    """Choose starts for parameters of `numels` elements, cut between blocks of `blocks`, over `ranks`.
 
     Args:
         numels: elements of each parameter, in registration order; may be 0.

@@ -39,7 +39,7 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, never holding all logits.
+    """Compute `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` without all logits.
 
     Gradients are exact: of the weight as without chunks, of `hidden` summed in float32 over chunks. They are
     computed in backward from logits that are computed again: a third more arithmetic than without chunks.

@@ -70,7 +70,7 @@ class SequenceCut:
         return total * (self.ranks / everywhere)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function` of whole sequences as one of this rank's tokens. Each call is collective.
+        """Make `function` of whole sequences one of this rank's tokens. Each call is collective.
 
         Args:
             function: of queries [..., heads, tokens, width], keys and values, whose heads may be fewer by a

@@ -173,7 +173,7 @@ def code_book(*, signed: bool, device: torch.device) -> CodeBook:
 
 
 def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `values`, block by block within each row.
+    """Return the codes and scales of `values`, block by block within each row.
 
     Args:
         values: fp32, of shape (rows, columns); none negative unless `signed`.

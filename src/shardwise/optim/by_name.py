@@ -108,7 +108,7 @@ def is_elements(key: str, value: Any, shape: Sequence[int]) -> bool:
 
 
 def kind_of(values: Mapping[str, Any] | None) -> Any:
-    """Equal for parameters that can share a state."""
+    """Return a key that is equal for parameters that can share a state."""
     return tuple(
         (key, None if value.ndim else value.item()) if isinstance(value, Tensor) else (key, value)
         for key, value in sorted((values or {}).items())

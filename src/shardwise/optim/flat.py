@@ -50,7 +50,7 @@ def flat(
     params: Iterable[Any] | None = None,
     **options: Any,
 ) -> FlatOptimizer:
-    """`optimizer` over a model sharded with `layout="contiguous"`, one tensor per group and set of options.
+    """Make `optimizer` for a model sharded with `layout="contiguous"`: one tensor per group and options.
 
     The numbers are those of `optimizer(model.parameters(), **options)`, at the host cost of a few tensors.
     (Fused on CPU, to 1 ulp: its kernel rounds otherwise in the last elements of a tensor, which lie

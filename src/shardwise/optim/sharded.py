@@ -294,7 +294,7 @@ def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, 
 
 
 def _placed(values: dict[str, Any], tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts lie on the device where the step reads them there."""
+    """Put counts on the device where the step reads them."""
     if group.get("fused") or group.get("capturable"):
         return {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in values.items()}
     return values

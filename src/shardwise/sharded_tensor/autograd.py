@@ -48,7 +48,7 @@ linked: Callable[..., Any] = _compat.apply_of(_Linked)
 
 
 def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`tensor`, equal on every rank, for use with local shards. Its gradient is summed over `group`."""
+    """Return `tensor`, equal on every rank, for local shards; its gradient is summed over `group`."""
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_outside(group) or group.size() == 1:
         return tensor
     return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (all_reduced(grad, group),), tensor))
@@ -62,12 +62,12 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def valued(partial: Tensor, value: Tensor) -> Tensor:
-    """`value`, which all ranks know already; its gradient goes to this rank's `partial` of it."""
+    """Return `value`, which all ranks know already; its gradient goes to this rank's `partial` of it."""
     return cast(Tensor, linked(lambda _: value.clone(), lambda grad: (grad,), partial))
 
 
 def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
-    """`tensor`, whose backward also runs those of others, with gradients of zero."""
+    """Return `tensor`, whose backward also runs those of others, with gradients of zero."""
     needed = [nothing_of(end) for end in ends if end.requires_grad]
     if not needed:
         return tensor
@@ -182,7 +182,7 @@ def exchange_values(
     group: dist.ProcessGroup,
     agreement: Agreement | None = None,
 ) -> None:
-    """`exchange`, where there are values: tensors on the meta device have none."""
+    """Call `exchange`, where there are values: tensors on the meta device have none."""
     if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
         if agreement is not None:
             agreement.settle()

@@ -48,7 +48,7 @@ class ShardedTensorBase(Tensor):
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
-        """`local_shards`, as some of those of the metadata. Raises ShardingError where it is no cover."""
+        """Make a tensor of local shards; raises ShardingError for any that the metadata does not have."""
         metadata, shards = metadata_of(sharded_tensor_metadata), shards_of(local_shards)
         metadata.check(None)
         for shard in shards:

@@ -100,7 +100,7 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 def proposed(
     make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str
 ) -> tuple[_T, Agreement]:
-    """`agreed`, before all ranks have confirmed: the agreement is still to be completed."""
+    """Run `agreed` before all ranks have confirmed: the agreement is still to be completed."""
     try:
         made = make()
         words = text(made)
@@ -112,7 +112,7 @@ def proposed(
 
 
 def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str) -> _T:
-    """`make()`, which is pure arithmetic, where all ranks make the same. Collective over `group`.
+    """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
     Args:
         make: may raise, on some ranks only if they are given different things. On a process outside the

@@ -119,7 +119,7 @@ def rand(
     high: float = 1.0,
     **options: Any,
 ) -> ShardedTensor:
-    """Uniform values in [low, high), by the seed the same for every spec and number of ranks. See `empty`.
+    """Draw uniform values in [low, high), by seed the same for every spec and number of ranks. See `empty`.
 
     Args:
         seed: equal on every rank. None draws one from torch's generator on the group's first rank and sends
@@ -211,7 +211,7 @@ def init_from_local_shards_and_global_metadata(
 
 
 def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
+    """Return torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
 
     Collective over the group, by default that of `tensor`: ranks compare 8 bytes. Raises ShardingError where
     it is none, or its shards are not those of its metadata.
@@ -350,7 +350,7 @@ def _made(
     init_rrefs: bool = False,
     **properties: Any,
 ) -> ShardedTensor:
-    """`empty`, of what is to be filled with `values`, in words that are equal on every rank."""
+    """Make `empty`, to be filled with `values`, described in words that are equal on every rank."""
     group = group_or_default(process_group)
 
     def built() -> ShardedTensorMetadata:

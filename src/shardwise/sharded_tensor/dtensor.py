@@ -267,7 +267,7 @@ def _length(runs: _Runs) -> int:
 
 
 def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
-    """`runs` over the `count` coordinates of an axis."""
+    """Split `runs` over the `count` coordinates of an axis."""
     if isinstance(placement, OwnShard):
         held = [placement.local_rows(_length(runs), count, index) for index in range(count)]
         return [_between(runs, first, first + rows) for rows, first in held]
@@ -296,7 +296,7 @@ def _between(runs: _Runs, begin: int, end: int) -> _Runs:
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
-    """Runs that continue one another as one."""
+    """Join runs that continue one another."""
     found: _Runs = []
     for start, length in runs:
         if found and sum(found[-1]) == start:

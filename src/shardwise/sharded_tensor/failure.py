@@ -39,7 +39,7 @@ _current: Failures = {}  # of the operands of the operation under way
 
 
 def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`handler(func, args, kwargs)`, or stand-ins for its result where it fails for this rank's values."""
+    """Run `handler(func, args, kwargs)`, or make stand-ins where it fails for this rank's values."""
     try:
         return _handed_on(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
@@ -49,7 +49,7 @@ def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`handler(func, args, kwargs)`; what went wrong with its operands, went wrong with its results."""
+    """Run `handler(func, args, kwargs)`, and hand errors of its operands on to its results."""
     global _current
     operands = sharded_in([*args, *kwargs.values()])
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
@@ -186,7 +186,7 @@ def _lies_apart(sharded: Any) -> bool:
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`function` of every tensor in nested lists, tuples and dicts."""
+    """Apply `function` to every tensor in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):

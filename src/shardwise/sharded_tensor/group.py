@@ -47,7 +47,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`process_group`, or the default group where it is None; `OUTSIDE` where this process is in neither.
+    """Return `process_group`, or for None the default group; `OUTSIDE` where this process is in neither.
 
     Raises:
         ShardingError: there is no default group, or something else than a group is given.

@@ -190,7 +190,7 @@ class TensorProperties:
 
 
 def size_of(size: Sequence[Any]) -> torch.Size:
-    """`[3, 4]` or `[(3, 4)]`, as a caller's `*size`, as a size. Raises ShardingError where it is none."""
+    """Return a caller's `*size`, `[3, 4]` or `[(3, 4)]`, as a size. Raises ShardingError for others."""
     if len(size) == 1 and isinstance(size[0], Sequence):
         size = tuple(size[0])
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):

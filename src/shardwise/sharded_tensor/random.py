@@ -147,7 +147,7 @@ def _put(values: Tensor, part: Tensor) -> None:
 def _random_bits(
     box: Box, shape: Sequence[int], seed: int, device: torch.device, *, all_bits: bool
 ) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
-    """Slab after slab of `box`: where it lies in the box, its 64-bit integers, and as much memory to spare.
+    """Yield slabs of `box`: their place in the box, their 64-bit integers, and as much memory to spare.
 
     The integers are flat int64. The caller may overwrite both tensors; the next slab uses them again. Without
     `all_bits` only the 31 highest bits are random.
@@ -197,7 +197,7 @@ def _slabs(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[slice, ..
 
 
 def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
-    """Flat, for every element of a box of `sizes`, the sum of its indices times `strides`, modulo 2**64."""
+    """Return, flat, each element's sum of indices times `strides` in a box of `sizes`, modulo 2**64."""
     steps = torch.zeros((), dtype=torch.int64, device=device)
     for size, stride in zip(sizes, strides, strict=True):
         steps = steps.unsqueeze(-1) + torch.arange(size, device=device).mul_(_signed(stride))
@@ -205,7 +205,7 @@ def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -
 
 
 def _xor_shifted(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
-    """`bits ^= bits >> shift` of unsigned integers; torch's shift repeats the sign, hence the mask."""
+    """Compute `bits ^= bits >> shift` of unsigned integers, masked as torch's shift repeats the sign."""
     torch.bitwise_right_shift(bits, shift, out=spare)
     return bits.bitwise_xor_(spare.bitwise_and_(_WORD >> shift))
 

@@ -323,7 +323,7 @@ class ShardedTensor(ShardedTensorBase):
 
 
 def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """`ShardedTensor.map`, as operations are handled."""
+    """Handle `ShardedTensor.map` as an operation."""
     sharded: ShardedTensor = args[0]
     tensors = [function(tensor) for tensor in sharded.tensors]
     return sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))

@@ -96,7 +96,7 @@ def _for_inference(program: ExportedProgram) -> ExportedProgram:
 
 @contextmanager
 def _stand_in() -> Iterator[str]:
-    """A default group of this process alone: the compiler looks groups up by name. Its name."""
+    """Make a default group of this process alone, as the compiler needs, and yield its name."""
     if dist.is_initialized():
         raise ShardingError(
             f"{here()}: compile_package was called with a process group; call it in a process of its own"

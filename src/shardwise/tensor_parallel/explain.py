@@ -139,7 +139,7 @@ def counts(program: ExportedProgram) -> dict[str, int]:
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """ "all_reduce", "all_gather", ... for a node that is a functional collective; else None."""
+    """Return "all_reduce", "all_gather", ... for a node that is a functional collective; else None."""
     if node.op != "call_function" or getattr(node.target, "namespace", None) != FUNCTIONAL:
         return None
     form = form_of(FUNCTIONAL, str(node.target).split(".")[1])

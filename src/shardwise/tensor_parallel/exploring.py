@@ -228,7 +228,7 @@ class _Exploration:
         return tuple(uses), left
 
     def _likeness(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
-        """Equal for operations with the same uses, as repeated layers have; None if not known."""
+        """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
         told = [_told(x) for x in (*inputs, node)]
         if None in told:
             return None
@@ -261,7 +261,7 @@ class _Exploration:
             yield [states[index[place]] for place, states in enumerate(known)]
 
     def _partition(self, inputs: list[fx.Node], combination: _Combination) -> Partition:
-        """Rank 0's program, so far of nothing but these inputs."""
+        """Make rank 0's program, so far of nothing but these inputs."""
         p = Partition(0, self.ranks, "", self.fake_mode, {})
         for x, (each, local) in zip(inputs, combination, strict=True):
             placement = REPLICATE if each.placement is None else each.placement
@@ -315,7 +315,7 @@ def _was_sent(source: Any, target: Placement) -> bool:
 
 
 def _told(x: fx.Node) -> Any:
-    """Sizes, strides and dtype of a value, or of several; None if there are none or they are symbolic."""
+    """Return sizes, strides and dtype of a value, or of several; None if none or symbolic."""
     value = x.meta.get("val")
     found = []
     for each in several(value):

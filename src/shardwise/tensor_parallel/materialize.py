@@ -155,7 +155,7 @@ def _in_memory(whole: Tensor) -> Entry:
 
 @contextmanager
 def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
-    """Tensors by name; files are open as long as the context lasts."""
+    """Open tensors by name; files are open as long as the context lasts."""
     if callable(checkpoint):
         yield checkpoint
         return

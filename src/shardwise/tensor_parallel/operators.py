@@ -98,7 +98,7 @@ def untrainable(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("shardwise::refused", mutates_args=())
 def refused(gradient: Tensor) -> Tensor:
-    """Raises ShardingError; an operator, so that it is raised when it runs and not when it is traced."""
+    """Raise ShardingError; an operator, so that it raises when it runs and not when it is traced."""
     raise ShardingError(
         f"{here()}: backward through a program that was cut for inference, whose ranks do not exchange"
         " gradients; make it by tensor_parallel_transformation(..., training=True), or run it under"
@@ -107,8 +107,10 @@ def refused(gradient: Tensor) -> Tensor:
 
 
 def _add_backward(op: Any, backward: Callable[..., Tensor], *, copies: int = 0) -> None:
-    """`op` is a copy of its input at `copies`; the first input's gradient is by `backward`, which gets the
-    result's, the first input's shape, and the inputs that are no tensors."""
+    """Register the gradient of `op`, a copy of its input at `copies`: that of the first input, by `backward`.
+
+    `backward` gets the result's gradient, the first input's shape, and the inputs that are no tensors.
+    """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.known = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))

@@ -130,7 +130,7 @@ class Partition:
         return node
 
     def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Nodes for each operation of `function`, plain code of tensors, on nodes of this rank's program.
+        """Make nodes for each operation of `function`, plain code of tensors, on nodes of this program.
 
         Sizes that it uses must be numbers.
         """
@@ -362,7 +362,7 @@ class Partition:
         return self._pieces(node, split.dim, split.ranges[self.rank], own=True)
 
     def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
-        """Intervals of a dim, put together; `own`: this rank's, others having others (for `training`)."""
+        """Join intervals of a dim; `own`: this rank's, others having others (for `training`)."""
         pieces = pieces or [(0, 0)]
         parts = [self.emit(aten.slice.Tensor, node, dim, begin, end) for begin, end in pieces]
         for part in parts:
@@ -397,7 +397,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def name_source(made: fx.Node, node: fx.Node) -> None:
-    """`made` comes from the code that `node` does, unless it is said already."""
+    """Note that `made` comes from the code that `node` does, unless it is noted already."""
     for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
         if name in node.meta:
             made.meta.setdefault(name, node.meta[name])

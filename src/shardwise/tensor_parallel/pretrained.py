@@ -39,7 +39,7 @@ _PLANS: dict[str, tuple[str, str]] = {
 def chosen_for(
     model: nn.Module, strategies: Mapping[str, Any] | Literal["auto"] | None
 ) -> Mapping[str, Any] | Literal["auto"]:
-    """`strategies`; of None those of the model's plan, or "auto", with a warning, where it brings none."""
+    """Return `strategies`; for None those of the model's plan, or "auto", with a warning, without one."""
     if strategies is not None:
         return strategies
     if _plan_of(model):

@@ -65,7 +65,7 @@ class Whole:
 
 
 def read(program: ExportedProgram) -> Whole:
-    """`program` in canonical form; it stays as it is.
+    """Read `program` into canonical form; it stays as it is.
 
     Raises:
         ShardingError: what is no exported program, or is one rank's already.

@@ -44,7 +44,7 @@ def generate(
     ends: Sequence[int] = (),
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Greedy tokens [batch, at most `tokens`] after `prompt`, by a model cut over ranks. Collective.
+    """Generate tokens [batch, at most `tokens`] greedily, by a model cut over ranks. Collective.
 
     Args:
         model: a model of `transformers` that generates, in eval mode, the same on every rank.
@@ -170,7 +170,7 @@ def _changes(rope_type: str) -> bool:
 
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
-    """Rotary frequencies of texts of `longest` tokens, where the model would choose them at each call.
+    """Fix rotary frequencies to texts of `longest` tokens, where the model would choose at each call.
 
     A program chooses nothing by the length of a text.
 

@@ -161,7 +161,7 @@ def program_of(
 
 
 def _examples(value: Any, device: torch.device) -> Any:
-    """Example inputs there; fake ones on meta: `torch.export.load` would unpickle those as any object."""
+    """Return example inputs; fake ones on meta: `torch.export.load` would unpickle those as any object."""
     if isinstance(value, Tensor) and _compat.is_fake(value):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, Tensor):
@@ -174,7 +174,7 @@ def _examples(value: Any, device: torch.device) -> Any:
 
 
 def _name_sources(graph: fx.Graph) -> None:
-    """Nodes that move a value belong to the module that made it."""
+    """Give nodes that move a value the module that made it."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue

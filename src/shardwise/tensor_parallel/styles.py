@@ -333,7 +333,7 @@ def _no_match(asked: str, names: list[str]) -> list[str]:
 
 
 def _check_dims(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-    """Vectors are cut with the weight of their module, so there must be one."""
+    """Check that a module with cut vectors has a weight, by which they are cut."""
     cut = dict.fromkeys(name.rpartition(".")[0] for name in plan.styles if parameters[name].ndim >= 2)
     for name, kind in plan.styles.items():
         if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:

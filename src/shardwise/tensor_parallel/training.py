@@ -186,7 +186,7 @@ class _Pass:
     def _after(
         self, node: fx.Node, before: fx.Node, op: Any, *rest: Any, first: fx.Node | None = None
     ) -> fx.Node:
-        """`op` on `node`, in its place for all who use it."""
+        """Put `op` on `node`, in its place for all its users."""
         users = list(node.users)
         with self.p.graph.inserting_before(before):
             made = self.p.emit(op, *(x for x in (first, node) if x is not None), *rest)

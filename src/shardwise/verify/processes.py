@@ -108,7 +108,7 @@ def _start(job: _Job, label: str) -> _Child:
 
 
 def _context() -> mp.context.BaseContext:
-    """Processes forked from a server that has imported torch and started no threads.
+    """Return the context of processes forked from a server that has imported torch and started no threads.
 
     The import, seconds long, is then paid once instead of once per rank.
     """

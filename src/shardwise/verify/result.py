@@ -47,7 +47,7 @@ class VerifyResult:
         return worst(d for d in self.differences if d.kind == kind and d.step == step)
 
     def largest(self, kind: Kind, step: int) -> tuple[float, float]:
-        """Largest (absolute, relative) difference of a kind in a step, each over all its tensors."""
+        """Return the largest (absolute, relative) difference of a kind in a step, over all its tensors."""
         found = [d for d in self.differences if d.kind == kind and d.step == step]
         return max((d.absolute for d in found), default=0.0), max((d.relative for d in found), default=0.0)
 

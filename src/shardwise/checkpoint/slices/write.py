@@ -210,7 +210,7 @@ def _create(path: Path, plan: _Plan) -> str:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Room for `size` bytes, taken now where the file system can."""
+    """Reserve room for `size` bytes, where the file system can."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except AttributeError:  # not every system has it

@@ -62,7 +62,7 @@ def check_order(
 
 
 def check_text(text: str, *, groups: Sequence[ProcessGroup], device: torch.device) -> None:
-    """`check_order` of graphs whose `order_text` is known."""
+    """Run `check_order` on graphs whose `order_text` is known."""
     agree(
         text,
         group=groups,

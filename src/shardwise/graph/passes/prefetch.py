@@ -37,7 +37,7 @@ def prefetch(graph: Graph, *, ahead: int = 1) -> list[Node]:
 
 
 def prefetch_in_turn(graph: Graph) -> list[Node]:
-    """`prefetch` by one, but for where the gradients of the module before are being reduced: in their place.
+    """Prefetch by one gather, in turn with reductions of the gradients of the module before.
 
     While a module runs backward, those lie in a staging buffer. Their reduction is waited for amid that
     backward, and the next gather issued there: so both have a share of it by their bytes to run beside, and

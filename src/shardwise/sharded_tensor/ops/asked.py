@@ -94,7 +94,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def _hash(asked: Lookup) -> int:
-    """63 bits of the ids, their shape and their bags."""
+    """Return 63 bits of a hash of the ids, their shape and their bags."""
     digest = hashlib.blake2b(repr((asked.shape, asked.bags)).encode(), digest_size=8)
     for tensor in (asked.ids, asked.bag):
         digest.update(tensor.to("cpu", torch.int64).contiguous().numpy().tobytes())

@@ -203,7 +203,7 @@ def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_of
 
 
 def _by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
-    """`weight` itself, but each row's gradient is divided by how often `ids` name it. Local."""
+    """Return `weight` with each row's gradient divided by how often `ids` name it. Local."""
     counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
 
     def divided(table: Tensor, counts: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ _Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # whose cut a resu
 
 
 def _elementwise(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """`func` of every element of the tensors at each place of the lists; its first list, in place. Local."""
+    """Apply an elementwise `func` at each place of the lists; its first list, in place. Local."""
     in_place = func.__name__.endswith("_")
     if in_place and not args:
         args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}

@@ -45,7 +45,7 @@ handles(_T.zero_)(in_place)
 def _uniform_(
     func: Any, sharded: ShardedTensor, low: float | None, high: float | None, generator: Any
 ) -> ShardedTensor:
-    """Uniform values in [low, high). Collective over the group, unless there is a generator."""
+    """Fill with uniform values in [low, high). Collective over the group, unless there is a generator."""
     bounds: Any = {"low": 0.0 if low is None else low, "high": 1.0 if high is None else high}
     return _drawn(sharded, generator, partial(random.uniform_, **bounds))
 
@@ -54,7 +54,7 @@ def _uniform_(
 def _normal_(
     func: Any, sharded: ShardedTensor, mean: float | None, std: float | None, generator: Any
 ) -> ShardedTensor:
-    """Normal values. Collective over the group, unless there is a generator."""
+    """Fill with normal values. Collective over the group, unless there is a generator."""
     moments: Any = {"mean": 0.0 if mean is None else mean, "std": 1.0 if std is None else std}
     return _drawn(sharded, generator, partial(random.normal_, **moments))
 

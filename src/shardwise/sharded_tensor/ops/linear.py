@@ -74,7 +74,7 @@ def _rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) -> Tensor:
-    """`left @ right`, where `left` may be a row that was a vector. Collective where the sum needs it."""
+    """Compute `left @ right`; `left` may be a row that was a vector. Collective where the sum needs it."""
     if right.ndim == 1:
         return _product(left, right.unsqueeze(1), name=name).squeeze(-1)
     if left.ndim == 1:

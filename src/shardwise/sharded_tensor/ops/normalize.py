@@ -80,7 +80,7 @@ def _rms_norm(
 def _normalized(
     func: Any, input: Tensor, shape: tuple[int, ...], affine: tuple[Tensor | None, ...], eps: Any
 ) -> Tensor:
-    """`func` of the shards where these have whole slices; else the same over ranks."""
+    """Apply `func` to shards that have whole slices; else compute it over ranks."""
     func(probe(input), shape, *(None if t is None else probe(t) for t in affine), eps)  # torch judges shapes
     if not isinstance(input, ShardedTensor):
         whole = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in affine]

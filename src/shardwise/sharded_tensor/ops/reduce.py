@@ -118,7 +118,7 @@ def _reduced(
     whole: Callable[[], Tensor],
     **options: Any,
 ) -> Tensor:
-    """`func` along `dims` of every shard, where shards have all of them; else `whole()`, which keeps dims."""
+    """Apply `func` along `dims` of every shard, if these are whole; else `whole()`, which keeps dims."""
     size, shards = sharded.metadata().size, sharded.metadata().shards_metadata
     complete = all(shard.shard_sizes[d] == size[d] for shard in shards for d in dims)
     if not complete or len(dims) == len(size) or not _count(sharded, dims):
@@ -156,7 +156,7 @@ def _total(
 
 
 def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None:
-    """Ranks on the CPU tell each other what they reduce: kernels that differ would wait, or be garbage."""
+    """Propose a reduction to the other ranks, on the CPU: kernels that differ would wait, or be garbage."""
     if not sharded.anchor.is_cpu or not _count(
         sharded, tuple(d for d in range(sharded.ndim) if d not in dims)
     ):
@@ -301,7 +301,7 @@ def _variance(
 
 
 def _power(value: Tensor, p: float) -> Tensor:
-    """Numbers from 0 on to the power of `p`; the gradient of zero is zero."""
+    """Raise non-negative numbers to the power of `p`; the gradient of zero is zero."""
     if p <= 0:
         return value.pow(p)
     return value.masked_fill(value == 0, 1).pow(p).masked_fill(value == 0, 0)

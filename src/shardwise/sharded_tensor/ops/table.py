@@ -91,7 +91,7 @@ def _partial(table: Tensor, box: Box, look: Lookup, at: Tensor) -> Tensor:
 
 
 def to_all(weight: ShardedTensor, look: Lookup) -> Tensor:
-    """[bags, columns] on every rank."""
+    """Return [bags, columns] on every rank."""
     parts = []
     for table, box in zip(weight.tensors, weight.boxes, strict=True):
         at = look.within(box)
@@ -184,7 +184,7 @@ def _rows(box: Box, ids: ShardedTensor) -> int:
 def like_ids(
     ids: ShardedTensor, results: Sequence[Tensor], anchor: Tensor, *, rest: Sequence[int]
 ) -> ShardedTensor:
-    """`results`, flat by row, as a tensor of shape (len(ids), *rest) cut as `ids` along dim 0."""
+    """Return `results`, flat by row, in shape (len(ids), *rest), cut as `ids` along dim 0."""
 
     def of_result(box: Box) -> Box:
         return Box((box.offsets[0], *(0 for _ in rest)), (_rows(box, ids), *rest))

@@ -70,7 +70,7 @@ def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`rand_like` and its kin, and with rows as probabilities `bernoulli` (collective)."""
+    """Run `rand_like` and its kin, and with rows as probabilities `bernoulli` (collective)."""
     return rows(_drawn(op, args, kwargs), args[0].piece)
 
 
@@ -113,7 +113,7 @@ def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Views (and `expand` to no more) that leave dim 0 the rows and what tensor parallelism cuts alone."""
+    """Run views (and `expand` to no more) that leave dim 0 and dims cut by tensor parallelism alone."""
     tensor, size = args[0], args[1]
     if isinstance(size, torch.dtype) or len(args) > 2 or any(kwargs.values()):
         refuse(op, args, kwargs)
@@ -129,7 +129,7 @@ def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`mm`: rows times a whole matrix. `bmm`: the matrices of the same rows, one by one."""
+    """Run `mm`, rows times a whole matrix, or `bmm`, the matrices of the same rows, one by one."""
     a, b = args
     if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or is_foreign(b):
         refuse(op, args, kwargs)
@@ -165,7 +165,7 @@ def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`item()` of a tensor of one element, wherever it lies (collective)."""
+    """Run `item()` of a tensor of one element, wherever it lies (collective)."""
     if args[0].numel() != 1:
         refuse(op, args, kwargs)
     return whole_of(args[0]).item()

@@ -69,7 +69,7 @@ def _same(value: Any, pieces: list[Piece]) -> Any:
 
 
 def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists in which some tensors are plain, or broadcast: cut place by place."""
+    """Run an op on lists in which some tensors are plain, or broadcast: cut place by place."""
     values = [*args, *kwargs.values()]
     count = len(args[0] if type(args[0]) is list else args[1])
     listed = [isinstance(value, list) and len(value) == count for value in values]
@@ -128,7 +128,7 @@ def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> 
 
 
 def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """`_foreach_norm`, and `_foreach_powsum`: sums of powers, without the root."""
+    """Run `_foreach_norm`, or `_foreach_powsum`: sums of powers, without the root."""
     tensors: Sequence[Tensor] = args[0]
     p = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     wanted = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -179,7 +179,7 @@ def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Gradient scaling: a gradient that is not finite on one rank counts on all."""
+    """Unscale gradients: one that is not finite on one rank counts on all."""
     tensors, found, scale = args
     if foreign := [tensor for tensor in tensors if is_foreign(tensor)]:
         op(foreign, found, scale, **kwargs)

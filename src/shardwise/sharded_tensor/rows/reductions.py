@@ -231,7 +231,7 @@ def _variance(call: _Call, *, root: bool) -> Tensor:
 
 
 def equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """`torch.equal`: collective over the axes that cut either."""
+    """Run `torch.equal`. Collective over the axes that cut either."""
     a, b = args
     return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all().item())
 

@@ -67,7 +67,7 @@ class ShardedRows(OwnDTensor):
 
     @classmethod
     def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = False) -> ShardedRows:
-        """`local` (shape `piece.rows.sizes`, contiguous) as this rank's part of a whole tensor. Local."""
+        """Wrap `local` (shape `piece.rows.sizes`, contiguous) as this rank's part of a tensor. Local."""
         made: ShardedRows = _compat.make_wrapper(
             ShardedRows, piece.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )

@@ -53,7 +53,7 @@ def product(p: Partition, node: fx.Node) -> None:
 
 
 def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int) -> None:
-    """x @ weight + bias, where the weight is a parameter with a style, or any value."""
+    """Compute x @ weight + bias, where the weight is a parameter with a style, or any value."""
     parameter, in_dim = p.parameters.get(weight), 1 - out_dim
     style = None if parameter is None else parameter.style
     known = p.placement(weight) if parameter is None else parameter.placement

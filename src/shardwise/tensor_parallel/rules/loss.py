@@ -123,7 +123,7 @@ def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
 
 
 def choose(p: Partition, node: fx.Node) -> None:
-    """x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
+    """Cut x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
     x, _, index = args_of(node)[:3]
     rows, at = waiting(p, x), p.cut_of(x)
     assert at is not None
@@ -142,7 +142,7 @@ def waiting(p: Partition, x: fx.Node) -> Rows | None:
 
 
 def placed(p: Partition, node: fx.Node) -> None:
-    """x.scatter(dim, index, value) along the cut dim, of one value a row: on the rank that has the place."""
+    """Cut x.scatter(dim, index, value) of one value a row: it is on the rank that has the place."""
     x, _, index, value = args_of(node)
     at = p.cut_of(x)
     assert at is not None

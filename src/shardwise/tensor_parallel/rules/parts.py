@@ -18,7 +18,7 @@ from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 @aten_rule("slice", "narrow", "select", "split", "chunk", "split_with_sizes", "unbind", "tensor_split")
 def part(p: Partition, node: fx.Node) -> None:
-    """Parts along a dim; along the cut one, each rank's part of them."""
+    """Take parts along a dim; along the cut one, each rank's part of them."""
     x, op = args_of(node)[0], op_of(node)
     ndim = len(p.shape(x))
     dim = part_dim(node, ndim)
@@ -132,7 +132,7 @@ def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) ->
 
 @aten_rule("index")
 def index(p: Partition, node: fx.Node) -> None:
-    """x[i, j, ...]: dims with indices are replaced by the indices' own."""
+    """Index x[i, j, ...]: dims with indices are replaced by the indices' own."""
     x, indices = args_of(node)[:2]
     of_x = _indexed(p, x, indices)
     if of_x is not None and p.may_stay_partial(x):
@@ -143,7 +143,7 @@ def index(p: Partition, node: fx.Node) -> None:
 
 @by_dims("index_put")
 def index_put(p: Partition, node: fx.Node) -> Dims:
-    """x[i, j, ...] = values, as key/value caches are written: along dims without indices."""
+    """Write x[i, j, ...] = values, as key/value caches are written: along dims without indices."""
     x, indices, values = args_of(node)[:3]
     of_x = _indexed(p, x, indices)
     if of_x is None:

@@ -16,7 +16,7 @@ _GROUPS_AT = {"convolution": 8, "conv1d": 6, "conv2d": 6, "conv3d": 6}
 
 @aten_rule(*_GROUPS_AT)
 def convolution(p: Partition, node: fx.Node) -> None:
-    """Column: channels out; row: channels in, terms of a sum; each group of channels by itself."""
+    """Cut a convolution. Column: channels out; row: channels in, terms of a sum; groups by themselves."""
     x, weight, *rest = args_of(node)
     bias, more = (rest or [None])[0], rest[1:]
     place = _GROUPS_AT[op_of(node)]

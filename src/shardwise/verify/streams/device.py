@@ -74,7 +74,7 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def on_device(memory: Tensor) -> Tensor:
-    """CPU memory as a tensor of the device."""
+    """Make CPU memory a tensor of the device."""
     found: Tensor = _compat.as_device_tensor(SimTensor, memory, torch.device(NAME, 0))
     return found
 
@@ -156,7 +156,7 @@ class Simulation:
             self.late.freed(block)
 
     def resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """`UntypedStorage.resize_`: memory is given back, other memory taken, on the current stream."""
+        """Wrap `UntypedStorage.resize_`: memory is given back, and other allocated, on the current stream."""
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             known = self._seen.get(id(storage))

@@ -133,7 +133,7 @@ class Memory:
         return [block for block in self._blocks[first:last] if block.low < high and low < block.high]
 
     def access(self, extent: Extent, operation: Operation, clock: Clock, *, writes: bool) -> None:
-        """`operation`, of a line that has `clock`, reads or writes these bytes."""
+        """Note that `operation`, of a line that has `clock`, reads or writes these bytes."""
         block = self.at(extent.low)
         if block is None or extent.low >= extent.high:
             return

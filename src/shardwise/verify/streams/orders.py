@@ -48,7 +48,7 @@ class Order:
 
     @staticmethod
     def without(*operations: Operation) -> Order:
-        """Operations of an earlier run of the same code are as late as possible, everything else at once.
+        """Run given operations of an earlier run as late as possible, everything else at once.
 
         Whatever does not wait for one overtakes it, while all that it works on is there. Two that race have
         both started.
@@ -57,7 +57,7 @@ class Order:
 
     @staticmethod
     def of(seed: int) -> Order:
-        """Some lines are early and some late, or some operations stall."""
+        """Choose by `seed` lines that are early and late, or operations that stall."""
         return Order(seed=seed)
 
     def runs_at_once(

@@ -199,7 +199,7 @@ class Timeline:
         return id(node) if self._backwards and self._backwards[-1].follow(node) else None
 
     def backward(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Autograd's engine, with its nodes followed."""
+        """Wrap autograd's engine, to follow its nodes."""
 
         def call(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             asked = _compat.nodes_of(args[3] or ()) if len(args) > 3 else []
