@@ -218,7 +218,7 @@ class ReduceResult:
     inputs: Sequence[Input]  # accelerator: what it reads of other streams' memory
     staged: Tensor  # the shard in the reduction's dtype
     added: Tensor | None  # what an earlier reduction left, and was added to it
-    # On which `shard` was made. Whoever works on with it does so there, and records an event after that.
+    # On which `shard` was made. Later work on it runs there too, and records an event after that.
     stream: torch.Stream | None
 
 

@@ -37,7 +37,7 @@ from shardwise.comm.stacks import calls_of
 from shardwise.errors import RankMismatchError, here
 
 _PASSES_KEPT = 64  # how far back a waiting rank may ask where its peers left this one
-_LONGEST_PASS = 100_000  # events; one that is longer, without a forward, begins anew
+_LONGEST_PASS = 100_000  # events; a longer one, without a forward, starts again
 _LARGEST_TREE = 1_000_000  # events; it is forgotten beyond that, on all ranks at the same one
 _DIGEST = 64  # characters
 TIME_TO_READ = timedelta(seconds=2)
@@ -55,7 +55,7 @@ class Event:
 
     def __init__(self, text: str, advice: str) -> None:
         self.text = text
-        self.advice = advice  # for who does something else
+        self.advice = advice  # for a rank that does something else
         self.digest = hashlib.sha256(text.encode()).digest()
 
 

@@ -58,4 +58,4 @@ def _one_turn() -> Iterator[None]:
             sys.setswitchinterval(interval)
             if collects:
                 gc.enable()
-    time.sleep(1e-6)  # whoever waits has set out to wait that long
+    time.sleep(1e-6)  # a thread that waits began with that interval

@@ -24,7 +24,7 @@ class CommStreams:
     all_gather: torch.Stream
     reduce_scatter: torch.Stream
     all_reduce: torch.Stream
-    # Gathered memory nobody shows any more, oldest first: whose, what, and when computation is done with it.
+    # Gathered memory that no module shows any more, oldest first: owner, memory, event after its last use.
     _freed: list[tuple[Any, list[torch.UntypedStorage], torch.Event]] = field(default_factory=list)
 
     @staticmethod

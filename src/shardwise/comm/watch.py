@@ -40,7 +40,7 @@ from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
-_NEARLY = 0.9  # of the timeout: before those who wait give up, and end
+_NEARLY = 0.9  # of the timeout: before ranks that wait give up, and end
 STUCK = 70  # status of a process that is ended because it is stuck
 _TO_RAISE = 2.0  # seconds from a verdict until a rank that waits has raised it
 _LAST_LOOK = 5.0  # seconds that the end of a process may wait for

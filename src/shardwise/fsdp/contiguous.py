@@ -235,7 +235,7 @@ class ContiguousGroup(ParamGroup):
             elif self._in_place:
                 work = comm(buffer.full, source, group, async_op)
                 running = work if running is None else _Works(running, work)
-            else:  # parameters cannot be views of what a user's communication allocates anew each time
+            else:  # parameters cannot be views of what a user's communication allocates each time
                 full, size = buffer.full, source.numel()
                 output = comm.allocate((full.numel(),), dtype=full.dtype, device=self.device)
                 mine = output.narrow(0, group.rank() * size, size).copy_(source)

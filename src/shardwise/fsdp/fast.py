@@ -172,7 +172,7 @@ class _LocalSteps:
     def _cut_alike(self, cuts: list[Any], others: list[Any]) -> bool:
         if all(map(self.alike.__contains__, zip(map(id, cuts), map(id, others), strict=True))):
             return True
-        if len(self.alike) > 16 * len(cuts) + 1000:  # gradients that are made anew in each step
+        if len(self.alike) > 16 * len(cuts) + 1000:  # gradients are new objects in each step
             self.alike.clear()
         for one, other in zip(cuts, others, strict=True):
             if not (_same_cut(one, other) and one.shape == other.shape):

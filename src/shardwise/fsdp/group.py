@@ -297,7 +297,7 @@ class ParamGroup(ABC):
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         if isinstance(self.info, FSDPMeshInfo):
-            if self.form is Form.POST_FORWARD:  # cut over ranks that nobody would know of
+            if self.form is Form.POST_FORWARD:  # cut over ranks that nothing would record
                 self.reshard()
             self.post_forward_mesh = self.info if reshard else None
 

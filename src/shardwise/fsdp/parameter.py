@@ -301,7 +301,7 @@ class ShardedParam(ABC):
                 wanted[names.index(name)] = grad.placements[names.index(name)]
         if tuple(wanted) != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
-        return _compat.local_tensor(grad)  # which whoever reads it waits for, if it is on its way
+        return _compat.local_tensor(grad)  # its reader waits for it, if it is under way
 
     @abstractmethod
     def as_grad(self, piece: Tensor) -> Tensor:

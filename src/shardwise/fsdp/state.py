@@ -341,7 +341,7 @@ class FSDPState(ModuleState):
         schedule.callback_queued = False
         schedule.forward_root = None
         schedule.pending_release = None
-        unseen = [ref() for ref in schedule.order]  # who ran forward once more than it entered backward
+        unseen = [ref() for ref in schedule.order]  # with a forward more than backwards entered
         for state in (self, *self.below):
             if state.still_to_run:
                 state.still_to_run.clear()

@@ -62,7 +62,7 @@ def prepare(state: ModuleState) -> None:
                 if segment.assign is None:
                     _frozen[segment] = tuple(params)
     for one in live_states():
-        with suppress(ValueError):  # the process group of a model that nobody runs any more was destroyed
+        with suppress(ValueError):  # the process group of a model no longer in use was destroyed
             _prepare(one)
 
 

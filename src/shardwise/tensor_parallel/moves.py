@@ -23,7 +23,7 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
     moves: Moves = {}
     for module, layout in plan.inputs.items():
         for own in _calls(graph, module, "input"):
-            if layout == REPLICATED:  # who takes it whole has it so
+            if layout == REPLICATED:  # users that take it whole have it whole
                 continue
             entering = dict.fromkeys(x for node in own for x in node.all_input_nodes if x not in own)
             given = [x for x in entering if _is_activation(x, signature)]

@@ -294,7 +294,7 @@ class Partition:
             if isinstance(target, Split) and self._is_even(target, self.shape(node)[target.dim]):
                 return self.reduce_scatter(value.node, target.dim)
             whole = self.all_reduce(value.node)
-            self.values[node] = Value(whole, REPLICATE)  # whoever comes next finds the sum
+            self.values[node] = Value(whole, REPLICATE)  # the next user finds the sum
             return whole if target == REPLICATE else self.take(node, target)
         if isinstance(source, Split):
             if isinstance(target, Split) and target.inside(source):

@@ -142,7 +142,7 @@ def _main(job: _Job, pipe: Connection) -> None:
         value = job.target(alive, *job.args)
         pipe.send(("done", value))
         pipe.close()
-        dist.barrier()  # nobody closes its connections while another still uses them
+        dist.barrier()  # no process closes its connections while another still uses them
         dist.destroy_process_group()
     except BaseException as error:
         if not pipe.closed:

@@ -52,7 +52,7 @@ class Backward(Generic[S]):
         self._began: Clock = dict(caller.line.clock)
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
         self._given: set[tuple[int, int]] = set()  # nodes and places that have a gradient already
-        self._sums: deque[Any] = deque()  # for whom the engine adds next, after the node that ended last
+        self._sums: deque[Any] = deque()  # for which the engine adds next, after the node that ended last
         self._running: Any = None
         self._has_ended = self._is_over = False
         self._first_uses: dict[int, int] = {}  # of leaves: the number of the first node that used it

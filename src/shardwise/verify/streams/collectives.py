@@ -165,7 +165,7 @@ class Collectives:
                 self.simulation.timeline.current().synchronize()
             if not any(isinstance(one, SimTensor) for one in tensors):
                 if late is not None:
-                    late.run_all()  # in the host's own collectives nobody answers
+                    late.run_all()  # no rank answers in the host's own collectives
                 return original(group, *args, **kwargs)
             batch = self._batches.get(group.group_name)
             options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]

@@ -209,7 +209,7 @@ class Simulation:
                 f"{func} on the simulated device in another thread than the simulation's, which follows one"
                 " thread alone. Call it there"
             )
-        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made anew
+        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made again
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
                 return self.run(func, args, kwargs) if found is NotImplemented else found

@@ -133,7 +133,7 @@ class Timeline:
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
         self.waited: Callable[[Clock], None] | None = None  # called with what the host waits for
         self._asked: Clock | None = None  # what the host last asked about
-        # Told of each operation, with how many of each line it comes after.
+        # Called with each operation, and the clock of what it comes after.
         self.listener: Callable[[Operation, Clock], None] | None = None
 
     @contextmanager
