@@ -46,7 +46,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]
 
 def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.state:
-        return _told(model, optimizer)
+        return _described(model, optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
     options = [dict(group) for group in optimizer.param_groups]
@@ -56,7 +56,7 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             param.grad = None
         if hasattr(optimizer, "allocate_state"):
             optimizer.allocate_state()
-        told = _told(model, optimizer)
+        told = _described(model, optimizer)
     finally:
         optimizer.state = state
         for group, before in zip(optimizer.param_groups, options, strict=True):
@@ -72,7 +72,7 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return told
 
 
-def _told(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _described(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if hasattr(optimizer, "allocate_state"):
         return optimizer.state_dict()
     return get_optimizer_state_dict(model, optimizer)

@@ -168,7 +168,7 @@ def begun(
         own.append(Held(tensors))
         call: dict[str, Any] = {"step": step, "keep": keep, "keep_every": keep_every}
         call |= {"path": os.fspath(path)} if hosts is None else {}
-        return {"call": call, "chunks": own[0].chunks, **_told(flat, compare=size > 1)}
+        return {"call": call, "chunks": own[0].chunks, **_described(flat, compare=size > 1)}
 
     told = together(what, tell)
     contents = _agreed(what, told)
@@ -230,7 +230,7 @@ def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:
 # ------------------------------------------------------------ what ranks tell
 
 
-def _told(flat: Flat, *, compare: bool) -> dict[str, Any]:
+def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
     tensors = {name: leaf for name, leaf in flat.leaves.items() if leaf.is_tensor}
     return {
         "tensors": {name: describe(leaf) for name, leaf in tensors.items()},

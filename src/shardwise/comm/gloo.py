@@ -187,7 +187,7 @@ class _ReduceScatterWork(dist.Work):
         slices = input.chunk(ranks)
         self._own = slices[rank]
         self._sums: list[tuple[slice, int, list[Tensor]]] = [
-            (part, later, []) for part, later in _begun_elsewhere(rank, ranks, numel, output.itemsize)
+            (part, later, []) for part, later in _started_elsewhere(rank, ranks, numel, output.itemsize)
         ]
         self._added = 0
         for peer in targets(rank, ranks):
@@ -243,7 +243,7 @@ class _ReduceScatterWork(dist.Work):
 
 
 @lru_cache(256)
-def _begun_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
+def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
     """Return the parts of slice `rank` whose sum gloo's ring starts elsewhere: first addends come last.
 
     The ring cuts the whole buffer into equal segments, equally many for each rank, at least two and of at

@@ -143,7 +143,7 @@ class Order:
         self.cut_from: set[int] = set()
         self.gone: list[int] = []
         self._posted: str | None = None
-        self._told: Node | None = None
+        self._posted_at: Node | None = None
         self._posts = itertools.count()
 
     def advance(self, event: Event) -> None:
@@ -251,8 +251,8 @@ class Order:
 
     def post(self) -> None:
         """Tell the other ranks where this one stands."""
-        if self.at is not self._told:  # in full, since errors print it where ranks differ
-            self._told = self.at
+        if self.at is not self._posted_at:  # in full, since errors print it where ranks differ
+            self._posted_at = self.at
             self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
         record = {
             "passes": self.passes,

@@ -111,12 +111,12 @@ class _LocalSteps:
     """Lets a step of one optimizer work on the memory behind its sharded parameters, gradients and state.
 
     Attributes:
-        alike: pairs of descriptions, by identity, of the same cut.
+        same_cuts: pairs of descriptions, by identity, of the same cut.
         moved: of a step that writes its state by parameter: parameters, their local memory, what it was.
     """
 
     def __init__(self) -> None:
-        self.alike: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.same_cuts: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.moved: list[tuple[list[Any], list[Any], list[Any]]] = []
 
     def take(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> None:
@@ -128,7 +128,7 @@ class _LocalSteps:
         kinds = [*zip(map(type, params), map(type, lists[2] or params), strict=True)]
         _, *others = {*kinds}
         if not others:
-            self._take_alike(optimizer, group, lists)
+            self._take_kind(optimizer, group, lists)
             return
         taken, known = [], len(self.moved)
         for kind in dict.fromkeys(kinds):
@@ -136,7 +136,7 @@ class _LocalSteps:
                 continue
             places = [place for place, found in enumerate(kinds) if found == kind]
             own = tuple([values[place] for place in places] if values else [] for values in lists)
-            if not self._take_alike(optimizer, group, own):
+            if not self._take_kind(optimizer, group, own):
                 del self.moved[known:]
                 return
             taken.append((places, own))
@@ -145,14 +145,14 @@ class _LocalSteps:
                 for place, value in zip(places, changed, strict=False):  # none in lists without any
                     values[place] = value
 
-    def _take_alike(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
+    def _take_kind(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
         """Take parameters of one kind, all or none with momentum; return False if they are left."""
         params = lists[0]
         cut = _cuts[isinstance(params[0], ShardedRows)]
         try:
             cuts = list(map(cut, params))
             sharded = [values for values in lists if self._is_sharded(values)]
-            if not all(self._cut_alike(cuts, list(map(cut, values))) for values in sharded):
+            if not all(self._have_same_cut(cuts, list(map(cut, values))) for values in sharded):
                 return False
         except AttributeError:  # some are plain, or sharded in another way
             return False
@@ -169,15 +169,15 @@ class _LocalSteps:
             raise AttributeError
         return isinstance(first, DTensor)
 
-    def _cut_alike(self, cuts: list[Any], others: list[Any]) -> bool:
-        if all(map(self.alike.__contains__, zip(map(id, cuts), map(id, others), strict=True))):
+    def _have_same_cut(self, cuts: list[Any], others: list[Any]) -> bool:
+        if all(map(self.same_cuts.__contains__, zip(map(id, cuts), map(id, others), strict=True))):
             return True
-        if len(self.alike) > 16 * len(cuts) + 1000:  # gradients are new objects in each step
-            self.alike.clear()
+        if len(self.same_cuts) > 16 * len(cuts) + 1000:  # gradients are new objects in each step
+            self.same_cuts.clear()
         for one, other in zip(cuts, others, strict=True):
             if not (_same_cut(one, other) and one.shape == other.shape):
                 return False
-            self.alike[id(one), id(other)] = one, other
+            self.same_cuts[id(one), id(other)] = one, other
         return True
 
     def settle(self, optimizer: Optimizer) -> None:

@@ -54,7 +54,7 @@ class InterleavedGroup(ParamGroup):
         self.smaller: Exchange | None = None  # over the post-forward mesh
         for param in params:
             if stays_out_of_buffer(param):
-                self._settle_alone(param)
+                self._lay_out_alone(param)
                 param.move(param.local)
         self.extended = self._extend()
         self.pack()
@@ -101,10 +101,10 @@ class InterleavedGroup(ParamGroup):
                 param.settle(slot)
         for param in self.params if self.extended else ():
             if param in self.extended:
-                self._settle_alone(param)
+                self._lay_out_alone(param)
         self.main = self.smaller = None
 
-    def _settle_alone(self, param: EvenParam) -> None:
+    def _lay_out_alone(self, param: EvenParam) -> None:
         """Give a parameter with memory of its own a layout of its own; it is reduced with the others."""
         layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
         param.settle(layout.segments[0].slots[0])

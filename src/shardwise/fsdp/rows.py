@@ -83,11 +83,11 @@ class RowsParam(ShardedParam):
         rows = place.box
         self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
         box_of = partial(layout.box, place.index)
-        cuts, mesh = even_cuts_of(self.tp_spec), self._shown_mesh()
+        cuts, mesh = even_cuts_of(self.tp_spec), self._mesh_of_dtensor()
         shown = self.info.mesh_groups if mesh is self.info.mesh else ()
         self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, shown)
 
-    def _shown_mesh(self) -> DeviceMesh:
+    def _mesh_of_dtensor(self) -> DeviceMesh:
         """Return the mesh of the DTensor that the sharded form is to others."""
         if self.tp_spec is None:
             return self.info.mesh

@@ -130,7 +130,7 @@ def _tried(
 
     def of(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
-            twins[id(tensor)] = tensor, _alike(tensor, twin)
+            twins[id(tensor)] = tensor, _twin_of(tensor, twin)
         return twins[id(tensor)][1]
 
     try:
@@ -142,12 +142,12 @@ def _tried(
 
     def whole(value: Tensor) -> Tensor:
         known = originals.get(id(value))
-        return _alike(value, lambda tensor: _filled(tensor, device)) if known is None else known
+        return _twin_of(value, lambda tensor: _filled(tensor, device)) if known is None else known
 
     return _mapped(made, whole)
 
 
-def _alike(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
+def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the twin of a tensor: of a sharded one over a group that cannot communicate."""
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)

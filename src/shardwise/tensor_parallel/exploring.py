@@ -229,7 +229,7 @@ class _Exploration:
 
     def _likeness(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
-        told = [_told(x) for x in (*inputs, node)]
+        told = [_metadata(x) for x in (*inputs, node)]
         if None in told:
             return None
         index = {x: place for place, x in enumerate(inputs)}
@@ -314,7 +314,7 @@ def _was_sent(source: Any, target: Placement) -> bool:
     return isinstance(source, Partial) or (isinstance(source, Split) and target == REPLICATE)
 
 
-def _told(x: fx.Node) -> Any:
+def _metadata(x: fx.Node) -> Any:
     """Return sizes, strides and dtype of a value, or of several; None if none or symbolic."""
     value = x.meta.get("val")
     found = []

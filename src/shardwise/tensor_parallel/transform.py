@@ -86,7 +86,7 @@ def tensor_parallel_transformation(
     asked: dict[fx.Node, str | None] = {}
     for name, node in whole.named.items():
         asked[node] = asked.get(node) or plan.styles.get(name)
-    unasked = [_told(partition, x) for x in partition.gathers if not _is_asked(x, asked)]
+    unasked = [_described(partition, x) for x in partition.gathers if not _is_asked(x, asked)]
     _report(partition, whole, asked, unasked, strict=strict)
     signature = whole.program.graph_signature
     if training:
@@ -208,7 +208,7 @@ def _is_asked(found: Gathered, asked: Mapping[fx.Node, str | None]) -> bool:
     return styled and found.value not in asked
 
 
-def _told(p: Partition, found: Gathered) -> dict[str, Any]:
+def _described(p: Partition, found: Gathered) -> dict[str, Any]:
     """Return a gather that nothing asked for, as it is written down with the program."""
     value = found.value
     return {

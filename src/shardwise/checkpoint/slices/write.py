@@ -69,7 +69,7 @@ def save_slices(
     def tell() -> dict[str, Any]:
         own.update({name: _known(name, tensor) for name, tensor in tensors.items()})
         call = {"path": str(path), "metadata": sorted(_checked(metadata).items())}
-        return {"call": call, "tensors": {name: _told(tensor) for name, tensor in own.items()}}
+        return {"call": call, "tensors": {name: _described(tensor) for name, tensor in own.items()}}
 
     told = together(what, tell)
     known = alike(what, told, {"call": _FIX, "tensors": _FIX})["tensors"]
@@ -125,7 +125,7 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return found
 
 
-def _told(tensor: ShardedTensor | Tensor) -> list[Any]:
+def _described(tensor: ShardedTensor | Tensor) -> list[Any]:
     """Return what ranks compare of a tensor: dtype, shape, and how it is cut."""
     cut = "not sharded"
     if isinstance(tensor, ShardedTensor):

@@ -62,7 +62,7 @@ def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
         if one.kind != kind:
             continue
         run = runs[-1] if runs else []
-        fits = run and sum(o.bytes for o in run) + one.bytes <= nbytes and _are_alike(run[0], one)
+        fits = run and sum(o.bytes for o in run) + one.bytes <= nbytes and _can_merge(run[0], one)
         if fits and (_can_gather(run[0], one) if kind == GATHER else _can_reduce([*run, one], reductions)):
             run.append(one)
         else:
@@ -70,7 +70,7 @@ def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
     return [run for run in runs if len(run) > 1]
 
 
-def _are_alike(first: Collective, one: Collective) -> bool:
+def _can_merge(first: Collective, one: Collective) -> bool:
     for each in (first, one):
         if is_coalesced(each.issue) or writes(each.issue) or len(each.waits) != 1:
             return False

@@ -182,7 +182,7 @@ def _keeps_identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None) -> ShardedTensor:
     wanted = memory_format or torch.preserve_format
     tensors = [tensor.clone(memory_format=wanted) for tensor in sharded.tensors]
-    return _alike(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
+    return _of_same_cut(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
 
 
 @rule(_T.contiguous, takes="input memory_format")
@@ -193,10 +193,10 @@ def _contiguous(
     if wanted is sharded.metadata().tensor_properties.memory_format and _dense(sharded, wanted):
         return sharded
     tensors = [tensor.contiguous(memory_format=wanted) for tensor in sharded.tensors]
-    return _alike(sharded, tensors, sharded.anchor, wanted)
+    return _of_same_cut(sharded, tensors, sharded.anchor, wanted)
 
 
-def _alike(
+def _of_same_cut(
     sharded: ShardedTensor, tensors: list[Tensor], anchor: Tensor | None, memory_format: torch.memory_format
 ) -> ShardedTensor:
     metadata = sharded.metadata()

@@ -69,13 +69,13 @@ def _item(sharded: ShardedTensor, item: Any) -> Any:
         refuse_case(
             "indexing",
             sharded,
-            why=f"an index is of ints, slices, None and ..., found {_shown(item)}",
+            why=f"an index is of ints, slices, None and ..., found {_described(item)}",
             instead="for rows of a table use torch.nn.functional.embedding; to fill by a mask, masked_fill or"
             " torch.where; otherwise full_tensor()[...]",
         )
 
 
-def _shown(value: Any) -> str:
+def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
@@ -200,7 +200,7 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     for other in sharded[1:]:
         check_group(sharded[0], other)
     beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
-    if all(_whole_alike(tensor, sharded[0], dim) for tensor in sharded):
+    if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
         return _joined_shards(tensors, sharded, dim=dim, result=result, beside=beside)
     if len(sharded) < len(tensors):
         refuse_case(
@@ -224,7 +224,7 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
 
 
-def _whole_alike(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
+def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
     """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
 
     def beside(metadata: ShardedTensorMetadata) -> list[Any]:

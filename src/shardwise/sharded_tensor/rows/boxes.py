@@ -43,7 +43,7 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
         group, boxes = piece.group, list(piece.boxes)
     else:
         group = group_or_default(process_group)
-        boxes = _boxes_told(rows, group=group)
+        boxes = _all_boxes(rows, group=group)
     ranks = dist.get_process_group_ranks(group)
     held_by = list(zip(boxes, ranks, strict=True))
     first = dict(reversed(held_by))
@@ -67,7 +67,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
         RankMismatchError: on every rank, where ranks pass differently cut tensors.
     """
     metadata, group = sharded.metadata(), sharded.process_group
-    wanted = _boxes_told(rows, group=group, shape=metadata.size)
+    wanted = _all_boxes(rows, group=group, shape=metadata.size)
     agree(said_of(sharded), group=group, what="the sharded tensor to copy into rows")
     fill(
         boxes_of(metadata, group),
@@ -79,7 +79,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     )
 
 
-def _boxes_told(
+def _all_boxes(
     rows: ShardedRows, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
 ) -> list[Box]:
     """Return every rank's box. Raises on every rank where rows are not of one tensor."""

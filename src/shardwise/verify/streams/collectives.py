@@ -155,7 +155,7 @@ class Collectives:
             args, kwargs = given
             work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
-                _as_if_alike(name, args, group.size())
+                _as_equal_ranks(name, args, group.size())
             return work
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +308,7 @@ def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: 
         out.copy_(wait_for_collective(result))
 
 
-def _as_if_alike(name: str, args: Any, ranks: int) -> None:
+def _as_equal_ranks(name: str, args: Any, ranks: int) -> None:
     """Write the results of a no-op group, as if all ranks sent what this one does; zeros for a message."""
     if name == "recv":
         for tensor in tensors_in(args[0]):
