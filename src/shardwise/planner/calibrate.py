@@ -37,7 +37,7 @@ from shardwise.planner.timing import Hardware
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: widths of matmuls, bytes of copies, bytes of collectives, tokens of attention."""
+    """The sizes to measure: widths of matmuls, bytes of copies, bytes of collectives, tokens of attention."""
 
     matmuls: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     copied_bytes: int = 1 << 30
@@ -121,7 +121,7 @@ def _group() -> Iterator[torch.device]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of one call, once warm: the median."""
+    """Return the median seconds of one call, once warm."""
     taken = []
     for turn in range(repeats + 2):
         _wait(device)
@@ -206,7 +206,7 @@ def _host_seconds(device: torch.device) -> float:
 
 
 def _links(hardware: Hardware, device: torch.device, sizes: Sizes) -> Hardware:
-    """With latency and rate of a host's ranks, and of all where there are several hosts."""
+    """Return `hardware` with latency and rate of a host's ranks, and of all where there are several hosts."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return hardware
     world, local = dist.get_world_size(), _local_ranks()
@@ -271,7 +271,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What is in use beside the allocator: the driver's, the communicators'."""
+    """Return the bytes in use outside the allocator: the driver's, the communicators'."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -42,7 +42,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class GroupSent:
-    """What alike groups of parameters send in a step, each.
+    """The bytes that equal groups of parameters send in a step, each.
 
     Attributes:
         name: "blocks 0 to 30", or a module's name.
@@ -167,7 +167,7 @@ def unknown_operators(recording: Recording) -> list[str]:
 
 
 def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
-    """Of a rank's step: the model's, which are three times forward's or all; and all that are computed.
+    """Count a rank's operations in a step: the model's, three times forward's or all; and all computed.
 
     Where parameters are frozen, backward computes less than twice what forward does.
     """

@@ -34,7 +34,7 @@ from shardwise.planner.tensor import ROWS, plan_of
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan is made from.
+    """A model to plan for.
 
     Attributes:
         name: for people.
@@ -172,7 +172,7 @@ def exits_told() -> Iterator[None]:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """What an operator raises on fake tensors is not logged besides."""
+    """Keep what an operator raises on fake tensors from being logged as well."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     was, logger.disabled = logger.disabled, True
     try:

@@ -105,7 +105,7 @@ def _held(made: Plan) -> Iterator[Box]:
 
 
 def _x(at: float, made: Plan) -> float:
-    """Of a time of the step, in both drawings."""
+    """Return the x of a time of the step, in both drawings."""
     whole = len(made.moments) if made.times is None else made.times.step
     return LEFT + (WIDTH - LEFT) * at / whole
 

@@ -31,7 +31,7 @@ class Counted(NamedTuple):
 
 
 def counted(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> Counted | None:
-    """What an operator's result counts, if it does; `known` says it of its operands."""
+    """Return the count that an operator's result holds, if any; `known` returns that of its operands."""
     if func.overloadpacket is aten.arange:
         begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
         whole = isinstance(begin, int) and isinstance(step, int) and step > 0

@@ -111,7 +111,7 @@ class Recorder(Storages):
         return self.place.phase in ("start", "end of backward", "optimizer")
 
     def by_layer(self, layer: int | None) -> None:
-        """What comes is about memory of this block, and so is what was made for the next operator."""
+        """Go to this block, for what comes and for what was made for the next operator."""
         held, self._held = self._held, []
         if layer != self.place.layer:
             self.go(layer=layer, after=layer is None and self.place.layer is not None)
@@ -193,7 +193,7 @@ class Recorder(Storages):
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
 
     def _send(self, call: Collective, group: dist.ProcessGroup) -> Send:
-        """Of the current stream; that of tensor parallelism has one of its own, which this one waits for."""
+        """Send on the current stream, or for tensor parallelism on one of its own, which this waits for."""
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
             first, *more = dist.get_process_group_ranks(group)[:2]
@@ -311,7 +311,7 @@ class Recorder(Storages):
         return _NOBODY
 
     def share(self, tensors: list[Tensor]) -> None:
-        """These are nobody's: what an optimizer looks up for all blocks."""
+        """Share tensors that belong to no block, such as what an optimizer looks up for all blocks."""
         self.by_layer(None)
         self.see(tensors)
         self.own(tensors, OPTIMIZER)
@@ -340,7 +340,7 @@ class Recorder(Storages):
         self._forward = []
 
     def finish(self) -> list[Segment]:
-        """What was written down, with the categories that show in the end."""
+        """Return what was recorded, with final categories."""
         self.by_layer(None)
         for key, made in self._of.items():
             for memory in made:
@@ -367,7 +367,7 @@ class Recorder(Storages):
 
 
 def _order_frees(segments: list[Segment]) -> None:
-    """What is freed at the same time is freed in the order in which it was allocated."""
+    """Sort memory that is freed at the same time by the order in which it was allocated."""
     numbers: dict[int, int] = {}
     for segment in segments:
         ordered: list[Event] = []

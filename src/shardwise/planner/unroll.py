@@ -41,7 +41,7 @@ Birth = tuple[int, int | None, type, int]
 
 
 class NotRegular(Exception):  # noqa: N818
-    """What a model does is not the same for each block more."""
+    """Raised where a model does not do the same for each further block."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _grown(event: Event, growth: Any, times: int) -> Event:
 
 
 def grown(small: Recording, large: Recording, times: int) -> Recording:
-    """What `small` is with its change to `large` made so many times: of larger micro-batches, say.
+    """Return `small` with its change to `large` applied so many times: of larger micro-batches, say.
 
     Raises:
         NotRegular: other things happen in the two.

@@ -149,7 +149,7 @@ class _Watcher:
 
 
 class Stream:
-    """In the place of an accelerator's: whatever is issued while it is entered is issued to it."""
+    """Stand-in for an accelerator's stream: operations issued while it is entered are issued to it."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name, self.recorder = name, recorder
