@@ -23,7 +23,7 @@ class Window:
 
 
 def windows(made: Plan) -> list[Window]:
-    """The step's memory over the time of its computation."""
+    """Return the step's memory over the time of its computation."""
     if made.times is None:
         return [Window(i, i + 1, moment) for i, moment in enumerate(made.moments)]
     spans = sorted((one for one in made.times.spans if one.stream == COMPUTATION), key=lambda one: one.begin)

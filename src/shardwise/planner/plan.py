@@ -217,7 +217,7 @@ def _run(model: Model, setup: Setup) -> tuple[Recording, str]:
 
 
 def numbers_of_blocks(setup: Setup) -> tuple[int, ...]:
-    """How many blocks to run of a model whose blocks do the same; the next number where that does not do."""
+    """Return how many equal blocks to run, and the next numbers to try."""
     reshard = setup.reshard_after_forward
     reaches_far = setup.layout == "contiguous" and reshard is not False
     reaches_far |= reshard is not None and not isinstance(reshard, bool)
@@ -225,7 +225,7 @@ def numbers_of_blocks(setup: Setup) -> tuple[int, ...]:
 
 
 def recorded(model: Model, setup: Setup, layers: int) -> Recording:
-    """A few micro-batches of it stand for all of a step."""
+    """Record a step in which a few micro-batches stand for all."""
     short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     try:
         with quiet_fakes():
@@ -263,7 +263,7 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
 
 
 def _where(error: Exception) -> str:
-    """The innermost module whose forward raised it."""
+    """Return the innermost module whose forward raised the error."""
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [one for one in running if isinstance(one, nn.Module)]
     if not modules:
@@ -317,7 +317,7 @@ def sized(nbytes: int) -> str:
 
 
 def _unit(nbytes: int) -> str:
-    """The largest of which this is a tenth or more."""
+    """Return the largest unit of which this is a tenth or more."""
     return next((name for name, size in _UNITS.items() if nbytes >= size / 10), "KiB")
 
 

@@ -24,7 +24,7 @@ class Counted(NamedTuple):
     step: int
 
     def last_of(self, view: Tensor) -> int:
-        """The greatest element that `view` shows, of steps up."""
+        """Return the greatest element that `view` shows, of steps up."""
         strides = zip(view.shape, view.stride(), strict=True)
         place = view.storage_offset() + sum((size - 1) * stride for size, stride in strides)
         return self.first + self.step * int(place)

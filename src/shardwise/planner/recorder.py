@@ -92,7 +92,7 @@ class Recorder(Storages):
         return self.segments[-1].place
 
     def go(self, **to: Any) -> None:
-        """Whatever comes now is elsewhere."""
+        """Move to another place, for whatever comes now."""
         self._write_frees()
         place = self.place._replace(**to)
         if place != self.place:
@@ -120,7 +120,7 @@ class Recorder(Storages):
             self.write(event)
 
     def _write_frees(self) -> None:
-        """Many blocks' memory at once is each block's; one block's may be what an operator left."""
+        """Write frees: each block's own if many blocks free at once, else maybe an operator's."""
         frees, self._frees = self._frees, []
         many = len({layer for layer, _ in frees}) > 1
         if many:
@@ -187,7 +187,7 @@ class Recorder(Storages):
                 memory.category = category
 
     def heard(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-        """A collective of these tensors is issued."""
+        """Record a collective of these tensors."""
         self.see(tensors)
         self._touch(self._send(call, group), tensors, tensors)
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
@@ -270,7 +270,7 @@ class Recorder(Storages):
         self.touches[id(event)] = Touched(reads, writes, own)
 
     def _ran_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator on many blocks' tensors at once is one event for each block."""
+        """Record an operator on many blocks' tensors at once as one event for each block."""
         lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
         if not lists:
             tensors = [one for one in args if isinstance(one, Tensor) and not self._is_new(one)]
@@ -303,7 +303,7 @@ class Recorder(Storages):
         return known is None or any(key == id(known[1]) for key, _ in self._held)
 
     def owner_of(self, tensors: list[Tensor]) -> Any:
-        """The block that the first of them belongs to, None for around the blocks; or nobody."""
+        """Return the block of the first tensor that has one, None for around the blocks; or nobody."""
         for tensor in tensors:
             known = self._alive.get(id(tensor.untyped_storage()))
             if known is not None and id(known[1]) in self._layers:
@@ -321,7 +321,7 @@ class Recorder(Storages):
     # Categories
 
     def _follow_recomputation(self) -> None:
-        """Operators of backward that record for autograd recompute; what they leave behind is kept."""
+        """Find recomputation: operators of backward that record for autograd; what they leave is kept."""
         recomputes = self.place.phase == "backward" and torch.is_grad_enabled()
         if recomputes and self._recomputed is None:
             self._recomputed = []

@@ -145,7 +145,7 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
 
 
 def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any]]:
-    """Meshes, layouts, strategies, and what is freed after forward."""
+    """Yield meshes, layouts, strategies, and what is freed after forward."""
     host, ranks = device.devices_per_host // tensor, setup.ranks // tensor
     shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
     for replicas in [1, *(ranks // n for n in shards)]:
@@ -181,7 +181,7 @@ def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
 
 
 def _kept_bytes(setup: Setup, parameters: int) -> float:
-    """Parameters, gradients and two moments of an optimizer, and what stays gathered."""
+    """Return bytes of parameters, gradients, two moments of an optimizer, and what stays gathered."""
     stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
     of = parameters / setup.tensor
     cut = {
@@ -198,7 +198,7 @@ def _kept_bytes(setup: Setup, parameters: int) -> float:
 
 
 def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]]:
-    """Collectives of a step for so many parameters: one, its stride, how often."""
+    """Yield the collectives of a step for so many parameters: one, its stride, how often."""
     of = parameters / setup.tensor
     used, reduced = of * _SIZES[setup.param_dtype], of * _SIZES[setup.reduce_dtype]
     reshard, part = setup.reshard_after_forward, 1
@@ -249,7 +249,7 @@ def _distance(one: Setup, other: Setup) -> int:
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
-    """Seconds a token of a device, bytes reserved."""
+    """Return the seconds a token of a device, and the bytes reserved."""
     return 1 / plan.tokens_per_s, plan.reserved_bytes
 
 
@@ -353,7 +353,7 @@ class _Known:
         return time + busy - before, nbytes
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
-        """Plans of it and of other micro-batches."""
+        """Plan the setup and other micro-batches of it."""
         mine = _but_micro_batches(setup)
         alike = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
         while alike:
@@ -417,7 +417,7 @@ def _larger(made: list[Recording], setups: list[Setup], number: int) -> Recordin
 
 
 def _front(figures: Figures) -> list[Setup]:
-    """Fastest first, each with less memory than what is faster."""
+    """Return the settings that are fastest for their memory, fastest first."""
     found: list[Setup] = []
     for setup in sorted(figures, key=lambda one: figures[one]):
         if not found or figures[setup][1] < SMALLER * figures[found[-1]][1]:

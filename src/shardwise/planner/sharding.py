@@ -69,7 +69,7 @@ def other_dtypes(module: nn.Module, dtype: str) -> list[str]:
 
 
 def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The data-parallel axes of a setup's mesh; and the tensor-parallel one."""
+    """Return the data-parallel axes of a setup's mesh; and the tensor-parallel one."""
     *data, last = mesh.mesh_dim_names or ("shard",)
     if last != "tensor":
         return mesh, None

@@ -82,7 +82,7 @@ class Storages(TorchDispatchMode):
         return result
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator has run."""
+        """Note that an operator has run."""
         self.see((args, kwargs, result))
 
     def see(self, value: Any) -> None:
@@ -100,7 +100,7 @@ class Storages(TorchDispatchMode):
                     self.see(item)
 
     def life(self, tensor: Tensor) -> Life:
-        """The history of a live tensor's storage."""
+        """Return the history of a live tensor's storage."""
         return self._alive[id(tensor.untyped_storage())][1]
 
     def _see(self, storage: torch.UntypedStorage) -> None:

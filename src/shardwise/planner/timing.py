@@ -93,7 +93,7 @@ class Times:
 
 
 def hardware_of(name: str) -> Hardware:
-    """The profile of that name, or of that file (TOML)."""
+    """Return the profile of that name, or of that file (TOML)."""
     folder = resources.files("shardwise.planner") / "hardware"
     known = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
     if name in known:
@@ -197,7 +197,7 @@ def compute_seconds(event: Compute, hardware: Hardware) -> float:
 
 
 def send_seconds(call: Collective, hardware: Hardware, *, stride: int = 1) -> float:
-    """A ring over hosts, within which devices are next to each other; for small messages, a tree of hosts.
+    """Time a ring over hosts, within which devices are neighbours; for small messages, a tree of hosts.
 
     Args:
         stride: ranks from one member to the next. Those between do the same over the same connection.

@@ -56,7 +56,7 @@ class _Loop:
 
 
 def unroll(small: Recording, large: Recording, layers: int, *, instead: Recording | None = None) -> Recording:
-    """The recording of the same model with so many blocks.
+    """Return the recording of the same model with so many blocks.
 
     Args:
         small: of a few blocks, `RECORDED` for a model of which nothing is known.
@@ -254,7 +254,7 @@ class _Copier:
 
 
 def _words(recording: Recording) -> Iterator[Any]:
-    """A recording in words that are equal for equal ones: memory and marks by their numbers."""
+    """Yield a recording in words that are equal for equal ones: memory and marks by their numbers."""
     numbers: dict[int, int] = {}
     for segment in recording.segments:
         for event in segment.events:

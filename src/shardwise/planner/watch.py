@@ -129,7 +129,7 @@ class _Watcher:
         return reduce
 
     def initial_state(self, original: Method) -> Method:
-        """Made from shapes alone, which tell no owner."""
+        """Wrap what makes state, so that it counts for its parameter's block: shapes alone tell no owner."""
 
         def initial_state(param: Tensor, **options: Any) -> Any:
             layer = self.recorder.owner_of([_compat.local_of(param)])
