@@ -11,8 +11,8 @@ wants it, or the host waits for it. So an operation that does not wait for anoth
                            then still writes the freed one, the other becomes NaN
     memory of the host     that copies run from or to without the host waiting has a shadow too
 
-What the host reads is compared, bit for bit, and in the end all memory that is still there. On real ranks
-each collective runs a second time, over shadows, in a group of its own for each stream.
+What the host reads is compared, bit for bit, and in the end all memory that is still there; where the other
+ranks do not exist, also what they are sent. On real ranks each collective runs a second time, over shadows, in a group of its own for each stream.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardwiseError
+from shardwise.planner.noop_group import NoopGroup
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Clock, Operation
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, on_tensors, span, tensors_of
@@ -202,8 +203,13 @@ class Late:
         line = self.simulation.timeline.lines[operation.line]
         name, clock = self.peers.name(group, line.key), dict(line.clock)
 
+        sent = [(twin(t), _bytes(t)) for t in read if t.numel()] if isinstance(group, NoopGroup) else []
+
         def run() -> None:
             self.peers.put_off.pop(name)
+            for now, was in sent:
+                if not torch.equal(_bytes(now), was):
+                    self._differs("what other ranks are sent", f"in {operation}", operation)
             twin_group = self.peers.twin(group, line.key, name)
             self.peers.wait(again(twin_group, twins, results), name)
 
