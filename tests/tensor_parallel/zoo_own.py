@@ -279,6 +279,7 @@ def indices() -> Any:
             y.masked_fill(y > 0, 0),
             y[:, :, -1],
             y.cumsum(1),
+            y.slice_scatter(2 * y, -1),
         )
 
     return Layers(body, up=nn.Linear(6, 12)), (values(4, 3, 6), torch.tensor([2, 0]))
@@ -351,7 +352,7 @@ def conv_net() -> Any:
         return m.top(F.adaptive_avg_pool2d(m.c(x), 2).flatten(1))
 
     modules = {
-        "a": nn.Conv2d(3, 8, 3, padding=1),
+        "a": nn.Conv2d(3, 8, 3, padding=2, dilation=2),
         "n": nn.BatchNorm2d(8),
         "b": nn.Conv2d(8, 5, 3),
         "c": nn.Conv2d(5, 6, 1),
