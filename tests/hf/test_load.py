@@ -114,6 +114,10 @@ def test_ranks_that_load_otherwise_or_fail_alone_raise_on_every_rank(wrong_folde
 
     with pytest.raises(CheckpointError, match="rank 1: ValueError: no adapter"):
         hf.load(wrong_folders / "less", strict=False, adapt=adapt)
+    with pytest.raises(CheckpointError, match="weights have no values before the model is cut"):
+        hf.load(
+            config, adapt=lambda model: torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+        )
 
 
 @on_ranks(2)

@@ -263,6 +263,7 @@ def views() -> Any:
             y.repeat(1, 1, 2),
             y.flip(-1).roll(1, 1),
             y.unbind(1),
+            y[:, :1].expand_as(y),
         )
 
     return Layers(body, up=nn.Linear(6, 12)), (values(4, 3, 6),)
@@ -280,6 +281,7 @@ def indices() -> Any:
             y[:, :, -1],
             y.cumsum(1),
             y.slice_scatter(2 * y, -1),
+            y.index_put((torch.tensor([1, 3]), i), 2 * y[:2, 0]),
         )
 
     return Layers(body, up=nn.Linear(6, 12)), (values(4, 3, 6), torch.tensor([2, 0]))
@@ -367,7 +369,7 @@ def conv_net() -> Any:
 @case("depthwise conv and norms of groups", plan={"a": COL, "b": ROW}, gathers=None)
 def depthwise() -> Any:
     def body(m: Any, x: Tensor) -> Tensor:
-        return m.b(m.g(m.d(m.a(x))))
+        return m.b(torch.native_group_norm(m.g(m.d(m.a(x))), None, None, 2, 24, 8, 6, 1e-5)[0])
 
     modules = {
         "a": nn.Conv1d(3, 12, 1),

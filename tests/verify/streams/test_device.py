@@ -52,6 +52,18 @@ def test_a_stream_must_wait_for_what_another_wrote() -> None:
     assert "test_device.py" in found
 
 
+def test_a_stream_may_be_made_current_until_further_notice() -> None:
+    def program() -> None:
+        before, streams = current(), (side(), side())
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+            assert current() is stream
+        torch.accelerator.set_stream(before)
+        assert current() == before
+
+    assert not races(program)
+
+
 def test_an_event_orders_what_came_before_it_and_not_what_came_after() -> None:
     def program(*, early: bool) -> None:
         x, stream = ones(), side()
@@ -279,7 +291,10 @@ def test_values_are_those_of_the_cpu() -> None:
     a, b = torch.randn(4, 5, generator=generator), torch.randn(5, 6, generator=generator)
     with simulated():
         found = torch.relu(a.to(DEVICE) @ b.to(DEVICE)).cumsum(0).cpu()
+        stays = b.to(DEVICE)
     assert torch.equal(found, torch.relu(a @ b).cumsum(0))
+    with pytest.raises(LifecycleError, match="none is simulated"):
+        stays.add_(1)
 
 
 def test_findings_name_parameters() -> None:
