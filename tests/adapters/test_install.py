@@ -217,11 +217,11 @@ def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
     from shardwise.cli import app
 
-    def run(text: str, *arguments: str, module: bool = False) -> Any:
+    def run(text: str, *arguments: str, options: Any = (), module: bool = False) -> Any:
         script = tmp_path / "train.py"
         script.write_text(text)
         target = ["-m", script.stem] if module else [str(script)]
-        return CliRunner().invoke(app, ["run", "--layout", "contiguous", *target, *arguments])
+        return CliRunner().invoke(app, ["run", "--layout", "contiguous", *options, *target, *arguments])
 
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -239,6 +239,12 @@ def test_a_script_runs_unchanged(run_script: Any) -> None:
     assert result.exit_code == 0, result.output
     assert "__main__ ['--lr', '3', '-x'] shardwise." in result.output
     assert "{'layout': 'contiguous'}" in result.output
+
+
+def test_options_before_the_script_are_those_of_the_command(run_script: Any) -> None:
+    result = run_script("", options=("--layuot", "contiguous"))
+    assert result.exit_code == 2
+    assert "No such option: --layuot" in result.stderr
 
 
 def test_a_module_runs_unchanged(run_script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_an_asynchronous_collective_is_waited_for_and_a_synchronous_one_is_of_it
         x, out = ones(), torch.empty(16, device=DEVICE)
         work = dist.all_gather_into_tensor(out, x, async_op=asynchronous)
         if waits:
-            work.wait()
+            assert work.wait()
         out.sum()
 
     assert not races(lambda: program(asynchronous=False))
