@@ -122,7 +122,7 @@ def test_ranks_that_load_otherwise_or_fail_alone_raise_on_every_rank(wrong_folde
 
 @on_ranks(2)
 def test_parameters_made_without_a_device_are_drawn_too() -> None:
-    class Shifted(transformers.XLNetLMHeadModel):
+    class Shifted(transformers.XLNetModel):
         def _init_weights(self, module: nn.Module) -> None:
             super()._init_weights(module)
             if isinstance(module, nn.Linear):

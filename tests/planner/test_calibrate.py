@@ -17,8 +17,9 @@ from ranks import on_ranks
 from shardwise import launch, planner
 from shardwise.cli import NOT_RUN, app
 from shardwise.comm.count import Collective
-from shardwise.planner.calibrate import Sizes, _host_seconds, _links, line
+from shardwise.planner.calibrate import Sizes, _group, _host_seconds, _links, line
 from shardwise.planner.timing import send_seconds
+from shardwise.verify.streams import DEVICE, simulated
 
 TINY = Sizes((16, 32, 64), 1 << 16, (1 << 10, 1 << 14), 16, 2)
 
@@ -131,3 +132,10 @@ def test_a_line_through_measurements_has_no_negative_latency() -> None:
     assert line([1.0, 10.0, 100.0], [2.5, 7.0, 52.0]) == pytest.approx((2.0, 0.5))
     assert line([1.0, 10.0, 100.0], [1.5, 10.5, 100.5]) == pytest.approx((0.5, 1.0))
     assert line([1.0, 10.0, 100.0], [0.5, 9.0, 99.0]) == (0.0, 0.5)
+
+
+def test_a_process_without_a_launcher_measures_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    with simulated(), _group() as device:
+        assert device == torch.device(DEVICE, 0)

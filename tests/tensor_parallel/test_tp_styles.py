@@ -395,3 +395,19 @@ class Fused(nn.Module):
 def test_queries_keys_and_values_of_one_layer_are_cut_by_heads_where_they_are_permuted_first() -> None:
     made = check(Fused(), {"qkv": "colwise", "out": "rowwise"}, torch.randn(3, 5, 8))
     assert counts(made[0]) == {"all_reduce": 1}
+
+
+class Normalized(nn.Module):
+    """Every head of every row normalized by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.normalize(self.up(x).view(-1, 4), dim=-1).view(3, 5, 12))
+
+
+def test_a_layer_is_cut_by_heads_where_those_of_all_rows_become_one_dim() -> None:
+    made = check(Normalized(), {"up": "colwise", "down": "rowwise"}, torch.randn(3, 5, 8))
+    assert counts(made[0]) == {"all_reduce": 1}

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise import fully_shard
 from shardwise.errors import LifecycleError
 from shardwise.fsdp.fast import own_storage
 from shardwise.planner.noop_group import noop_world
@@ -298,13 +300,20 @@ def test_values_are_those_of_the_cpu() -> None:
 
 
 def test_findings_name_parameters() -> None:
-    with simulated() as found:
+    with simulated() as found, noop_world(1):
+        unused = torch.nn.Linear(4, 4, device=DEVICE)
+        fully_shard(unused, mesh=init_device_mesh(DEVICE, (1,)))
         layer = torch.nn.Linear(4, 4).to(DEVICE)
         found.models.append(layer)
         with torch.no_grad():
             layer.weight.mul_(2)
             with side():
                 layer.weight.add_(1)
+            nameless = ones()
+            with side():
+                nameless.add_(1)
     assert isinstance(found, Findings)
-    assert [one.what for one in found.findings] == ["parameter 'weight'"]
+    first, second = (one.what for one in found.findings)
+    assert first == "parameter 'weight'"
+    assert second.startswith("(8,) of ones at")
     assert found.operations > 1
