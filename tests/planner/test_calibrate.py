@@ -17,7 +17,7 @@ from ranks import on_ranks
 from shardwise import launch, planner
 from shardwise.cli import NOT_RUN, app
 from shardwise.comm.count import Collective
-from shardwise.planner.calibrate import Sizes, _group, _host_seconds, _links, line
+from shardwise.planner.calibrate import SMALL, Sizes, _group, _host_seconds, _links, line
 from shardwise.planner.timing import send_seconds
 from shardwise.verify.streams import DEVICE, simulated
 
@@ -139,3 +139,9 @@ def test_a_process_without_a_launcher_measures_the_first_device(monkeypatch: pyt
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     with simulated(), _group() as device:
         assert device == torch.device(DEVICE, 0)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), SMALL])
+def test_messages_are_measured_from_small_to_large(sizes: Sizes) -> None:
+    assert sizes.sent_bytes[0] > 1 << 10
+    assert sorted(set(sizes.sent_bytes)) == [*sizes.sent_bytes]

@@ -411,3 +411,21 @@ class Normalized(nn.Module):
 def test_a_layer_is_cut_by_heads_where_those_of_all_rows_become_one_dim() -> None:
     made = check(Normalized(), {"up": "colwise", "down": "rowwise"}, torch.randn(3, 5, 8))
     assert counts(made[0]) == {"all_reduce": 1}
+
+
+class Rows(nn.Module):
+    """The sum of what two layers give, as one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.a, self.b = (nn.Linear(16, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.a(y).unsqueeze(0) + self.b(y).unsqueeze(0)
+
+
+def test_terms_of_a_sum_stay_so_where_they_become_a_row() -> None:
+    made = check(Rows(), {"up": "colwise", "a": "rowwise", "b": "rowwise"}, torch.randn(3, 8))
+    assert counts(made[0]) == {"all_reduce": 1}
