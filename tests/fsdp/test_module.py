@@ -390,6 +390,12 @@ def test_a_model_that_forward_left_in_smaller_shards_may_be_converted() -> None:
 def test_a_parameter_that_is_not_used_stays_without_gradient() -> None:
     net = Net()
     net.spare = nn.Linear(2, 2)
-    step(fully_shard(net))
+    net.spare.bias.requires_grad_(False)
+    model = fully_shard(net)
+    step(net)
     assert net.spare.weight.grad is None
     assert net.head.weight.grad is not None
+    model.set_reduce_scatter_unused_params(True)
+    step(net)
+    assert net.spare.weight.grad is not None
+    assert net.spare.bias.grad is None

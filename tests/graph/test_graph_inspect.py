@@ -158,6 +158,7 @@ def test_inputs_that_receive_unsharded_parameters_are_named() -> None:
     build.call(aten.copy_.default, other, build.call(aten.relu.default, full))  # new values
     into = build.call(c10d.all_gather_into_tensor_out.default, shard, RANKS, "0", out=buffer, shape=(8,))
     report = inspect_graph(build.output(build.call(aten.relu.default, build.wait(into))))
+    assert [one.first_use for one in report.collectives] == [6, 11]  # 9 is the second gather itself
     assert report.unsharded_inputs == ("w", "b")
     assert report.unsharded_bytes[0] == 8 * FLOAT  # the buffer, which is there from the start
 
