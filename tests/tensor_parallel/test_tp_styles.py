@@ -423,7 +423,7 @@ class Rows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x)
-        return self.a(y).unsqueeze(0) + self.b(y).unsqueeze(0)
+        return self.a(y.unsqueeze(0)) + self.b(y).unsqueeze(0)
 
 
 def test_terms_of_a_sum_stay_so_where_they_become_a_row() -> None:
