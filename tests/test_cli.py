@@ -238,6 +238,7 @@ def test_a_strategy_that_is_none_is_said_before_the_script_is_run(monkeypatch) -
 
 
 def test_what_plan_takes_has_the_defaults_of_a_setup() -> None:
+    assert CliRunner().invoke(app, ["plan", "no-such-model"]).exit_code == cli.NOT_RUN
     given = inspect.signature(cli.plan).parameters
     same = {field.name: field.default for field in fields(Setup) if field.name in given}
     assert {"ranks", "replicas", "tensor", "micro_batch", "sequence", "accumulation"} < set(same)
