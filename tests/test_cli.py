@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -15,9 +16,10 @@ import torch
 from typer.testing import CliRunner
 
 import shardwise
-from shardwise import doctor, launch, verify
+from shardwise import cli, doctor, launch, verify
 from shardwise.cli import app
 from shardwise.doctor import CheckResult, Status
+from shardwise.planner.setup import Setup
 from shardwise.verify import START, CaseError, Difference, VerifyResult
 from shardwise.verify.compare import fixed_tolerance
 
@@ -233,3 +235,11 @@ def test_a_strategy_that_is_none_is_said_before_the_script_is_run(monkeypatch) -
         assert ended.exit_code == 2
         assert ended.stderr.startswith("Error: --strategy is one of ddp, zero1, zero2, fsdp")
     started.assert_not_called()
+
+
+def test_what_plan_takes_has_the_defaults_of_a_setup() -> None:
+    assert CliRunner().invoke(app, ["plan", "no-such-model"]).exit_code == cli.NOT_RUN
+    given = inspect.signature(cli.plan).parameters
+    same = {field.name: field.default for field in fields(Setup) if field.name in given}
+    assert {"ranks", "replicas", "tensor", "micro_batch", "sequence", "accumulation"} < set(same)
+    assert {name: given[name].default for name in same} == same

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +95,38 @@ def test_the_verdict_is_on_losses_and_on_how_many_modules_were_sharded() -> None
 def test_every_client_has_a_row() -> None:
     helpers = {"common", "compare", "accelerate_on_cpu", "torchvision_on_cpu"}
     assert {path.stem for path in compare.HERE.glob("*.py")} - helpers == set(compare.NEEDS)
+
+
+def test_a_client_is_looked_for_in_a_folder_of_its_own_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "NEEDS", {"timm_vit": "needed"})
+    monkeypatch.setattr(compare, "run", lambda client, way: "FAILED: it ran")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "without"))
+    assert compare.row("timm_vit")[1:] == ["FAILED: needed is not installed"]
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (tmp_path / "apart/needed/needed").mkdir(parents=True)
+    (tmp_path / "apart/needed/needed/__init__.py").touch()
+    assert compare.row("timm_vit")[1:] == ["FAILED: it ran"]
+
+
+def test_a_client_runs_with_the_folder_of_its_own_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        paths.append(env["PYTHONPATH"])
+        return subprocess.CompletedProcess(command, 1, "", "")
+
+    paths: list[str] = []
+    monkeypatch.setattr(subprocess, "run", ran)
+    for before in ("", "others"):
+        monkeypatch.setenv("PYTHONPATH", before)
+        assert compare.run("timm_vit", "FSDP2") == "FAILED: exit status 1"
+    own = f"{sys.prefix}/apart/timm"
+    assert paths == [own, f"{own}{os.pathsep}others"]
+
+
+def test_make_installs_apart_what_some_client_needs() -> None:
+    (line,) = [one for one in (compare.ROOT / "Makefile").read_text().splitlines() if "/apart/" in one]
+    named = line.partition(" in ")[2].partition(";")[0].split()
+    assert named
+    assert set(named) <= set(compare.NEEDS.values())
+    assert [name for name in named if not (compare.HERE / f"{name}.txt").is_file()] == []

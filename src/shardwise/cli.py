@@ -301,7 +301,7 @@ def calibrate(
 
 @app.command(
     "run",
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    context_settings={"allow_interspersed_args": False},
     epilog="On several machines: torchrun ... -m shardwise.run [OPTIONS] train.py ARGS. "
     "Exit status: the script's, of the first rank to fail; 2 no such script.",
 )

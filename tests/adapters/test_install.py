@@ -39,8 +39,11 @@ def test_names_are_replaced_where_modules_have_them_and_given_back() -> None:
     client = ModuleType("client")
     client.shard, client.Module = TORCHS, torch.distributed.fsdp.FSDPModule  # type: ignore[attr-defined]
     sys.modules["client"] = client
+    sys.modules["no_module"] = object()  # type: ignore[assignment]  # as some packages put there
+    torchs, inside = TORCHS, sys.modules["torch.distributed.fsdp._fully_shard"]
     try:
         with installed():
+            assert inside.fully_shard is torchs is not TORCHS
             import torch.distributed._composable.fsdp as composable
             from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -52,7 +55,7 @@ def test_names_are_replaced_where_modules_have_them_and_given_back() -> None:
         assert client.shard is TORCHS is torch.distributed.fsdp.fully_shard
         assert client.Module is torch.distributed.fsdp.FSDPModule is not shardwise.FSDPModule
     finally:
-        del sys.modules["client"]
+        del sys.modules["client"], sys.modules["no_module"]
 
 
 def test_a_default_that_fully_shard_does_not_take_is_refused() -> None:
@@ -214,10 +217,11 @@ def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
     from shardwise.cli import app
 
-    def run(text: str, *arguments: str) -> Any:
+    def run(text: str, *arguments: str, options: Any = (), module: bool = False) -> Any:
         script = tmp_path / "train.py"
         script.write_text(text)
-        return CliRunner().invoke(app, ["run", "--layout", "contiguous", str(script), *arguments])
+        target = ["-m", script.stem] if module else [str(script)]
+        return CliRunner().invoke(app, ["run", "--layout", "contiguous", *options, *target, *arguments])
 
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -235,6 +239,19 @@ def test_a_script_runs_unchanged(run_script: Any) -> None:
     assert result.exit_code == 0, result.output
     assert "__main__ ['--lr', '3', '-x'] shardwise." in result.output
     assert "{'layout': 'contiguous'}" in result.output
+
+
+def test_options_before_the_script_are_those_of_the_command(run_script: Any) -> None:
+    result = run_script("", options=("--layuot", "contiguous"))
+    assert result.exit_code == 2
+    assert "No such option: --layuot" in result.stderr
+
+
+def test_a_module_runs_unchanged(run_script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_script("import sys\nprint(__name__, sys.argv, sys.path[0] == '')\n", "-x", module=True)
+    assert result.exit_code == 0, result.output
+    assert f"__main__ ['{tmp_path / 'train.py'}', '-x'] True" in result.output
 
 
 SHARDS = """

@@ -283,6 +283,7 @@ def test_a_round_waits_for_those_who_live_and_not_for_the_dead(
     with ThreadPoolExecutor(2) as threads:
         met = [threads.submit(each.come, None, has_state=False) for each in (here, away)]
         assert sorted(each.result() for each in met) == [(0, False), (1, False)]
+        assert here._store.add("0/came", 0) == 2  # to look who has come is not to come
         alone = threads.submit(here.come, 0, has_state=True)
         with pytest.raises(TimeoutError):
             alone.result(timeout=1.5)

@@ -109,6 +109,7 @@ def test_a_copy_is_sent_while_the_run_goes_on_within_its_bound(tmp_path: Path) -
             dist.all_reduce(torch.ones(1))  # the run goes on, on all ranks, though nothing may be sent
             assert copies._sending is not None
             assert copies._sending.is_alive()
+            assert copies._sending.daemon  # a process that ends does not wait for it
             may_send.set()
         copies.wait()
     assert 4 * numbers.nbytes < max(held) <= bound

@@ -263,3 +263,15 @@ def test_a_checkpoint_may_lie_at_the_root_of_a_store() -> None:
         assert latest_step("memory://") == load("memory://", state) == 7
     finally:
         made.system.rm(str(made.path), recursive=True)
+
+
+def test_a_checkpoint_in_a_store_whose_removal_was_killed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = save("memory://removed", {"w": torch.ones(2)}, step=1)
+
+    def killed_in_it(folder: StorePath) -> None:
+        raise Killed
+
+    monkeypatch.setattr(commit, "remove_folder", killed_in_it)
+    with pytest.raises(Killed):
+        commit.remove(made)
+    assert latest_step("memory://removed") is None

@@ -84,6 +84,7 @@ def cases() -> dict[str, tuple[Tensor, ShardingSpec]]:
         cube,
         by_boxes(((0, 0, 0), (3, 4, 2), 2), ((0, 0, 2), (1, 4, 3), 2), ((1, 0, 2), (2, 4, 3), 1)),
     )
+    made["pairs"] = of_dtype(torch.float4_e2m1fn_x2, (2, 3, 4)), ChunkShardingSpec(1, placed(3))
     made["scalar"] = torch.tensor(2.5), by_boxes(((), (), 1))
     made["nothing"] = torch.empty(0, 3), ChunkShardingSpec(0, placed(2))
     made["ünïcode/name"] = torch.arange(3), ChunkShardingSpec(0, placed(1))
@@ -108,6 +109,7 @@ def write(path: Path) -> None:
 def expected_content() -> dict[str, Tensor]:
     content = {f"{dtype}": of_dtype(dtype, (5, 6)) for dtype in DTYPES}
     content |= {f"cube.{cut}": of_dtype(torch.float32, (3, 4, 5)) for cut in ("middle", "last", "boxes")}
+    content["pairs"] = of_dtype(torch.float4_e2m1fn_x2, (2, 3, 4))
     content |= {"scalar": torch.tensor(2.5), "nothing": torch.empty(0, 3), "ünïcode/name": torch.arange(3)}
     content |= {"plain": torch.tensor([[0.0, 2.0], [1.0, 3.0]]), "dtensor": torch.arange(10.0).view(5, 2)}
     return content

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 from shardwise.comm import watch
+from shardwise.comm.order import Node, event_for
 
 SCRIPT = """
 from contextlib import suppress
@@ -51,3 +53,15 @@ class StoreIsGone(SimpleNamespace):
 def test_a_failure_after_which_the_store_is_gone_is_laid_to_the_rank_that_holds_it() -> None:
     order = StoreIsGone(size=2, rank=1, ranks=[0, 1], store=None)
     assert "rank 0" in str(watch._roll_call(order))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_came_as_far_by_another_way_is_waited_for_in_vain() -> None:
+    begun = Node(event_for("a pass"), None)
+    mine, theirs = (Node(event_for(text), begun) for text in ("gather a", "gather b"))
+    order: Any = SimpleNamespace(
+        passes=3, at=mine, ended={}, rank=0, ranks=[0, 1], text_of=lambda rank: "gather b"
+    )
+    record: Any = {"passes": 3, "depth": 1, "digest": theirs.digest.hex()}
+    assert "gather b" in str(watch._mismatch(order, 1, record))
+    for agrees in ({"digest": mine.digest.hex()}, {"depth": 2}):
+        assert watch._mismatch(order, 1, record | agrees) is None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -10,6 +11,7 @@ from ranks import on_ranks
 from shardwise import FSDPModule, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
+from shardwise.planner.noop_group import noop_world
 
 BLOCK_NUMEL, ROOT_NUMEL = 2 * 8 * 16 + 16 + 8, 8 * 8 + 8 + 2 * 8 + 2
 
@@ -167,3 +169,24 @@ def test_parameters_of_several_dtypes_travel_in_one_gather() -> None:
 def unsharded_groups(model: nn.Module) -> list[str]:
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     return [group.name for state in states for group in state.groups if group.is_unsharded]
+
+
+@on_ranks(2)
+def test_a_backward_of_the_first_block_alone_gathers_no_other() -> None:
+    model = sharded_net(blocks=3, reshard_after_forward=True)
+    kept: list[torch.Tensor] = []
+    model.blocks[0].register_forward_hook(lambda _, __, output: kept.append(output))
+    for _ in range(2):
+        model(torch.randn(4, 8))
+        with CommCounter() as counter:
+            kept.pop().sum().backward()
+    assert counter.count("all_gather") == 1
+
+
+def test_backends_that_average_are_asked_to() -> None:
+    with noop_world(2):
+        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        state = state_of(model)
+        assert state is not None
+        factors = state.reducers[0].plan_for(torch.float32, torch.float32).factors
+    assert factors.reduce_scatter_op == dist.ReduceOp.AVG

@@ -193,6 +193,17 @@ def test_a_step_is_not_refused_for_the_gradients_of_a_model_that_its_optimizer_d
 
 
 @on_ranks(2)
+def test_a_backward_that_entered_past_the_outputs_and_raised_is_told_of_in_the_next_forward() -> None:
+    net = sharded("plain", "contiguous")
+    net.blocks[0].norm.register_full_backward_hook(lambda *_: 1 / 0)
+    net(torch.ones(4, 8))
+    with pytest.raises(ZeroDivisionError):
+        net.blocks[-1].penalty.backward()
+    message = raises_on_every_rank(LifecycleError, lambda: net(torch.ones(4, 8)))
+    assert "an earlier backward of '' raised; call reset_iter_state()" in message
+
+
+@on_ranks(2)
 def test_a_backward_that_enters_past_the_outputs_still_ends() -> None:
     net, reference = sharded("plain", "contiguous"), Net("plain")
     for model in (net, reference):

@@ -25,6 +25,7 @@ def manual_net(layout: str = "interleaved") -> Any:
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_only_what_is_left_is_reduced_at_the_call_and_everything_is_resharded(layout: str) -> None:
     model = manual_net(layout)
+    model.set_reduce_scatter_unused_params(True)
     step(model)
     with CommCounter() as counter:
         model.finalize_backward()
@@ -51,6 +52,9 @@ def test_only_what_is_left_is_reduced_at_the_call_and_everything_is_resharded(la
 def test_calls_at_the_wrong_time_are_refused() -> None:
     model = manual_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 8))  # which begins no backward
+    model.set_manual_backward_finalization(False)
+    model.set_manual_backward_finalization(True)
     step(model)
     for act, words in [
         (

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,7 @@ from shardwise import (
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module import sharded_class
 from shardwise.fsdp.module_state import state_of
+from shardwise.planner.noop_group import noop_world
 
 
 @on_ranks(2)
@@ -390,6 +392,25 @@ def test_a_model_that_forward_left_in_smaller_shards_may_be_converted() -> None:
 def test_a_parameter_that_is_not_used_stays_without_gradient() -> None:
     net = Net()
     net.spare = nn.Linear(2, 2)
-    step(fully_shard(net))
+    net.spare.bias.requires_grad_(False)
+    model = fully_shard(net)
+    step(net)
     assert net.spare.weight.grad is None
     assert net.head.weight.grad is not None
+    model.set_reduce_scatter_unused_params(True)
+    step(net)
+    assert net.spare.weight.grad is not None
+    assert net.spare.bias.grad is None
+
+
+def test_settings_reach_modules_inside_unless_told_otherwise() -> None:
+    with noop_world(2):
+        model = nn.Sequential(nn.Linear(4, 4))
+        for module in (model[0], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        settings = state_of(model[0]).groups[0].settings
+        for recurses in (False, True):
+            model.set_reduce_scatter_unused_params(True, **({} if recurses else {"recurse": False}))
+            model.set_separate_reduce_scatter_group(**({} if recurses else {"recurse": False}))
+            assert settings.reduce_unused == recurses
+            assert (settings.reduce_scatter_group is not None) == recurses

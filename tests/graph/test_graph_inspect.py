@@ -26,6 +26,7 @@ from shardwise import _compat, fully_shard
 from shardwise.errors import ShardingError
 from shardwise.graph import Counts, GraphReport, ModelReport, graph_report, inspect_graph, record
 from shardwise.graph.passes import Passes
+from shardwise.graph.reports import _panel
 
 RANKS, FLOAT = 4, 4  # processes of the fake group; bytes
 BLOCKS = 2
@@ -157,6 +158,7 @@ def test_inputs_that_receive_unsharded_parameters_are_named() -> None:
     build.call(aten.copy_.default, other, build.call(aten.relu.default, full))  # new values
     into = build.call(c10d.all_gather_into_tensor_out.default, shard, RANKS, "0", out=buffer, shape=(8,))
     report = inspect_graph(build.output(build.call(aten.relu.default, build.wait(into))))
+    assert [one.first_use for one in report.collectives] == [6, 11]  # 9 is the second gather itself
     assert report.unsharded_inputs == ("w", "b")
     assert report.unsharded_bytes[0] == 8 * FLOAT  # the buffer, which is there from the start
 
@@ -233,6 +235,13 @@ class Noisy(Words):
     def forward(self, words: Tensor, scale: Tensor) -> Tensor:
         self.calls.add_(1)
         return F.dropout(super().forward(words), 0.5) * scale
+
+
+class Breaking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
@@ -365,6 +374,12 @@ def test_the_timeline_has_a_row_for_compute_one_for_each_collective_and_a_line_o
         for bar in root.iter(f"{svg}rect"):
             assert 0 <= float(bar.attrib["x"]) <= float(bar.attrib["x"]) + float(bar.attrib["width"]) <= width
             assert 0 <= float(bar.attrib["y"]) <= height
+    graph = report.forward[0]
+    rows = _panel(graph, 0.0, len(graph.unsharded_bytes))["rows"]
+    place = (rows[1]["x"] - rows[0]["x"]) / (graph.collectives[1].issue - graph.collectives[0].issue)
+    for row, one in zip(rows, graph.collectives, strict=True):
+        assert one.wait is not None
+        assert row["width"] == pytest.approx((one.wait + 1 - one.issue) * place, abs=0.02)
     levels = {float(point.split(",")[1]) for point in lines[0].attrib["points"].split()}
     assert len(levels) == len(set(report.forward[0].unsharded_bytes))
 
@@ -399,6 +414,13 @@ def test_inspection_leaves_a_model_its_compiled_form_and_its_gradients_as_they_w
     with torch.no_grad():
         report = inspect_graph(model, words=WORDS, scale=scale)
     assert [graph.kind for graph in report.graphs] == ["forward"]
+
+
+def test_graphs_of_earlier_inspections_do_not_count() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Breaking())
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        found = [inspect_graph(model, torch.ones(2)) for _ in range(2)]
+    assert [len(report.graphs) for report in found] == [2, 2]
 
 
 def test_an_inspected_model_is_freed_as_any_other() -> None:

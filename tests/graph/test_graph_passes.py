@@ -265,6 +265,14 @@ def test_small_gathers_become_one() -> None:
     assert merge_small(graph, nbytes=2 * size) == []
 
 
+def test_what_lays_out_a_later_gathers_shard_moves_to_the_first_gather() -> None:
+    graph = forward(cast=True)
+    values = computed(graph)
+    assert merge_small(graph, nbytes=10_000) == [["gather_0", "gather_1", "gather_2"]]
+    graph.lint()
+    assert_same(computed(graph), values)
+
+
 @pytest.mark.parametrize("replicated", [False, True])
 def test_small_reductions_become_one_where_the_last_was(replicated: bool) -> None:
     graph = backward(replicated=replicated)

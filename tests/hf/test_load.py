@@ -12,7 +12,7 @@ import torch
 import transformers
 from benchmarks.storages import Allocated
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf.families import assert_equal, make, write
 from ranks import on_ranks
@@ -114,15 +114,25 @@ def test_ranks_that_load_otherwise_or_fail_alone_raise_on_every_rank(wrong_folde
 
     with pytest.raises(CheckpointError, match="rank 1: ValueError: no adapter"):
         hf.load(wrong_folders / "less", strict=False, adapt=adapt)
+    with pytest.raises(CheckpointError, match="weights have no values before the model is cut"):
+        hf.load(
+            config, adapt=lambda model: torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+        )
 
 
 @on_ranks(2)
 def test_parameters_made_without_a_device_are_drawn_too() -> None:
+    class Shifted(transformers.XLNetModel):
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            if isinstance(module, nn.Linear):
+                module.weight.data.add_(torch.ones(()), alpha=3)
+
     config = transformers.XLNetConfig(vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=16)
     torch.manual_seed(0)
-    alone = transformers.XLNetLMHeadModel.from_pretrained(None, config=config, state_dict={})
+    alone = Shifted.from_pretrained(None, config=config, state_dict={})
     torch.manual_seed(0)
-    model = hf.load(config, model_class=transformers.XLNetLMHeadModel)
+    model = hf.load(config, model_class=Shifted)
     for (name, param), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), expected), name
 

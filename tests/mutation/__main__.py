@@ -139,7 +139,9 @@ def mentions() -> dict[str, list[str]]:
 
 
 def trials(chosen: list[Mutant]) -> Iterator[Trial]:
-    """Each with tests that come to it: of its package first; a case of each before a second; the cheapest."""
+    """Each with tests that come to it, at most so many: those of its package first, then a case of each
+    before a second, one of each file before a second, the cheapest.
+    """
     seconds, reached = recorded_tests()
     mentioned = mentions()
     for mutant in chosen:
@@ -150,11 +152,15 @@ def trials(chosen: list[Mutant]) -> Iterator[Trial]:
         if not any(map(reached.get, blocks)) and not mutant.blocks:
             blocks = list(blocks_of(mutant.file))
         cases: Counter[str] = Counter()
+        files: Counter[tuple[str, int]] = Counter()
         order = []
         tests = {test for block in blocks for test in reached.get(block, ())}
         for test in sorted(tests - {IMPORT}, key=lambda test: (seconds[test], test)):
-            cases[test.partition("[")[0]] += 1
-            order.append((not is_own(test, mutant.package), cases[test.partition("[")[0]], len(order), test))
+            name = test.partition("[")[0]
+            cases[name] += 1
+            place = name.partition("::")[0], cases[name]
+            files[place] += 1
+            order.append((not is_own(test, mutant.package), cases[name], files[place], len(order), test))
         picked: list[str] = []
         total = 0.0
         for *_, test in sorted(order)[:MOST_TESTS]:

@@ -12,6 +12,7 @@ from ranks import on_ranks
 from shardwise import ShardingError
 from shardwise.comm.count import CommCounter
 from shardwise.nn import SequenceCut
+from shardwise.nn.sequence import _heads
 
 close = {"rtol": 1e-12, "atol": 1e-12}
 HEADS = [(4, 4), (5, 5), (6, 2), (2, 1), (6, 3), (1, 1)]  # of queries, and of keys and values
@@ -44,6 +45,11 @@ def test_attention_and_its_gradients_are_those_of_whole_sequences() -> None:
             (found * cut(weight, 2)).sum().backward()
             for piece, of in zip(pieces, whole, strict=True):
                 torch.testing.assert_close(piece.grad, cut(of.grad, 2), **close)
+
+
+def test_heads_of_keys_are_repeated_only_where_ranks_use_them_unevenly() -> None:
+    assert _heads(6, 2, 2) == [(slice(0, 3), slice(0, 1), None), (slice(3, 6), slice(1, 2), None)]
+    assert _heads(6, 2, 3)[1] == (slice(2, 4), slice(0, 2), [0, 1])
 
 
 @on_ranks(2, 3)

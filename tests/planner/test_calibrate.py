@@ -17,14 +17,17 @@ from ranks import on_ranks
 from shardwise import launch, planner
 from shardwise.cli import NOT_RUN, app
 from shardwise.comm.count import Collective
-from shardwise.planner.calibrate import Sizes, _host_seconds, _links, line
+from shardwise.planner.calibrate import SMALL, Sizes, _group, _host_seconds, _links, line
 from shardwise.planner.timing import send_seconds
+from shardwise.verify.streams import DEVICE, simulated
 
 TINY = Sizes((16, 32, 64), 1 << 16, (1 << 10, 1 << 14), 16, 2)
 
 
 @on_ranks(2)
 def test_a_measured_profile_is_a_file_that_plans_are_made_with(tmp_path: Path) -> None:
+    for sizes in (Sizes(), SMALL, TINY):
+        assert sorted(set(sizes.sent_bytes)) == [*sizes.sent_bytes]  # from small messages to large ones
     measured = planner.calibrate(sizes=TINY)
     assert dist.is_initialized()  # the ranks' own group is theirs still
     path = tmp_path / f"mine{dist.get_rank()}.toml"
@@ -131,3 +134,10 @@ def test_a_line_through_measurements_has_no_negative_latency() -> None:
     assert line([1.0, 10.0, 100.0], [2.5, 7.0, 52.0]) == pytest.approx((2.0, 0.5))
     assert line([1.0, 10.0, 100.0], [1.5, 10.5, 100.5]) == pytest.approx((0.5, 1.0))
     assert line([1.0, 10.0, 100.0], [0.5, 9.0, 99.0]) == (0.0, 0.5)
+
+
+def test_a_process_without_a_launcher_measures_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    with simulated(), _group() as device:
+        assert device == torch.device(DEVICE, 0)

@@ -78,7 +78,7 @@ def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allo
     [
         {"layout": "interleaved", "reshard_after_forward": False},
         {"strategy": "ddp"},
-        {"strategy": "zero2"},
+        {"ranks": 2, "strategy": "zero2", "param_dtype": "float32"},
         {"replicas": 4, "strategy": "hierarchical_fsdp"},
         {"replicas": 4, "reshard_after_forward": 2},
         {"replicas": 2, "tensor": 4},
@@ -86,8 +86,8 @@ def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allo
     ids=lambda cut: "-".join(map(str, cut.values())),
 )
 def test_what_is_estimated_of_a_cut_is_nearly_what_its_plan_keeps_and_sends(cut: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {"layout": "contiguous", "sequence": SEQUENCE, "ends_apart": False} | cut
-    made = planner.plan(wide, Setup(ranks=16, **asked))
+    asked: dict[str, Any] = {"layout": "contiguous", "sequence": SEQUENCE, "ends_apart": False}
+    made = planner.plan(wide, Setup(**{"ranks": 16} | asked | cut))
     (first, *_) = [one for one in made.groups if one.name.startswith("block")]
     block = sum(p.numel() for p in wide().blocks[0].parameters())
     estimated = sum(times * call.wire_bytes for call, _, times in _sent(made.setup, block))

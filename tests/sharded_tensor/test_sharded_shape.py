@@ -257,7 +257,9 @@ def test_a_plain_tensor_joins_sharded_ones_along_a_dim_that_is_whole() -> None:
         stacked = torch.stack([sharded, value])
         check(stacked, torch.stack([value, value]))
         with pytest.raises(ShardingError, match="beside a plain tensor, the sharded ones must be cut alike"):
-            torch.cat([sharded, value], 0 if spec.dim == 0 else 2)
+            torch.cat([sharded, value], spec.dim)
+        beside = shard_tensor(value, spec, src_rank=None)
+        check(torch.cat([sharded, beside], spec.dim), torch.cat([value, value], spec.dim))
 
 
 @on_ranks(3)

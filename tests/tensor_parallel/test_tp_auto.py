@@ -288,6 +288,7 @@ def test_a_table_says_what_other_styles_would_cost() -> None:
             least = min(cost for styles, cost in everything.items() if styles[index] == style)
             assert more == pytest.approx(least - plan.seconds, rel=1e-6, abs=1e-15)
         assert decision.names[0] in plan.table()
+        assert "bytes per rank" in plan.table()
     assert "2 all_reduce" in str(plan)
 
 

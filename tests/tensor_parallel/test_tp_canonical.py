@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import export
 
-from shardwise.tensor_parallel.canonical import _as_copied
+from shardwise.tensor_parallel.canonical import _as_copied, _as_heads
 
 
 class Copies(nn.Module):
@@ -34,3 +34,18 @@ def test_a_copy_into_another_dtype_or_shape_is_converted_and_no_other(
     added = {node.target for node in made.graph.nodes if node.op == "call_function"}
     assert (torch.ops.aten.to.dtype in added) == (dtype != x.dtype)
     assert (torch.ops.aten.expand_as.default in added) == (shape != (3,))
+
+
+class Heads(nn.Module):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.dims = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(3, 4, 2).transpose(*self.dims).reshape(2, 2, 3, 2)
+
+
+@pytest.mark.parametrize(("dims", "known"), [((0, 1), True), ((1, 2), False)])
+def test_heads_that_are_split_another_way_stay_as_they_are(dims: tuple[int, int], known: bool) -> None:
+    made = export(Heads(*dims), (torch.randn(3, 2, 4),)).graph_module
+    assert (_as_heads(made.graph, next(reversed(made.graph.nodes)).args[0][0]) is not None) == known

@@ -233,6 +233,9 @@ def test_a_program_that_is_one_ranks_already_is_refused() -> None:
             parts(again, {"0": "colwise"})
         with pytest.raises(ShardingError, match="is that of rank 1 of 2 already"):
             choose(again, 2)
+    whole = export(nn.Sequential(nn.Linear(6, 10)), (torch.randn(3, 6),))
+    with pytest.raises(ShardingError, match="rank 1 of 2, expected rank 0 of 2"):
+        tensor_parallel_transformation(whole, 0, 2, "cpu", {"0": "colwise"}, sharing=cut)
     cut.graph_module.meta["custom"].clear()
     with pytest.raises(
         ShardingError, match=r"has _c10d_functional.all_gather_into_tensor.default \(.*one rank's"

@@ -360,3 +360,72 @@ def test_a_style_that_changes_nothing_is_told() -> None:
         parts(program, {"up": "colwise"}, ranks=1)
     with pytest.raises(ShardingError, match="nothing uses it"):
         parts(program, {"up": "colwise"}, ranks=1, strict=True)
+
+
+class Product(nn.Module):
+    """A product with a weight that layers make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Linear(8, 16)
+        self.up, self.down = nn.Linear(4, 6, bias=False), nn.Linear(6, 16, bias=False)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return F.linear(self.x(x), self.down(self.up(z)))
+
+
+def test_a_weight_of_which_ranks_have_terms_is_cut_as_its_input_is() -> None:
+    plan = {"x": "colwise", "up": "colwise", "down": "rowwise"}
+    made = check(Product(), plan, torch.randn(3, 8), torch.randn(8, 4))
+    assert counts(made[0]) == {"reduce_scatter": 1, "all_reduce": 1}
+
+
+class Fused(nn.Module):
+    """Attention whose queries, keys and values are one layer's, as vision transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(3, 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(3, 5, 8))
+
+
+def test_queries_keys_and_values_of_one_layer_are_cut_by_heads_where_they_are_permuted_first() -> None:
+    made = check(Fused(), {"qkv": "colwise", "out": "rowwise"}, torch.randn(3, 5, 8))
+    assert counts(made[0]) == {"all_reduce": 1}
+
+
+class Normalized(nn.Module):
+    """Every head of every row normalized by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.normalize(self.up(x).view(-1, 4), dim=-1).view(3, 5, 12))
+
+
+def test_a_layer_is_cut_by_heads_where_those_of_all_rows_become_one_dim() -> None:
+    made = check(Normalized(), {"up": "colwise", "down": "rowwise"}, torch.randn(3, 5, 8))
+    assert counts(made[0]) == {"all_reduce": 1}
+
+
+class Rows(nn.Module):
+    """The sum of what two layers give, as one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.a, self.b = (nn.Linear(16, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.a(y.unsqueeze(0)) + self.b(y).unsqueeze(0)
+
+
+def test_terms_of_a_sum_stay_so_where_they_become_a_row() -> None:
+    made = check(Rows(), {"up": "colwise", "a": "rowwise", "b": "rowwise"}, torch.randn(3, 8))
+    assert counts(made[0]) == {"all_reduce": 1}

@@ -263,6 +263,7 @@ def views() -> Any:
             y.repeat(1, 1, 2),
             y.flip(-1).roll(1, 1),
             y.unbind(1),
+            y[:, :1].expand_as(y),
         )
 
     return Layers(body, up=nn.Linear(6, 12)), (values(4, 3, 6),)
@@ -279,6 +280,8 @@ def indices() -> Any:
             y.masked_fill(y > 0, 0),
             y[:, :, -1],
             y.cumsum(1),
+            y.slice_scatter(2 * y, -1),
+            y.index_put((torch.tensor([1, 3]), i), 2 * y[:2, 0]),
         )
 
     return Layers(body, up=nn.Linear(6, 12)), (values(4, 3, 6), torch.tensor([2, 0]))
@@ -351,7 +354,7 @@ def conv_net() -> Any:
         return m.top(F.adaptive_avg_pool2d(m.c(x), 2).flatten(1))
 
     modules = {
-        "a": nn.Conv2d(3, 8, 3, padding=1),
+        "a": nn.Conv2d(3, 8, 3, padding=2, dilation=2),
         "n": nn.BatchNorm2d(8),
         "b": nn.Conv2d(8, 5, 3),
         "c": nn.Conv2d(5, 6, 1),
@@ -366,7 +369,7 @@ def conv_net() -> Any:
 @case("depthwise conv and norms of groups", plan={"a": COL, "b": ROW}, gathers=None)
 def depthwise() -> Any:
     def body(m: Any, x: Tensor) -> Tensor:
-        return m.b(m.g(m.d(m.a(x))))
+        return m.b(torch.native_group_norm(m.g(m.d(m.a(x))), None, None, 2, 24, 8, 6, 1e-5)[0])
 
     modules = {
         "a": nn.Conv1d(3, 12, 1),

@@ -50,7 +50,7 @@ class Meeting:
         self._store = PrefixStore("shardwise/living", store)
         self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout
         self.round, self.size = -1, 0
-        self._number = 0  # among those who came to the round
+        self._number: int  # among those who came to the round
         self._beating: threading.Event | None = None
         self._stores: list[_Watched] = []  # torch keeps what is behind them, not the objects
         _all.add(self)

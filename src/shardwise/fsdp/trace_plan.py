@@ -176,8 +176,8 @@ def _assign(
 ) -> None:
     """Hand a reduced shard to the parameters, which from now on are what modules show."""
     alive, owner = segment(), group()
-    if alive is None or owner is None:
-        return
+    assert alive is not None  # it calls this
+    assert owner is not None  # which has it
     alive.earlier = None
     interrupted.check_eager_gradients(owner)
     if owner.is_unsharded:  # by an eager forward before, whose backward never came

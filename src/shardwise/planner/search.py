@@ -189,8 +189,9 @@ def _kept_bytes(setup: Setup, parameters: int) -> float:
         for state in ("parameter", "optimizer")
     }
     kept = of * 4 * stored / cut["optimizer"]
-    if cut["parameter"] < cut["optimizer"] or cut["parameter"] == 1:  # beside it, what forward takes
-        kept += of * (used if used != stored or cut["optimizer"] > 1 else 0) / cut["parameter"]
+    if cut["parameter"] < cut["optimizer"] or cut["parameter"] == 1:
+        shared = stored / cut["optimizer"] if used == stored else 0  # the shard lies in what forward takes
+        kept += of * (used / cut["parameter"] - shared)
     reshard = setup.reshard_after_forward
     if cut["parameter"] > 1 and reshard not in (None, True):
         kept += of * used / (reshard or 1)

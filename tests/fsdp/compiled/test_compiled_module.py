@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,6 +85,22 @@ def test_more_classes_and_shapes_of_modules_than_one_function_is_compiled_for() 
     for _ in range(2):
         model(torch.randn(2, 4)).square().sum().backward()
     assert counters["stats"]["unique_graphs"] == 9 + 9
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("synchronises", [True, False])
+def test_a_backward_whose_model_is_gone_has_nothing_to_reduce(synchronises: bool) -> None:
+    model = fully_shard(nn.Linear(4, 4), layout="contiguous")
+    model.set_requires_gradient_sync(synchronises)
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(
+        x := torch.ones(2, 4, requires_grad=True)
+    )
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
+    loss.sum().backward()
+    assert x.grad is not None
 
 
 @on_ranks(2)

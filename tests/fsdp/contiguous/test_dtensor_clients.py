@@ -108,6 +108,9 @@ def test_replicas_and_tensor_parallelism_show_among_the_placements() -> None:
     assert torch.equal(weight.full_tensor(), before)
     again = distribute_tensor(before, weight.device_mesh, weight.placements)
     assert torch.equal(again.to_local(), weight.to_local())
+    state = {"weight": before + 1, "bias": torch.ones(8)}
+    set_model_state_dict(net, state, options=StateDictOptions(full_state_dict=True))
+    assert torch.equal(whole(net.weight), before + 1)
 
 
 # Loading

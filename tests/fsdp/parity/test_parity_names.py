@@ -29,3 +29,10 @@ def test_every_name_and_every_public_method_of_fsdp2_is_here() -> None:
     classes = [*CLASSES, *(name for name in LATER if hasattr(torchs, name))]
     missing = {name: public(getattr(torchs, name)) - set(dir(getattr(shardwise, name))) for name in classes}
     assert missing == {name: set() for name in classes}
+
+
+def test_methods_of_fsdp2_have_its_arguments_with_their_defaults() -> None:
+    for name in public(torchs.FSDPModule):
+        ours = inspect.signature(getattr(shardwise.FSDPModule, name)).parameters
+        for theirs in inspect.signature(getattr(torchs.FSDPModule, name)).parameters.values():
+            assert (name, ours[theirs.name].default) == (name, theirs.default)

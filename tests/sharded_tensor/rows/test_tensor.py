@@ -39,6 +39,11 @@ def test_rows_print_and_convert_outside_a_process_group() -> None:
     assert "ShardedRows" in repr(param.detach())
 
 
+def test_a_list_of_one_is_combined_with_one_of_a_plain_tensor() -> None:
+    (found,) = torch._foreach_add([lonely(torch.ones(2, 3)).detach()], [torch.ones(2, 3)], alpha=2)
+    assert torch.equal(found.full_tensor(), torch.full((2, 3), 3.0))
+
+
 def test_a_parameter_is_made_by_wrapping_only() -> None:
     with pytest.raises(ShardingError, match="fully_shard"):
         ShardedParameter(torch.ones(2))

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise import fully_shard
 from shardwise.errors import LifecycleError
 from shardwise.fsdp.fast import own_storage
 from shardwise.planner.noop_group import noop_world
@@ -50,6 +52,18 @@ def test_a_stream_must_wait_for_what_another_wrote() -> None:
     assert "add_ on the stream made at" in found
     assert "wait for the computing stream" in found
     assert "test_device.py" in found
+
+
+def test_a_stream_may_be_made_current_until_further_notice() -> None:
+    def program() -> None:
+        before, streams = current(), (side(), side())
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+            assert current() is stream
+        torch.accelerator.set_stream(before)
+        assert current() == before
+
+    assert not races(program)
 
 
 def test_an_event_orders_what_came_before_it_and_not_what_came_after() -> None:
@@ -189,7 +203,7 @@ def test_an_asynchronous_collective_is_waited_for_and_a_synchronous_one_is_of_it
         x, out = ones(), torch.empty(16, device=DEVICE)
         work = dist.all_gather_into_tensor(out, x, async_op=asynchronous)
         if waits:
-            work.wait()
+            assert work.wait()
         out.sum()
 
     assert not races(lambda: program(asynchronous=False))
@@ -279,17 +293,27 @@ def test_values_are_those_of_the_cpu() -> None:
     a, b = torch.randn(4, 5, generator=generator), torch.randn(5, 6, generator=generator)
     with simulated():
         found = torch.relu(a.to(DEVICE) @ b.to(DEVICE)).cumsum(0).cpu()
+        stays = b.to(DEVICE)
     assert torch.equal(found, torch.relu(a @ b).cumsum(0))
+    with pytest.raises(LifecycleError, match="none is simulated"):
+        stays.add_(1)
 
 
 def test_findings_name_parameters() -> None:
-    with simulated() as found:
+    with simulated() as found, noop_world(1):
+        unused = torch.nn.Linear(4, 4, device=DEVICE)
+        fully_shard(unused, mesh=init_device_mesh(DEVICE, (1,)))
         layer = torch.nn.Linear(4, 4).to(DEVICE)
         found.models.append(layer)
         with torch.no_grad():
             layer.weight.mul_(2)
             with side():
                 layer.weight.add_(1)
+            nameless = ones()
+            with side():
+                nameless.add_(1)
     assert isinstance(found, Findings)
-    assert [one.what for one in found.findings] == ["parameter 'weight'"]
+    first, second = (one.what for one in found.findings)
+    assert first == "parameter 'weight'"
+    assert second.startswith("(8,) of ones at")
     assert found.operations > 1

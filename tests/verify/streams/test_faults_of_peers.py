@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.verify.streams import DEVICE, Order
+from shardwise.planner.noop_group import noop_world
+from shardwise.verify.streams import DEVICE, Order, simulated
 from verify.streams.test_values import current, differences_by_order, numbers, pinned, run, side
 
 
@@ -72,3 +76,23 @@ def test_put_right_it_is_not_found(program: Callable[[bool], Any]) -> None:
     assert not found.findings
     lines = range(1, len(found.simulation.timeline.lines))
     assert not differences_by_order(lambda: program(True), [Order.as_needed(), *map(Order.last, lines)])
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_fsdp2_frees_what_the_stream_of_a_hook_adds_up_and_has_no_finding_elsewhere(
+    hooks: bool, accumulates: bool
+) -> None:
+    with noop_world(2), simulated() as found:
+        model = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
+        for module in (*model, model):
+            torch_fsdp.fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+            if hooks:
+                stream = torch.Stream(device=DEVICE)
+                module.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=stream)
+        for _ in range(2):
+            model(torch.randn(2, 4, device=DEVICE)).sum().backward()
+            if not accumulates:
+                model.zero_grad()
+    assert bool(found.findings) == (hooks and accumulates)
+    assert all("memory that was freed while add_" in str(one) for one in found.findings)

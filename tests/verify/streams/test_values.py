@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ import shardwise
 from ranks import on_ranks
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, Order, all_orders, simulated
+from shardwise.verify.streams.clocks import Operation
 from shardwise.verify.streams.streams import Event, Stream
 
 Program = Callable[[bool], Any]  # told whether to wait; what it returns is kept until numbers are compared
@@ -226,6 +228,13 @@ def test_numbers_are_none_while_they_are_written_again() -> None:
 
 
 # ---------------------------------------------------------------- rules of the second world
+
+
+def test_an_order_says_which_streams_do_not_wait_until_they_are_needed() -> None:
+    orders = Order.at_once(), Order.as_needed(), Order.first(1), Order.last(1)
+    for line, expected in ((1, [True, False, True, False]), (2, [True, False, False, True])):
+        one = Operation(line, 0, "x", "a stream", "here")
+        assert [order.runs_at_once(one, {}, [], random.Random(0)) for order in orders] == expected
 
 
 def in_all_orders(program: Callable[[], Any]) -> dict[Order, list[str]]:

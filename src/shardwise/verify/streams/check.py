@@ -255,7 +255,6 @@ def _module() -> types.ModuleType:
     module.set_device = module.manual_seed = module.manual_seed_all = module.empty_cache = nothing
     module.get_rng_state = lambda *args: torch.get_rng_state()
     module.set_rng_state = lambda state, *args: torch.set_rng_state(state)
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.current_stream = lambda *args: active().current()
     module.default_stream = lambda *args: active().computation
     module.set_stream, module.synchronize = _set_stream, _synchronize

@@ -50,7 +50,6 @@ class _Work(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         current = self.collectives.simulation.timeline.current()
-        merge(current.line.clock, self.collectives.simulation.timeline.host.clock)
         merge(current.line.clock, self._clock)
         self._tensors = []
         return True

@@ -79,7 +79,6 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        merge(self.line.clock, self.timeline.host.clock)
         merge(self.line.clock, event.clock)
 
     def wait_stream(self, stream: Stream) -> None:
