@@ -13,7 +13,6 @@ read. The manifest's digests guard against damage; they do not say who wrote the
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,15 +27,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
-from shardwise.checkpoint.background import settle
+from shardwise.checkpoint.background import wait_for_saving
 from shardwise.checkpoint.commit import find, manifest_of, rank_and_size
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
-from shardwise.checkpoint.told import alike
-from shardwise.comm.agree import raise_all, together
+from shardwise.comm.agree import merge_or_raise, raise_all, together
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import MANIFEST, whole_file
+from shardwise.files.manifest import MANIFEST, digest, whole_file
 from shardwise.files.paths import inside, regular
 from shardwise.files.stores import Location, location
 
@@ -58,14 +56,14 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     """
     rank, _ = rank_and_size()
     what = f"loading from {path}"
-    settle()
+    wait_for_saving()
 
     def ask() -> dict[str, Any]:
         found, torn = find(location(path), step) if rank == 0 else ([], "")
         return {"call": {"step": step}, "found": [str(folder) for folder in found], "torn": torn}
 
     asked = together(what, ask)
-    alike(what, asked, {"call": "Load the same step on every rank"})
+    merge_or_raise(what, asked, {"call": "Load the same step on every rank"})
     if asked[0]["torn"]:
         warnings.warn(asked[0]["torn"], stacklevel=2)
     return fill(_newest_whole(asked[0]["found"]), state)
@@ -154,7 +152,7 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
 def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], None]) -> Whole:
     """Read a checkpoint's manifest and index, after `check` finds nothing wrong with its files. Local."""
     manifest = manifest_of(folder)
-    own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    own = digest(folder / MANIFEST)["sha256"]
     check(folder, manifest["files"])
     return Whole(folder, manifest, own, read_index(folder, manifest["tensors"], manifest["files"]))
 

@@ -20,13 +20,12 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint.background import Saving, settle
+from shardwise.checkpoint.background import Saving, wait_for_saving
 from shardwise.checkpoint.commit import FORMAT, discard, open_staging, publish, rank_and_size, tidy
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
-from shardwise.checkpoint.told import alike
-from shardwise.comm.agree import together
+from shardwise.comm.agree import merge_or_raise, together
 from shardwise.errors import CheckpointError
 from shardwise.files.lock import lock, unlock
 from shardwise.files.stores import Location, StorePath, location, write_whole
@@ -60,8 +59,8 @@ def save(
     differ between ranks; earlier checkpoints are untouched.
     """
     rank, _ = rank_and_size()
-    settle()
-    job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
+    wait_for_saving()
+    job = prepare_save(path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
         parts = together(job.what, lambda: write_part(job.staging, rank, job.mine()))
         return location(together(job.what, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
@@ -81,8 +80,8 @@ def save_async(
     next waits for it. If it fails, the next save, load, `Saving.wait` or `StopSignals.asked` raises, on
     every rank. A process that ends waits for it, unless it ends by an error.
     """
-    settle()
-    job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
+    wait_for_saving()
+    job = prepare_save(path, state, step=step, keep=keep, keep_every=keep_every)
     copies: list[tuple[Chunk, Tensor | bytes]] = []
     with job.cleaning():
         together(job.what, lambda: copies.extend((chunk, staged(tensor)) for chunk, tensor in job.mine()))
@@ -140,7 +139,7 @@ class Job:
             raise
 
 
-def begun(
+def prepare_save(
     path: str | os.PathLike[str],
     state: dict[str, Any],
     *,
@@ -255,7 +254,7 @@ _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, 
 
 def _agreed(what: str, told: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest's contents over all ranks. Raises on every rank where they differ."""
-    found = alike(what, told, _KINDS)
+    found = merge_or_raise(what, told, _KINDS)
     mixed = sorted(set(found["tensors"]) & set(found["values"]))
     if mixed:
         raise CheckpointError(f"{what} failed: {mixed[0]}: a tensor on one rank, a plain value on another")

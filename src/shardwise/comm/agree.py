@@ -1,9 +1,10 @@
 """Agreement: the one way in which ranks compare what they are about to do, and raise the same error.
 
-    agree       all describe the same thing: 8 bytes to each rank, the texts only where they differ
-    Agreement   the same, posted before other work and completed after it
-    together    all do what one alone may fail at; what goes wrong on any raises on all
-    gather_text every rank's text
+    agree             all describe the same thing: 8 bytes to each rank, the texts only where they differ
+    Agreement         one posted before other work and completed after it
+    together          all do what one alone may fail at; what goes wrong on any raises on all
+    merge_or_raise    what ranks described by name, as one; local
+    gather_text       every rank's text
 
 A rank that raised alone would leave the others waiting in their next collective. So ranks exchange
 descriptions, find the same in all of them, and all raise the same error. What they exchange is text and
@@ -41,9 +42,12 @@ _NEXT = "\0"  # between what is described and what ranks have heard of it in oth
 _T = TypeVar("_T")
 
 
-def fingerprint(text: str) -> int:
-    """Return 63 bits of a hash of `text`, the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+def fingerprint(text: str, *tensors: Tensor) -> int:
+    """Return 63 bits of a hash of `text` and the values of tensors, the same in every process."""
+    digest = hashlib.sha256(text.encode())
+    for tensor in tensors:
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
 def agree(
@@ -84,7 +88,7 @@ def agree(
 class Agreement:
     """Ranks tell each other what they are about to do, in 8 bytes each.
 
-    Collective over `group`, to make one and to `settle` it. Between the two a rank may post what it is about
+    Collective over `group`, to make one and to `confirm` it. Between the two a rank may post what it is about
     to do, if messages that mean something else do not meet it: so agreeing costs no round of its own. Over
     gloo up to 32 ranks send each other their words directly; elsewhere it is one all-gather.
 
@@ -117,7 +121,7 @@ class Agreement:
             words = _all_gather(self._word, group)
             self._words = {peer: (None, words[peer]) for peer in range(ranks) if peer != rank}
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """Wait for everyone's word.
 
         Raises:
@@ -204,6 +208,35 @@ def raise_all(
     found = {rank: problem for rank, problem in problems.items() if problem is not None}
     if found:
         raise kind(f"{what} failed\n{by_ranks(found)}") from cause
+
+
+def merge_or_raise(
+    what: str, described: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Merge what ranks described by name, of each of `kinds`; for descriptions that every rank knows. Local.
+
+    Args:
+        what: is being done, for the error.
+        described: by rank, for each kind what it has by name, as JSON; equal on every rank.
+        kinds: and how to fix a difference.
+
+    Raises:
+        CheckpointError: on every rank, naming the higher of two ranks whose entries differ.
+    """
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    problems: dict[int, str | None] = {}
+    for rank, own in enumerate(described):
+        wrong = []
+        for kind, fix in kinds.items():
+            for name, entry in own[kind].items():
+                expected = found[kind].setdefault(name, entry)
+                if json.dumps(expected) != json.dumps(entry):
+                    wrong.append(
+                        f"{name}: expected {expected!r:.200} as on a lower rank, found {entry!r:.200}. {fix}"
+                    )
+        problems[rank] = "\n".join(wrong) or None
+    raise_all(what, problems)
+    return found
 
 
 def _said_by(error: Exception) -> str:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm import extremes
 from shardwise.comm.agree import Agreement, backend_of
+from shardwise.comm.arithmetic import extreme
 from shardwise.comm.exchange import exchange, gather, part
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import failure
@@ -105,7 +105,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
 def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
     """Reduce to the greatest or least of ranks' elements, NaN where one is; no gradient. Collective."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
-    return extremes.extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
+    return extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
 
 def moved(
@@ -141,7 +141,7 @@ def moved(
         ]
         if to_all is not None and not nothing.is_meta and backend_of(group, nothing.device) != "gloo":
             if agreement is not None:
-                agreement.settle()
+                agreement.confirm()
             for box, tensor in zip(source, held, strict=True):
                 part(target[0], made[0], box).copy_(tensor)
             gather(to_all, made[0], group=group)
@@ -185,7 +185,7 @@ def exchange_values(
     """Call `exchange`, where there are values: tensors on the meta device have none."""
     if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
         if agreement is not None:
-            agreement.settle()
+            agreement.confirm()
         return
     exchange(messages, source=source, target=target, group=group, agreement=agreement)
 

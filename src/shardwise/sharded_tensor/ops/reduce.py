@@ -29,9 +29,8 @@ from torch import Tensor
 from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
-from shardwise.sharded_tensor.ops.arguments import as_torch, given, rule
 from shardwise.sharded_tensor.ops.elementwise import elementwise
-from shardwise.sharded_tensor.ops.operands import anchor_of
+from shardwise.sharded_tensor.ops.operands import anchor_of, as_torch, given, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -151,7 +150,7 @@ def _total(
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
     if agreement is not None:
-        agreement.settle()
+        agreement.confirm()
     return summed(total, sharded.process_group) if total.numel() else total
 
 
@@ -180,7 +179,7 @@ def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
             place = _place(box, dims)
             found[place] = better(found[place], along(tensor, dims, keepdim=True).to(wide))
     if agreement is not None:
-        agreement.settle()
+        agreement.confirm()
     value = all_extreme(found, sharded.process_group, largest=largest) if found.numel() else found
     return value.to(sharded.dtype)
 

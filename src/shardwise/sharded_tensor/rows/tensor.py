@@ -28,9 +28,8 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import entries
 from shardwise.sharded_tensor.registry import Handler, declared
-from shardwise.sharded_tensor.rows import autograd, convert
-from shardwise.sharded_tensor.rows.piece import Piece, piece_of
-from shardwise.sharded_tensor.rows.row_shard import RowShard
+from shardwise.sharded_tensor.rows import convert
+from shardwise.sharded_tensor.rows.piece import Piece, RowShard, piece_of
 
 _requires_grad: Any = Tensor.requires_grad
 _handlers: dict[Any, Handler] = {}  # by operator, once it was met
@@ -115,7 +114,7 @@ class ShardedRows(OwnDTensor):
                 still to be added up (`Partial`) over mesh axes that replicate it. None: as this tensor.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return autograd.to_local(self, grad_placements)
+            return convert.to_local(self, grad_placements)
         return self._local_tensor
 
     @_compat.runs_eagerly
@@ -129,8 +128,8 @@ class ShardedRows(OwnDTensor):
                 (`Replicate`, the default) or to be added up (`Partial`).
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return autograd.full_tensor(self, grad_placements)
-        return convert.full_tensor(self._local_tensor, self.piece)
+            return convert.full_tensor(self, grad_placements)
+        return convert.make_whole(self._local_tensor, self.piece)
 
     @_compat.runs_eagerly
     def redistribute(
@@ -153,7 +152,7 @@ class ShardedRows(OwnDTensor):
         source = self if forward_dtype in (None, self.dtype) else cast(DTensor, self.to(forward_dtype))
         if mesh == self.device_mesh and tuple(placements) == self.placements:
             return source
-        return autograd.redistributed(source, mesh, tuple(placements))
+        return convert.redistributed(source, mesh, tuple(placements))
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
@@ -298,6 +297,26 @@ class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
         made = ShardedRows.wrap(local, piece, requires_grad=requires_grad)
         made._is_param = True
         return cast(ShardedParameter, made)
+
+
+def cut_like(param: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return `local` as this rank's part of a tensor cut as `param`: rows, a DTensor, or itself where plain.
+
+    Args:
+        shape: of the whole tensor; None: that of `param`. Of rows, only dims after the first may differ.
+    """
+    if isinstance(param, ShardedRows):
+        piece = param.piece
+        if shape is not None and tuple(shape) != tuple(param.shape):
+            piece = piece.with_trailing(shape[1:])
+        return ShardedRows.wrap(local, piece)
+    if isinstance(param, DTensor):
+        spec = _compat.spec_of(param)
+        if shape is not None:
+            whole = torch.Size(shape)
+            spec = _compat.dtensor_spec(spec.mesh, spec.placements, shape=whole, dtype=local.dtype)
+        return _compat.dtensor(local, spec)
+    return local
 
 
 def _unpickled(
