@@ -184,6 +184,15 @@ def plan(
     tensor: Annotated[
         int, typer.Option(min=1, help="Neighbouring ranks that are tensor parallel; R x S x T is all ranks.")
     ] = 1,
+    tensor_plan: Annotated[
+        str, typer.Option(help="torchtitan cuts the sequence and the logits too; transformers neither; auto.")
+    ] = "auto",
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(help="Cut the sequence between matmuls, whatever the plan.")
+    ] = None,
+    loss_parallel: Annotated[
+        bool | None, typer.Option(help="Leave logits cut up to the loss, whatever the plan.")
+    ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
@@ -195,6 +204,7 @@ def plan(
         str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
     loss: Annotated[str, typer.Option(help="whole logits, or chunked.")] = "whole",
+    loop_holds: Annotated[str, typer.Option(help="In backward: nothing, or logits.")] = "nothing",
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences a rank computes at a time.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
@@ -224,7 +234,9 @@ def plan(
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
-    choices |= {"sequence": sequence, "loss": loss}
+    choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
+    choices |= {"loss_parallel": loss_parallel}
+    choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}
     choices |= {"compile": compiled, "float8": float8}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)

@@ -120,6 +120,7 @@ def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
         (gpt, {"optimizer": "Muon", "accumulation": 2}),
         (gpt, {"optimizer": "AdamW 8 bits", "layout": "contiguous"}),
         (llama, {"optimizer": "AdamW 8 bits"}),  # too small for any
+        (gpt, {"loop_holds": "logits", "checkpointing": "full"}),
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value.values())),
 )
@@ -138,9 +139,11 @@ def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: d
         (gpt, {"layout": "interleaved"}),
         (gpt, {"layout": "contiguous"}),
         (llama, {"tensor": 2}),
+        (llama, {"tensor": 2, "tensor_plan": "torchtitan"}),
+        (decoder, {"tensor": 2, "sequence_parallel": False, "loss_parallel": True}),
         (decoder, {"tensor": 2, "layout": "contiguous", "loss": "chunked"}),
     ],
-    ids=["interleaved", "contiguous", "tensor parallel", "tensor parallel, contiguous"],
+    ids=["interleaved", "contiguous", "tensor parallel", "its sequence", "its logits", "its head"],
 )
 @on_ranks(4)
 def test_a_plan_is_what_four_ranks_allocate_and_send(factory: Any, changes: dict[str, Any]) -> None:

@@ -20,11 +20,14 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from shardwise import _compat
 from shardwise._compat import FakeTensorMode
@@ -55,6 +58,19 @@ class Library:
 SHARDWISE = Library(shard, watching)
 
 
+class Held(TorchFunctionMode):
+    """What a training loop has in variables: the logits, as they come to `cross_entropy`, if it holds them."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.logits: list[Tensor] | None = [] if what == "logits" else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is cross_entropy and self.logits is not None:
+            self.logits.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
     """Train `model` with so many blocks for two steps, sharded by `library`.
 
@@ -75,7 +91,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         parameters = sum(p.numel() for p in module.parameters())
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
         if tensor is not None:
-            parallelize(module, model.name, tensor)
+            parallelize(module, model.name, tensor, setup)
             loss = loss_parallel()
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
@@ -131,11 +147,12 @@ def _step(
         syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
         if setup.reduce_once and syncs is not None:
             syncs(micro == setup.accumulation - 1)
-        loss = model.loss(module, tokens, tokens)
+        with Held(setup.loop_holds) as held:
+            loss = model.loss(module, tokens, tokens)
         recorder.end_forward()
         recorder.go(phase="backward", layer=None, after=True)
         loss.backward()
-        del loss
+        del loss, held
         recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)
     if setup.clip_norm:

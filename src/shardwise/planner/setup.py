@@ -32,6 +32,10 @@ class Setup:
         device: "cuda" has streams for communication; on "cpu" each collective ends before its call does.
         replicas: how many hold each shard (HSDP); 1 cuts over all.
         tensor: neighbouring ranks that share each micro-batch, tensor parallel; 1 has none.
+        tensor_plan: "torchtitan" cuts the sequence between matmuls, and the logits up to the loss;
+            "transformers" neither: whole logits are on every rank. "auto" is the second, but for Llama's kind
+            of built-in models.
+        sequence_parallel, loss_parallel: either by itself, whatever the plan.
         layout: as `fully_shard` takes it; so are `strategy` and `reshard_after_forward`.
         stored_dtype: of the sharded parameters, and so of gradients and optimizer state.
         param_dtype: of gathered parameters and computation.
@@ -42,6 +46,8 @@ class Setup:
         float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
         optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
+        loop_holds: "logits" of whole ones, as they come to the loss, where the training loop still has them in
+            a variable while backward runs.
         micro_batch: sequences a rank computes at a time.
         sequence: tokens of each.
         accumulation: micro-batches of one optimizer step.
@@ -54,6 +60,9 @@ class Setup:
     device: Literal["cuda", "cpu"] = "cuda"
     replicas: int = 1
     tensor: int = 1
+    tensor_plan: Literal["auto", "torchtitan", "transformers"] = "auto"
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
     layout: Literal["interleaved", "contiguous"] = "interleaved"
     strategy: str | None = None
     reshard_after_forward: bool | int | None = None
@@ -66,6 +75,7 @@ class Setup:
     float8: bool = False
     optimizer: Optimizer = "AdamW fused"
     loss: Literal["whole", "chunked"] = "whole"
+    loop_holds: Literal["nothing", "logits"] = "nothing"
     micro_batch: int = 1
     sequence: int = 2048
     accumulation: int = 1
