@@ -197,6 +197,7 @@ def plan(
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
+    compile_loss: Annotated[bool, typer.Option(help="The loss of whole logits is compiled.")] = False,
     float8: Annotated[
         bool, typer.Option("--float8", help="Linear layers of compiled blocks multiply in float8.")
     ] = False,
@@ -237,7 +238,7 @@ def plan(
     choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
     choices |= {"loss_parallel": loss_parallel}
     choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}
-    choices |= {"compile": compiled, "float8": float8}
+    choices |= {"compile": compiled, "compile_loss": compile_loss, "float8": float8}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,12 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
+from shardwise.planner import models
 from shardwise.planner.compiled import compiled
 from shardwise.planner.events import GRADIENTS, PARAMETERS, Recording
 from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import make_smaller_shards, noop_world
+from shardwise.planner.partition import partition, partitioned
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built, optimizers_of, shard, split
@@ -59,7 +62,7 @@ SHARDWISE = Library(shard, watching)
 
 
 class Held(TorchFunctionMode):
-    """What a training loop has in variables: the logits, as they come to `cross_entropy`, if it holds them."""
+    """What a training loop has in variables: the logits, as `cross_entropy` takes them, if it holds them."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -108,7 +111,12 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
         tensor_group = None if tensor is None else tensor.get_group()
-        recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile)
+        recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile or setup.compile_loss)
+        if setup.compile and setup.checkpointing == "none" and tensor is None:
+            partition(model.blocks(module), recorder)
+        if setup.compile_loss:
+            compiled_loss = partitioned(models.whole_loss, recorder)
+            stack.enter_context(mock.patch.object(models, "whole_loss", compiled_loss))
         stack.enter_context(library.watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, model.blocks(module), tokens)

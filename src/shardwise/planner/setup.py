@@ -43,11 +43,12 @@ class Setup:
         ends_apart: the model's first and last modules are groups of their own, beside its blocks.
         checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "full".
         compile: blocks are compiled: `shardwise.compile(mode="regional")`.
+        compile_loss: so is the loss of whole logits, which then are kept as they are.
         float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
         optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
-        loop_holds: "logits" of whole ones, as they come to the loss, where the training loop still has them in
-            a variable while backward runs.
+        loop_holds: "logits", as they come to the loss, where the training loop still has them in a variable
+            while backward runs.
         micro_batch: sequences a rank computes at a time.
         sequence: tokens of each.
         accumulation: micro-batches of one optimizer step.
@@ -72,6 +73,7 @@ class Setup:
     ends_apart: bool = True
     checkpointing: Checkpointing = "none"
     compile: bool = False
+    compile_loss: bool = False
     float8: bool = False
     optimizer: Optimizer = "AdamW fused"
     loss: Literal["whole", "chunked"] = "whole"

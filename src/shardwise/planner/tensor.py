@@ -73,7 +73,7 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
 
 
 def counts_positions(module: nn.Module, words: dict[str, str]) -> bool:
-    """Whether `module` numbers the tokens by what its embedding makes, of which this plan leaves it a part."""
+    """Whether `module` numbers tokens by what its embedding makes, of which this plan leaves it a part."""
     takes = inspect.signature(module.forward).parameters
     return "embedding_to_sequence" in words.values() and "position_ids" in takes
 
