@@ -231,7 +231,7 @@ def plan(
     from shardwise import planner
     from shardwise.launch import place
     from shardwise.planner.picture import figure_class
-    from shardwise.planner.plan import sized
+    from shardwise.planner.plan import cause, sized
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
@@ -259,6 +259,7 @@ def plan(
             png_path.write_bytes(planner.picture(made))
         if made.fits:
             return
+        console.print(cause(made), markup=False, highlight=False, soft_wrap=True)
         for words, changed in planner.advise(model, made.setup, hardware=hardware):
             verdict = "fits, with" if changed.fits else "short of"
             line = f"{words}: {verdict} {sized(abs(changed.free_bytes))}"

@@ -100,6 +100,15 @@ def test_what_cannot_fit_by_what_it_must_keep_is_told_not_to_fit(
     assert not made.fits
 
 
+def test_what_is_needed_is_less_than_what_is_reserved_where_the_allocator_can_give_back() -> None:
+    made = shardwise.plan("gpt2", ranks=2, sequence=256, micro_batch=4, hardware="a100-40gb")
+    tight = replace(made.hardware, memory_bytes=made.reserved_bytes + made.hardware.context_bytes - 2**20)
+    again = shardwise.plan("gpt2", made.setup, hardware=tight)
+    assert again.fits
+    assert again.given_back
+    assert again.peak_bytes <= again.needed_bytes < made.reserved_bytes
+
+
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
@@ -164,6 +173,13 @@ def test_a_plan_is_json_both_ways_and_says_whether_it_fits() -> None:
     assert 0 < made.mfu < 1
     assert f"{made.parameters:,} parameters" in str(made)
     assert "efficiencies are assumed" in str(made)
+    assert made.likely > 0.99
+    assert "too close to call" not in str(made)
+    tight = replace(made.hardware, memory_bytes=made.needed_bytes + made.hardware.context_bytes)
+    close = replace(made, hardware=tight)
+    assert close.likely == 0.5
+    assert "too close to call" in str(close)
+    assert "50% likely to fit, 50% not to" in str(close)
     measured = replace(made.hardware, source="Measured by shardwise calibrate")
     assert "efficiencies were measured" in str(replace(made, hardware=measured))
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, layer_norm
 from torch.overrides import TorchFunctionMode
 
 from shardwise import _compat
@@ -44,7 +44,7 @@ from shardwise.planner.partition import partition, partitioned
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built, optimizers_of, shard, split
-from shardwise.planner.tensor import parallelize
+from shardwise.planner.tensor import cuts, parallelize
 from shardwise.planner.watch import watching
 
 STEPS = 2
@@ -72,6 +72,13 @@ class Held(TorchFunctionMode):
         if func is cross_entropy and self.logits is not None:
             self.logits.append(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _fused_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """RMSNorm in one kernel, as on CUDA: LayerNorm's stands in, which keeps one number a token more."""
+    return layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
 def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
@@ -111,6 +118,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
         tensor_group = None if tensor is None else tensor.get_group()
+        if setup.device == "cuda":
+            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
         recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile or setup.compile_loss)
         if setup.compile and setup.checkpointing == "none" and tensor is None:
             partition(model.blocks(module), recorder)
@@ -126,7 +135,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         segments = recorder.finish()
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, float8=setup.float8)
-        return Recording(layers, segments, parameters, in_block, gathered, converted)
+        whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
+        return Recording(layers, segments, parameters, in_block, gathered, converted, whole)
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:
