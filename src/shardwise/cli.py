@@ -193,6 +193,9 @@ def plan(
     loss_parallel: Annotated[
         bool | None, typer.Option(help="Leave logits cut up to the loss, whatever the plan.")
     ] = None,
+    async_tensor: Annotated[
+        bool, typer.Option(help="Tensor parallelism's collectives beside their matmuls.")
+    ] = False,
     layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
@@ -236,7 +239,7 @@ def plan(
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
     choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
-    choices |= {"loss_parallel": loss_parallel}
+    choices |= {"loss_parallel": loss_parallel, "async_tensor": async_tensor}
     choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}
     choices |= {"compile": compiled, "compile_loss": compile_loss, "float8": float8}
     try:

@@ -71,6 +71,8 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
         yield "    # before: torchao's convert_to_float8_training(block), with enable_fsdp_float8_all_gather"
     if setup.compile:
         yield '    shardwise.compile(model, mode="regional")'
+    if setup.async_tensor:
+        yield "    # asynchronous: torch._inductor.config._micro_pipeline_tp, and symmetric memory"
     if setup.compile_loss:
         yield "    # the loss is torch.compile's of cross_entropy(logits.float(), targets)"
     if setup.loss == "chunked":

@@ -188,6 +188,7 @@ def plan_of(
     """What a recording of all blocks says."""
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
+    pieces = setup.tensor if setup.async_tensor else 1
     allocator = measure.allocated(recording, expandable=setup.expandable_segments, limit=limit)
     return Plan(
         model=model.name,
@@ -212,7 +213,7 @@ def plan_of(
         whole=whole,
         whole_logits=recording.whole_logits,
         hardware=device,
-        times=None if device is None else time_of(recording, device, setup.accumulation),
+        times=None if device is None else time_of(recording, device, setup.accumulation, pieces=pieces),
     )
 
 

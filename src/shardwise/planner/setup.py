@@ -36,6 +36,8 @@ class Setup:
             "transformers" neither: whole logits are on every rank. "auto" is the second, but for Llama's kind
             of built-in models.
         sequence_parallel, loss_parallel: either by itself, whatever the plan.
+        async_tensor: gathers and reductions of the sequence are in pieces, beside the matmul that needs or
+            makes them, as a compiler has it (asynchronous tensor parallelism).
         layout: as `fully_shard` takes it; so are `strategy` and `reshard_after_forward`.
         stored_dtype: of the sharded parameters, and so of gradients and optimizer state.
         param_dtype: of gathered parameters and computation.
@@ -64,6 +66,7 @@ class Setup:
     tensor_plan: Literal["auto", "torchtitan", "transformers"] = "auto"
     sequence_parallel: bool | None = None
     loss_parallel: bool | None = None
+    async_tensor: bool = False
     layout: Literal["interleaved", "contiguous"] = "interleaved"
     strategy: str | None = None
     reshard_after_forward: bool | int | None = None
@@ -97,6 +100,8 @@ class Setup:
             raise ShardingError(
                 "float8 is planned for compiled blocks, whose kernels find its scales: compile=True"
             )
+        if self.async_tensor and not (self.compile and self.tensor > 1):
+            raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
         if self.ranks % self.replicas:
             raise ShardingError(
                 f"a mesh of {self.replicas} replicas does not divide {self.ranks} ranks: choose replicas"
