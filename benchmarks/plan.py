@@ -4,15 +4,15 @@
     python benchmarks/plan.py --models llama3-8b --write
     python benchmarks/plan.py --real --write
 
-`published.json` has every row of the sources: torchtitan's Llama 3 8B on H100 (the most memory that the
-allocator reserved, tokens/s), llm-foundry's MPT-7B on H100 and A100 (tokens/s), Megatron-LM's GPTs on A100
-(operations a second; `convention`). Each is compared, or says why it is not. What a source does not say is
-assumed; such a row says what, and is planned with the other choice too. torchtitan's embedding, norm and head
-are in the root's group, as they then were in its code. All these runs ended, so that all rows fit.
+`published.json` has every row of the sources, by family: torchtitan's Llamas and Qwen3 on H100 and A100
+(the most memory reserved or alive, tokens/s, what did not fit), llm-foundry's MPTs (tokens/s), Megatron-LM's
+GPTs (operations a second; `convention`). Each is compared, or says why it is not. What a source does not say
+is assumed; such a row says what, and is planned with the other choice too. torchtitan's embedding, norm and
+head are in the root's group where they then were in its code.
 
 Efficiencies are those of the hardware's profiles, which no row was fitted to. Calibration is one more figure
-for each hardware, the share of these rates that the software reached, from three rows. The textbook is a
-formula of 20 lines (`textbook`).
+for each hardware, the share of these rates that the software reached, from three rows; in the table by
+family, from three rows of the hardware's other families. The textbook is a formula of 20 lines (`textbook`).
 """
 
 import argparse
@@ -32,10 +32,11 @@ from shardwise.planner.decoder import PUBLISHED
 
 GIB = 2**30
 MEMORY, SPEED, PARAMETERS = "Most memory reserved, GiB", "Tokens/s of a device", "GiB of parameters"
+ALIVE = "Most memory alive, GiB"
 CALIBRATED = "Tokens/s of a device, calibrated on three rows of each hardware"
 TEXT = (
-    "Published figures are of other machines; plans do not depend on this one. All these runs ended, so that"
-    "\nall rows fit. The textbook's memory is 16 bytes a parameter over all ranks, 34 bytes of activations a"
+    "Published figures are of other machines; plans do not depend on this one."
+    "\nThe textbook's memory is 16 bytes a parameter over all ranks, 34 bytes of activations a"
     "\ntoken, layer and unit of width (half of them with selective checkpointing, 2 with full) and three"
     "\nfloat32 copies of the logits; its speed is 40% of the peak (`textbook` in `plan.py`). Megatron-LM's"
     "\nfigures are operations a second, forward again counted, by its paper's formula (`convention`): here"
@@ -58,6 +59,9 @@ class Row:
     fits: bool
     textbook_fits: bool
     hardware: str
+    family: str = ""
+    really: bool = True  # it did fit
+    sure: bool = True  # of whether it fits, beyond the margin of memory's error
     seen: bool = False  # by the calibration
 
     def error(self, *, textbook: bool = False) -> float:
@@ -118,7 +122,7 @@ def _summary(rows: Sequence[Row]) -> Iterator[list[str]]:
             rank_correlation(published, [row.textbook if t else row.planned for row in rows]) for t in both
         ]
         yield ["rank correlation", "", "", f"{ranks[0]:.3f}", "", "", f"{ranks[1]:.3f}", ""]
-    wrong = [sum(not (row.textbook_fits if which else row.fits) for row in rows) for which in both]
+    wrong = [sum((row.textbook_fits if which else row.fits) != row.really for row in rows) for which in both]
     yield ["wrong verdicts", "", "", "", str(wrong[0]), "", "", str(wrong[1])]
 
 
@@ -154,6 +158,62 @@ def calibrated(rows: Sequence[Row], draw: random.Random | None = None) -> list[R
     return result
 
 
+def by_family(compared: dict[str, list[Row]], verdicts: Sequence[Row], refused: Sequence[str]) -> Table:
+    """Errors by family, time with three rows for each hardware of its other families."""
+    body, all_memory, all_speed = [], list[float](), list[Row]()
+    for family in dict.fromkeys([row.family for row in verdicts] + [*refused]):
+        memory = [abs(row.error()) for row in compared[MEMORY] if row.family == family]
+        speed = unseen(compared[SPEED], family)
+        mine = [row for row in verdicts if row.family == family]
+        wrong = [row for row in mine if row.fits != row.really]
+        told = [
+            str(len(mine)),
+            str(refused.count(family)),
+            *_errors(memory),
+            *_errors([r.error() for r in speed]),
+        ]
+        body.append([family, *told, str(len(wrong)), str(sum(row.sure for row in wrong))])
+        all_memory += memory
+        all_speed += speed
+    wrong = [row for row in verdicts if row.fits != row.really]
+    told = [
+        str(len(verdicts)),
+        str(len(refused)),
+        *_errors(all_memory),
+        *_errors([r.error() for r in all_speed]),
+    ]
+    body.append(["all", *told, str(len(wrong)), str(sum(row.sure for row in wrong))])
+    if len(all_speed) > 1:
+        rank = rank_correlation([r.published for r in all_speed], [r.planned for r in all_speed])
+        body.append(["rank correlation of tokens/s", *[""] * 4, f"{rank:.3f}", "", "", ""])
+    header = [
+        "family",
+        "runs",
+        "not planned",
+        "memory: median error",
+        "90th",
+        "tokens/s: median error",
+        "90th",
+    ]
+    title = "By family; time calibrated on other families of the hardware"
+    return Table(title, [*header, "wrong verdicts", "of these sure"], body)
+
+
+def _errors(of: Sequence[float]) -> list[str]:
+    return [f"{percentile([abs(one) for one in of], at):.1%}" if of else "" for at in (0.5, 0.9)]
+
+
+def unseen(rows: Sequence[Row], family: str) -> list[Row]:
+    """A family's rows times the share that three rows of the hardware's other families reached."""
+    found = []
+    for row in [row for row in rows if row.family == family]:
+        others = [one for one in rows if one.hardware == row.hardware and one.family != family]
+        used = {0, len(others) // 2, len(others) - 1} if others else set()
+        shares = [others[i].published / others[i].planned for i in sorted(used)] or [1.0]
+        found.append(replace(row, planned=row.planned * statistics.median(shares)))
+    return found
+
+
 def left_out(rows: Sequence[Row]) -> Table:
     """The calibration on other rows: errors of those that it did not see."""
     found = []
@@ -179,14 +239,14 @@ def planned(model: str, setup: Setup, hardware: Hardware) -> dict[str, Any]:
     made = plan(model, setup, hardware=hardware)
     reserved, speed = made.reserved_bytes / GIB, made.tokens_per_s
     shards = made.moments[-1].alive["parameters"] / GIB
-    figures = {MEMORY: reserved, SPEED: speed, PARAMETERS: shards}
-    return {"figures": figures, "parameters": made.parameters, "fits": made.fits}
+    figures = {MEMORY: reserved, SPEED: speed, PARAMETERS: shards, ALIVE: made.peak_bytes / GIB}
+    return {"figures": figures, "parameters": made.parameters, "fits": made.fits, "sure": made.sure}
 
 
 def published(row: dict[str, Any]) -> dict[str, float]:
     """Figures of a row, by their kind."""
     found = {MEMORY: row.get("reserved_gib"), SPEED: row.get("tokens_per_s")}
-    found[PARAMETERS] = row.get("parameters_gib")
+    found[PARAMETERS], found[ALIVE] = row.get("parameters_gib"), row.get("alive_gib")
     if "tflops" in row:
         found[SPEED] = row["tflops"] * 1e12 / convention(row["model"], row["setup"]["sequence"])
     return {kind: value for kind, value in found.items() if value is not None}
@@ -199,25 +259,29 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    compared: dict[str, list[Row]] = {MEMORY: [], SPEED: [], PARAMETERS: []}
-    others = []
+    compared: dict[str, list[Row]] = {MEMORY: [], SPEED: [], PARAMETERS: [], ALIVE: []}
+    others, runs = [], []
     for row in [row for row in rows if "setup" in row]:
         setup, hardware, name = Setup(**row["setup"]), hardware_of(row["hardware"]), _name(row)
         print(name, flush=True)
         made = planned(row["model"], setup, hardware)
         gib, rate = textbook(row["model"], setup, hardware, made["parameters"])
-        by_hand = {MEMORY: gib, SPEED: rate, PARAMETERS: 4 * made["parameters"] / setup.ranks / GIB}
+        by_hand = {MEMORY: gib, ALIVE: gib, SPEED: rate}
+        by_hand[PARAMETERS] = 4 * made["parameters"] / setup.ranks / GIB
         verdicts = (made["fits"], gib * GIB <= hardware.usable_bytes, row["hardware"])
+        verdicts += (row["family"], row.get("fits", True), made["sure"])
+        runs.append(Row(name, 0, 0, 0, *verdicts))
         for kind, value in published(row).items():
             figures = (value, made["figures"][kind], by_hand[kind])
-            what = f"{name} (of it parameters alone)" if kind == PARAMETERS else name
+            what = name + {PARAMETERS: " (of it parameters alone)", ALIVE: " (alive)"}.get(kind, "")
             compared[kind].append(Row(what, *figures, *verdicts))
         if "otherwise" in row:
             changed = replace(setup, **row["otherwise"])
             other = planned(row["model"], changed, hardware)
             others += [_otherwise(name, row, kind, made, other) for kind in published(row)]
-    compared[MEMORY] += compared.pop(PARAMETERS)
-    found = [errors(MEMORY, compared[MEMORY])] if compared[MEMORY] else []
+    compared[MEMORY] += [*compared.pop(PARAMETERS), *compared.pop(ALIVE)]
+    found = [by_family(compared, runs, [row["family"] for row in rows if "why" in row])]
+    found += [errors(MEMORY, compared[MEMORY])] if compared[MEMORY] else []
     if speed := compared[SPEED]:
         found += [errors(SPEED, speed), errors(CALIBRATED, calibrated(speed))]
         found += [left_out(speed)] if len(speed) > 3 * len({row.hardware for row in speed}) else []
@@ -230,7 +294,7 @@ def _otherwise(
     name: str, row: dict[str, Any], kind: str, made: dict[str, Any], other: dict[str, Any]
 ) -> list[str]:
     value = published(row)[kind]
-    unit = "GiB" if kind == MEMORY else "tokens/s"
+    unit = "tokens/s" if kind == SPEED else "GiB"
     both = [
         [f"{one['figures'][kind]:,.1f}", f"{one['figures'][kind] / value - 1:+.1%}"] for one in (made, other)
     ]

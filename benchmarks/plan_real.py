@@ -22,7 +22,7 @@ from shardwise.planner.decoder import Decoder, Shape
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
 from shardwise.planner.models import Model, chunked, model_of
-from shardwise.planner.record import record
+from shardwise.planner.record import Held, record
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import optimizers_of, shard, split
 from shardwise.planner.tensor import parallelize
@@ -107,7 +107,7 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
     names, sizes = zip(*setup.axes.items(), strict=True)
     mesh, tensor = split(init_device_mesh("cpu", sizes, mesh_dim_names=names))
     if tensor is not None:
-        parallelize(module, model.name, tensor)
+        parallelize(module, model.name, tensor, setup)
     shard(module, model, setup, mesh)
     optimizers = optimizers_of(module, model, setup)
     tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
@@ -119,9 +119,10 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
                 optimizer.zero_grad()
             with storages.peak("step"), CommCounter() as counter:
                 for _ in range(setup.accumulation):
-                    loss = model.loss(module, tokens, tokens)
+                    with Held(setup.loop_holds) as held:
+                        loss = model.loss(module, tokens, tokens)
                     loss.backward()
-                    del loss
+                    del loss, held
                 for optimizer in optimizers:
                     optimizer.step()
     return storages.peaks["step"], counter.calls

@@ -184,10 +184,23 @@ def plan(
     tensor: Annotated[
         int, typer.Option(min=1, help="Neighbouring ranks that are tensor parallel; R x S x T is all ranks.")
     ] = 1,
+    tensor_plan: Annotated[
+        str, typer.Option(help="torchtitan cuts the sequence and the logits too; transformers neither; auto.")
+    ] = "auto",
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(help="Cut the sequence between matmuls, whatever the plan.")
+    ] = None,
+    loss_parallel: Annotated[
+        bool | None, typer.Option(help="Leave logits cut up to the loss, whatever the plan.")
+    ] = None,
+    async_tensor: Annotated[
+        bool, typer.Option(help="Tensor parallelism's collectives beside their matmuls.")
+    ] = False,
     layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
+    compile_loss: Annotated[bool, typer.Option(help="The loss of whole logits is compiled.")] = False,
     float8: Annotated[
         bool, typer.Option("--float8", help="Linear layers of compiled blocks multiply in float8.")
     ] = False,
@@ -195,6 +208,7 @@ def plan(
         str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
     loss: Annotated[str, typer.Option(help="whole logits, or chunked.")] = "whole",
+    loop_holds: Annotated[str, typer.Option(help="In backward: nothing, or logits.")] = "nothing",
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences a rank computes at a time.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
@@ -220,12 +234,14 @@ def plan(
     from shardwise import planner
     from shardwise.launch import place
     from shardwise.planner.picture import figure_class
-    from shardwise.planner.plan import sized
+    from shardwise.planner.plan import cause, sized
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
-    choices |= {"sequence": sequence, "loss": loss}
-    choices |= {"compile": compiled, "float8": float8}
+    choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
+    choices |= {"loss_parallel": loss_parallel, "async_tensor": async_tensor}
+    choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}
+    choices |= {"compile": compiled, "compile_loss": compile_loss, "float8": float8}
     try:
         setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
@@ -246,6 +262,7 @@ def plan(
             png_path.write_bytes(planner.picture(made))
         if made.fits:
             return
+        console.print(cause(made), markup=False, highlight=False, soft_wrap=True)
         for words, changed in planner.advise(model, made.setup, hardware=hardware):
             verdict = "fits, with" if changed.fits else "short of"
             line = f"{words}: {verdict} {sized(abs(changed.free_bytes))}"

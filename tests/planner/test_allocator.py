@@ -9,7 +9,18 @@ import torch
 
 from shardwise.comm.count import Collective
 from shardwise.planner.allocator import MIB, Allocator
-from shardwise.planner.events import COMPUTATION, Compute, Mark, Place, Record, Recording, Segment, Send, Wait
+from shardwise.planner.events import (
+    COMPUTATION,
+    TENSOR_PARALLEL,
+    Compute,
+    Mark,
+    Place,
+    Record,
+    Recording,
+    Segment,
+    Send,
+    Wait,
+)
 from shardwise.planner.timing import hardware_of, host_bound, send_seconds, time_of
 
 
@@ -105,6 +116,27 @@ def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> Non
         times = time_of(Recording(1, [segment], 0, 0, 0), hardware, 1)
         assert times.exposed == pytest.approx(max(0.0, 1 - longer) * sends, rel=1e-6)
         assert times.step == pytest.approx((max(1, longer) + longer) * sends, rel=1e-6)
+
+
+@pytest.mark.parametrize("longer", [0.5, 2.0])
+def test_in_pieces_a_gather_or_a_reduction_is_beside_the_matmul_but_for_one(longer: float) -> None:
+    hardware = replace(hardware_of("h100"), host_seconds=0.0)
+    gather = Send(
+        Collective("all_gather", 8 * 10**9, torch.bfloat16, 8), TENSOR_PARALLEL, TENSOR_PARALLEL
+    )
+    sends = send_seconds(gather.collective, hardware)
+    rate = hardware.memory_bytes_per_s * hardware.bandwidth_efficiency
+    matmul = Compute("mm", 1, int(longer * sends * rate), "bfloat16", COMPUTATION)  # its bytes take longer
+    reduce = gather._replace(collective=replace(gather.collective, kind="reduce_scatter"))
+    orders = ([], gather, [matmul]), ([matmul], reduce, [])
+    for before, send, after in orders:
+        marks = Mark(), Mark()
+        waits = [Record(marks[0], COMPUTATION), Wait(marks[0], TENSOR_PARALLEL), send]
+        waits += [Record(marks[1], TENSOR_PARALLEL), Wait(marks[1], COMPUTATION)]
+        recording = Recording(1, [Segment(Place(0, 0, "forward", 0), [*before, *waits, *after])], 0, 0, 0)
+        whole, pieces = (time_of(recording, hardware, 1, pieces=n).step for n in (1, 4))
+        assert whole == pytest.approx((1 + longer) * sends, rel=1e-6)
+        assert pieces == pytest.approx((max(1, longer) + min(1, longer) / 4) * sends, rel=1e-6)
 
 
 @pytest.mark.parametrize(("host_seconds", "bound"), [(1e-6, 0), (1e-2, 1)])

@@ -111,3 +111,35 @@ def test_float8_halves_what_blocks_gather_and_casts_each_input_once_a_phase() ->
     assert {event.dtype for event in matmuls} == {"float8_e4m3fn"}
     with pytest.raises(ShardingError, match="float8 is planned for compiled blocks"):
         Setup(float8=True)
+
+
+class Waves(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.down(torch.sin(torch.cos(self.up(x))))
+
+
+class WavyChain(Chain):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Waves() for _ in range(layers))
+
+
+def test_what_is_cheap_is_computed_again_where_nothing_is_checkpointed() -> None:
+    """Eager keeps the inputs of cosine, sine and the second matmul; a compiler the first, or the last too."""
+    eager, compiled = (
+        shardwise.plan(WavyChain, ranks=2, sequence=TOKENS, compile=on) for on in (False, True)
+    )
+    ends = [next(one for one in plan.moments if one.phase == "backward").alive for plan in (eager, compiled)]
+    saved = (ends[0]["activations"] - ends[1]["activations"]) / (2 * TOKENS * WIDTH * 2)
+    assert saved in (1, 2)
+    assert compiled.sent == eager.sent
+
+
+def test_a_compiled_loss_keeps_logits_as_they_are() -> None:
+    """Eager keeps their float32 logarithms; what else there is in backward is a part of neither."""
+    eager, compiled = (shardwise.plan(Chain, ranks=2, sequence=256, compile_loss=on) for on in (False, True))
+    whole, kept = (
+        max(one.alive.get("logits and loss", 0) for one in plan.moments) for plan in (eager, compiled)
+    )
+    assert kept < 0.6 * whole
+    assert compiled.sent == eager.sent

@@ -100,6 +100,15 @@ def test_what_cannot_fit_by_what_it_must_keep_is_told_not_to_fit(
     assert not made.fits
 
 
+def test_what_is_needed_is_less_than_what_is_reserved_where_the_allocator_can_give_back() -> None:
+    made = shardwise.plan("gpt2", ranks=2, sequence=256, micro_batch=4, hardware="a100-40gb")
+    tight = replace(made.hardware, memory_bytes=made.reserved_bytes + made.hardware.context_bytes - 2**20)
+    again = shardwise.plan("gpt2", made.setup, hardware=tight)
+    assert again.fits
+    assert again.given_back
+    assert again.peak_bytes <= again.needed_bytes < made.reserved_bytes
+
+
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
@@ -120,6 +129,7 @@ def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
         (gpt, {"optimizer": "Muon", "accumulation": 2}),
         (gpt, {"optimizer": "AdamW 8 bits", "layout": "contiguous"}),
         (llama, {"optimizer": "AdamW 8 bits"}),  # too small for any
+        (gpt, {"loop_holds": "logits", "checkpointing": "full"}),
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value.values())),
 )
@@ -138,9 +148,11 @@ def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: d
         (gpt, {"layout": "interleaved"}),
         (gpt, {"layout": "contiguous"}),
         (llama, {"tensor": 2}),
+        (llama, {"tensor": 2, "tensor_plan": "torchtitan"}),
+        (decoder, {"tensor": 2, "sequence_parallel": False, "loss_parallel": True}),
         (decoder, {"tensor": 2, "layout": "contiguous", "loss": "chunked"}),
     ],
-    ids=["interleaved", "contiguous", "tensor parallel", "tensor parallel, contiguous"],
+    ids=["interleaved", "contiguous", "tensor parallel", "its sequence", "its logits", "its head"],
 )
 @on_ranks(4)
 def test_a_plan_is_what_four_ranks_allocate_and_send(factory: Any, changes: dict[str, Any]) -> None:
@@ -161,6 +173,13 @@ def test_a_plan_is_json_both_ways_and_says_whether_it_fits() -> None:
     assert 0 < made.mfu < 1
     assert f"{made.parameters:,} parameters" in str(made)
     assert "efficiencies are assumed" in str(made)
+    assert made.likely > 0.99
+    assert "too close to call" not in str(made)
+    tight = replace(made.hardware, memory_bytes=made.needed_bytes + made.hardware.context_bytes)
+    close = replace(made, hardware=tight)
+    assert close.likely == 0.5
+    assert "too close to call" in str(close)
+    assert "50% likely to fit, 50% not to" in str(close)
     measured = replace(made.hardware, source="Measured by shardwise calibrate")
     assert "efficiencies were measured" in str(replace(made, hardware=measured))
 

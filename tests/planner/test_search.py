@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.plan_real import decoder, planned_step
+from benchmarks.plan_real import decoder, llama, planned_step
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
@@ -112,7 +112,7 @@ CUTS: list[tuple[Any, dict[str, Any]]] = [
         gpt,
         {"replicas": 2, "reshard_after_forward": False, "checkpointing": "full", "stored_dtype": "bfloat16"},
     ),
-    (decoder, {"tensor": 2, "layout": "contiguous"}),
+    (llama, {"tensor": 2, "layout": "contiguous", "tensor_plan": "torchtitan"}),
 ]
 
 
@@ -131,6 +131,9 @@ def test_the_python_of_a_plan_builds_what_was_planned(factory: Any, cut: dict[st
     for _ in range(2):
         optimizer.zero_grad()
         with CommCounter() as counter, loss_parallel():
-            F.cross_entropy(module(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+            output = module(tokens)
+            F.cross_entropy(
+                getattr(output, "logits", output).flatten(0, 1).float(), tokens.flatten()
+            ).backward()
             optimizer.step()
     assert counter.calls == issued

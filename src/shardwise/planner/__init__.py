@@ -16,6 +16,7 @@ from shardwise.planner.plan import Plan, advise, plan
 from shardwise.planner.search import Point, Search, search
 from shardwise.planner.setup import Setup, from_json, to_json
 from shardwise.planner.sharding import recompute
+from shardwise.planner.tensor import with_positions
 from shardwise.planner.timing import Hardware, hardware_of
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "to_json",
     "to_toml",
     "trace",
+    "with_positions",
 ]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import parallel
 from shardwise.planner.models import Factory, Model, chunked, exits_told, model_of
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
-from shardwise.planner.tensor import ROWS, STYLES, check, heads_by_rows, styles_of, tied
+from shardwise.planner.tensor import ROWS, STYLES, check, counts_positions, heads_by_rows, tied, words_of
 
 
 @exits_told()
@@ -36,8 +36,8 @@ def _imports(setup: Setup, body: str) -> Iterator[str]:
     names = ["MixedPrecisionPolicy", "fully_shard"]
     names += ["optim"] if "optim." in OPTIMIZERS[setup.optimizer].replace("torch.optim.", "") else []
     yield f"from shardwise import {', '.join(names)}"
-    if setup.checkpointing != "none":
-        yield "from shardwise.planner import recompute"
+    if helpers := [name for name in ("recompute", "with_positions") if name in body]:
+        yield f"from shardwise.planner import {', '.join(helpers)}"
 
 
 def _build(model: Model, setup: Setup) -> Iterator[str]:
@@ -71,6 +71,10 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
         yield "    # before: torchao's convert_to_float8_training(block), with enable_fsdp_float8_all_gather"
     if setup.compile:
         yield '    shardwise.compile(model, mode="regional")'
+    if setup.async_tensor:
+        yield "    # asynchronous: torch._inductor.config._micro_pipeline_tp, and symmetric memory"
+    if setup.compile_loss:
+        yield "    # the loss is torch.compile's of cross_entropy(logits.float(), targets)"
     if setup.loss == "chunked":
         yield "    # the head returns shardwise.nn.linear_cross_entropy(x, self.weight, targets)"
     if setup.optimizer == "Muon":
@@ -88,19 +92,21 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
 def _tensor_parallel(model: Model, setup: Setup) -> Iterator[str]:
     with torch.device("meta"):
         module = model.build(2)
-    words = styles_of(module, model.name)
+    words = words_of(module, model.name, setup)
     check(module, model.name, setup.tensor)
     yield "    styles = {"
     yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word != ROWS)
     yield "    }"
     yield '    parallelize_module(model, mesh["tensor"], styles)'
+    if counts_positions(module, words):
+        yield "    model.register_forward_pre_hook(with_positions, with_kwargs=True)"
     for head in heads_by_rows(module, words):
         yield f"    head = model.{head}"
         yield "    for name, p in list(head.named_parameters()):"
         yield '        rows = distribute_tensor(p.detach(), mesh["tensor"], [Shard(0)])'
         yield "        setattr(head, name, torch.nn.Parameter(rows))"
     yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
-    if "head_of_sequence" in words.values():
+    if {"head_of_sequence", "head_of_loss"} & {*words.values()}:
         yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
 
 

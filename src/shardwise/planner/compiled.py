@@ -8,9 +8,8 @@ there reads and writes it follows
               writes what is read after it; what lies between is never in memory
     freed     memory is free after its last reader
 
-Operators on complex numbers are not fused: inductor calls torch's own for them. A compiler may also compute
-again what is cheap instead of keeping it; that is not modelled, and takes less memory than planned where
-nothing is checkpointed.
+Operators on complex numbers are not fused: inductor calls torch's own for them. What is cheap, and computed
+again instead of kept where nothing is checkpointed, `partition` has cut out before.
 
 With float8 the matmuls of blocks run at that rate. What they take of activations is cast first: read, and
 written at one byte. Its largest magnitude is found by the kernel that made it. Weights are cast before they

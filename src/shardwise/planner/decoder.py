@@ -25,10 +25,12 @@ class Shape:
     bias: bool = False
     tied: bool = False
     dropout: float | None = None  # of attention in kernels apart, its scores in memory; else one kernel
+    wide_heads: int = 0  # their width, where it is not `width` over them
+    norm_heads: bool = False  # of queries and keys
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.wide_heads or self.width // self.heads
 
 
 def _gpt(vocabulary: int, width: int, layers: int, heads: int, dropout: float | None = None) -> Shape:
@@ -48,19 +50,24 @@ PUBLISHED = {
     "llama2-7b": Shape(32000, 4096, 32, 32, 32, 11008),
     "llama2-13b": Shape(32000, 5120, 40, 40, 40, 13824),
     "llama2-70b": Shape(32000, 8192, 80, 64, 8, 28672),
+    "qwen3-32b": Shape(151936, 5120, 64, 64, 8, 25600, wide_heads=128, norm_heads=True),
     "gpt2": _gpt(50257, 768, 12, 12),
     "gpt2-medium": _gpt(50257, 1024, 24, 16),
     "gpt2-large": _gpt(50257, 1280, 36, 20),
     "gpt2-xl": _gpt(50257, 1600, 48, 25),
     "gpt3-175b": _gpt(50257, 12288, 96, 96),
     "mpt-7b": _gpt(50368, 4096, 32, 32),
+    "mpt-13b": _gpt(50368, 5120, 40, 40),
     "mpt-30b": _gpt(50368, 7168, 48, 64),
     "megatron-1.7b": _megatron(2304, 24, 24),
     "megatron-3.6b": _megatron(3072, 30, 32),
     "megatron-7.5b": _megatron(4096, 36, 32),
     "megatron-18b": _megatron(6144, 40, 48),
+    "megatron-76b": _megatron(10240, 60, 80),
     "megatron-175b": _megatron(12288, 96, 96),
+    "megatron-310b": _megatron(16384, 96, 128),
     "megatron-530b": _megatron(20480, 105, 128),
+    "megatron-1008b": _megatron(25600, 128, 160),
 }
 
 
@@ -72,14 +79,18 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        kv_width = shape.kv_heads * shape.head_width
-        self.q = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        q_width, kv_width = (n * shape.head_width for n in (shape.heads, shape.kv_heads))
+        self.q = nn.Linear(shape.width, q_width, bias=shape.bias)
         self.k = nn.Linear(shape.width, kv_width, bias=shape.bias)
         self.v = nn.Linear(shape.width, kv_width, bias=shape.bias)
-        self.o = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.o = nn.Linear(q_width, shape.width, bias=shape.bias)
+        self.norm_q = nn.RMSNorm(shape.head_width) if shape.norm_heads else None
+        self.norm_k = nn.RMSNorm(shape.head_width) if shape.norm_heads else None
 
     def forward(self, x: Tensor, *, angles: Tensor | None) -> Any:  # (batch, length, width), in and out
         q, k, v = (p(x).unflatten(-1, (-1, self.shape.head_width)) for p in (self.q, self.k, self.v))
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
         if angles is not None:
             q, k = _rotated(q, angles), _rotated(k, angles)
         repeat = self.shape.heads // self.shape.kv_heads
@@ -142,18 +153,10 @@ class Head(nn.Module):
 
 _CUT = {
     **{f"blocks.*.{name}": "colwise" for name in ("attention.[qkv]", "ffn.up", "ffn.gate")},
+    **{f"blocks.*.attention.norm_{name}": "replicated_with_grad_allreduce" for name in "qk"},
     **{f"blocks.*.{name}": "rowwise" for name in ("attention.o", "ffn.down")},
     "embedding": "embedding_rowwise",
     "head.out": "colwise_gather_output",
-}
-_CUT_SEQUENCE = {
-    **_CUT,
-    **{f"blocks.*.{name}": "sequence_parallel" for name in ("norm_1", "norm_2")},
-    **{f"blocks.*.{name}": "gather_sequence" for name in ("attention", "ffn")},
-    **{f"blocks.*.{name}": "rowwise_to_sequence" for name in ("attention.o", "ffn.down")},
-    "embedding": "embedding_to_sequence",
-    "head.norm": "sequence_parallel",
-    "head.out": "head_of_sequence",
 }
 
 
@@ -167,9 +170,11 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape, *, layers: int, positions: int) -> None:
         super().__init__()
-        cut = _CUT_SEQUENCE if shape.rotary else _CUT
         self.shape = shape
-        self.tensor_plan = {name: cut[name] for name in cut if shape.gated or name != "blocks.*.ffn.gate"}
+        absent = [] if shape.gated else ["blocks.*.ffn.gate"]
+        absent += [] if shape.norm_heads else ["blocks.*.attention.norm_q", "blocks.*.attention.norm_k"]
+        self.tensor_plan = {name: word for name, word in _CUT.items() if name not in absent}
+        self.auto_tensor_plan = "torchtitan" if shape.rotary else "transformers"
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position = None if shape.rotary else nn.Embedding(positions, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(layers))

@@ -99,6 +99,7 @@ class Recording:
     block_parameters: int
     gathered_parameters: int  # of a block, by a rank: its part of those that tensor parallelism cuts
     converted: tuple[str, ...] = ()  # dtypes that the model makes parameters in, and that are not stored
+    whole_logits: bool = False  # on each rank, of those that tensor parallelism cuts the model over
 
     @property
     def middle(self) -> int:

@@ -136,6 +136,21 @@ def allocated(recording: Recording, *, expandable: bool, limit: int | None = Non
     return allocator
 
 
+def needed(recording: Recording, *, expandable: bool, limit: int, error: float) -> int:
+    """The least memory with which the allocator serves all, giving back what is free where it must.
+
+    Looked for within twice that share of `limit` only; what is further off is not worth the time.
+    """
+    low = max(moment.alive_bytes for moment in moments(recording))
+    high = allocated(recording, expandable=expandable).peak
+    near = limit * (1 - 2 * error), limit * (1 + 2 * error)
+    while low < near[1] and high > near[0] and high - low > limit // 200:
+        middle = (low + high) // 2
+        enough = allocated(recording, expandable=expandable, limit=middle).peak <= middle
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
 def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, Event, int]]:
     """Yield the events of the last step, each with how often it happens."""
     last = recording.segments[-1].place.step

@@ -95,6 +95,11 @@ def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
             "the module must return its logits, a tensor (batch, length, vocabulary); it returned one"
             f" of shape {tuple(logits.shape)}"
         )
+    return whole_loss(logits, targets)
+
+
+def whole_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -308,7 +313,7 @@ def _of_transformers(path: Path) -> Model:
             if learned and learned <= table.num_embeddings <= learned + 2:  # some leave two out
                 check_positions(tokens.shape[1], learned)
         logits = module(input_ids=tokens).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return whole_loss(logits, targets)
 
     layers: Any = told.get("num_hidden_layers", config.num_hidden_layers)
     return Model(path.stem, layers, build, _blocks, _no_ends, loss)

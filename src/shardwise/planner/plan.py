@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
-from shardwise.planner.events import CATEGORIES, Recording
+from shardwise.planner.events import CATEGORIES, LOGITS, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.models import Factory, Model, exits_told, model_of, quiet_fakes
 from shardwise.planner.record import record
 from shardwise.planner.setup import MOST, Setup, changed
+from shardwise.planner.tensor import cuts
 from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
 GIB = 2**30
+MEMORY_ERROR = 0.05  # of what a device needs: the standard deviation in TABLES.md's table of errors by family
+SURE = 0.9
 _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
@@ -57,12 +63,15 @@ class Plan:
         moments: the most bytes alive in each phase of each block, in order.
         reserved_bytes: the most that a caching allocator holds, from the beginning on. Where the device has
             less, it gives back what it can first, which takes time: so often (`given_back`).
+        needed_bytes: the least memory of a device on which the allocator could serve it, with time lost to
+            giving back; without hardware, what is reserved.
         sent: what the rank sends in a step; `groups` on whose behalf.
         model_flops: three times forward's operations, or all if those are fewer, as with frozen parameters: a
             multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
         assumed: of operators without a cost, of parameters made in another dtype, of which blocks are cut.
         whole: why all blocks were run, instead of a few; empty if a few were.
+        whole_logits: ranks that are tensor parallel each have all of the logits.
         times: as the hardware's model has it.
     """
 
@@ -73,12 +82,14 @@ class Plan:
     moments: list[Moment]
     reserved_bytes: int
     given_back: int
+    needed_bytes: int
     sent: list[Sent]
     groups: list[GroupSent]
     model_flops: int
     computed_flops: int
     assumed: list[str] = field(default_factory=list)
     whole: str = ""
+    whole_logits: bool = False
     hardware: Hardware | None = None
     times: Times | None = None
 
@@ -106,6 +117,19 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.free_bytes >= 0
+
+    @property
+    def likely(self) -> float:
+        """Probability that it fits, as memory errs by `MEMORY_ERROR`; that it does not is the rest."""
+        if self.hardware is None:
+            raise ShardingError("whether a plan fits needs hardware: plan(..., hardware='h100')")
+        room = math.log(self.hardware.usable_bytes / self.needed_bytes)
+        return NormalDist(0, MEMORY_ERROR).cdf(room)
+
+    @property
+    def sure(self) -> bool:
+        """Whether the verdict, either, is beyond the margin of memory's error."""
+        return abs(self.likely - 0.5) > SURE - 0.5
 
     @property
     def tokens_per_s(self) -> float:
@@ -164,6 +188,7 @@ def plan_of(
     """Make a plan of a recording of all blocks."""
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
+    pieces = setup.tensor if setup.async_tensor else 1
     allocator = measure.allocated(recording, expandable=setup.expandable_segments, limit=limit)
     return Plan(
         model=model.name,
@@ -173,6 +198,9 @@ def plan_of(
         moments=measure.moments(recording),
         reserved_bytes=allocator.peak,
         given_back=allocator.given_back,
+        needed_bytes=allocator.peak
+        if limit is None
+        else measure.needed(recording, expandable=setup.expandable_segments, limit=limit, error=MEMORY_ERROR),
         sent=measure.sent(recording, setup.accumulation),
         groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,
@@ -183,8 +211,9 @@ def plan_of(
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],
         whole=whole,
+        whole_logits=recording.whole_logits,
         hardware=device,
-        times=None if device is None else time_of(recording, device, setup.accumulation),
+        times=None if device is None else time_of(recording, device, setup.accumulation, pieces=pieces),
     )
 
 
@@ -278,12 +307,31 @@ def advise(
     model: str | Model | Factory, setup: Setup, *, hardware: str | Hardware
 ) -> Iterator[tuple[str, Plan]]:
     """Changes to a setup that does not fit, one after another, cheapest in time first, until it fits."""
-    for words, change in _changes(setup):
+    changes = [*_changes(setup)]
+    if setup.tensor > 1 and setup.loss == "whole":
+        with torch.device("meta"):
+            module = model_of(model, sequence=setup.sequence).build(1)
+        if not cuts(module, setup)[1]:
+            changes.insert(0, ("cut the logits up to the loss (loss_parallel=True)", {"loss_parallel": True}))
+    for words, change in changes:
         setup = replace(setup, **change)
         changed = plan(model, setup, hardware=hardware)
         yield words, changed
         if changed.fits:
             return
+
+
+def cause(made: Plan) -> str:
+    """What most of the memory is at its peak, and why where tensor parallelism's plan is why."""
+    category, size = max(made.peak.alive.items(), key=lambda item: item[1])
+    words = f"Most at the peak: {category}, {sized(size)} of {sized(made.peak_bytes)}"
+    logits, setup = made.peak.alive.get(LOGITS, 0), made.setup
+    if made.whole_logits and 4 * logits > made.peak_bytes:
+        words += (
+            f"; logits and loss, {sized(logits)}, are whole on each of {setup.tensor} tensor-parallel ranks:"
+            " loss_parallel=True cuts them"
+        )
+    return words
 
 
 def _changes(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -346,7 +394,10 @@ def _lines(made: Plan) -> Iterator[str]:
         yield "  The allocator gives back what it keeps before it asks for more: slower than planned"
     if made.hardware is not None:
         verdict = "fits, with" if made.fits else "does not fit: short of"
-        yield f"  {verdict} {sized(abs(made.free_bytes))} on {made.hardware.name}"
+        close = "" if made.sure else ", too close to call"
+        yield f"  {verdict} {sized(abs(made.free_bytes))} on {made.hardware.name}{close}"
+        likely = f"{made.likely:.0%} likely to fit, {1 - made.likely:.0%} not to"
+        yield f"  {likely}: it needs {sized(made.needed_bytes)}, and memory errs by {MEMORY_ERROR:.0%}"
     yield f"Sent by a rank: {sized(made.wire_bytes)} a step"
     for one in made.sent:
         size = f"{one.nbytes / 2**20:10,.2f} MiB {one.dtype}"

@@ -20,25 +20,31 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy, layer_norm
+from torch.overrides import TorchFunctionMode
 
 from shardwise import _compat
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
+from shardwise.planner import models
 from shardwise.planner.compiled import compiled
 from shardwise.planner.events import GRADIENTS, PARAMETERS, Recording
 from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import make_smaller_shards, noop_world
+from shardwise.planner.partition import partition, partitioned
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built, optimizers_of, shard, split
-from shardwise.planner.tensor import parallelize
+from shardwise.planner.tensor import cuts, parallelize
 from shardwise.planner.watch import watching
 
 STEPS = 2
@@ -53,6 +59,26 @@ class Library:
 
 
 SHARDWISE = Library(shard, watching)
+
+
+class Held(TorchFunctionMode):
+    """What a training loop has in variables: the logits, as `cross_entropy` takes them, if it holds them."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.logits: list[Tensor] | None = [] if what == "logits" else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is cross_entropy and self.logits is not None:
+            self.logits.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """RMSNorm in one kernel, as on CUDA: LayerNorm's stands in, which keeps one number a token more."""
+    return layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
 def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
@@ -75,7 +101,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         parameters = sum(p.numel() for p in module.parameters())
         in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
         if tensor is not None:
-            parallelize(module, model.name, tensor)
+            parallelize(module, model.name, tensor, setup)
             loss = loss_parallel()
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
@@ -92,7 +118,14 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
         tensor_group = None if tensor is None else tensor.get_group()
-        recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile)
+        if setup.device == "cuda":
+            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
+        recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile or setup.compile_loss)
+        if setup.compile and setup.checkpointing == "none" and tensor is None:
+            partition(model.blocks(module), recorder)
+        if setup.compile_loss:
+            compiled_loss = partitioned(models.whole_loss, recorder)
+            stack.enter_context(mock.patch.object(models, "whole_loss", compiled_loss))
         stack.enter_context(library.watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, model.blocks(module), tokens)
@@ -102,7 +135,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         segments = recorder.finish()
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, float8=setup.float8)
-        return Recording(layers, segments, parameters, in_block, gathered, converted)
+        whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
+        return Recording(layers, segments, parameters, in_block, gathered, converted, whole)
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:
@@ -131,11 +165,12 @@ def _step(
         syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
         if setup.reduce_once and syncs is not None:
             syncs(micro == setup.accumulation - 1)
-        loss = model.loss(module, tokens, tokens)
+        with Held(setup.loop_holds) as held:
+            loss = model.loss(module, tokens, tokens)
         recorder.end_forward()
         recorder.go(phase="backward", layer=None, after=True)
         loss.backward()
-        del loss
+        del loss, held
         recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)
     if setup.clip_norm:

@@ -65,7 +65,7 @@ class Recorder(Storages):
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # from what computes shapes
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
-        self.in_library = 0  # calls of it that are under way
+        self.in_library = self.in_graphs = 0  # calls of it, or of a compiler's graphs, that are under way
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.blocks = blocks
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
@@ -265,8 +265,8 @@ class Recorder(Storages):
             ]
             for value in (read, written)
         )
-        inside = not (self.in_library or self._around or self.place.layer is None)
-        own = inside and isinstance(event, Compute) and event.stream == COMPUTATION
+        inside = self.in_graphs or not (self.in_library or self._around or self.place.layer is None)
+        own = bool(inside) and isinstance(event, Compute) and event.stream == COMPUTATION
         self.touches[id(event)] = Touched(reads, writes, own)
 
     def _ran_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -32,6 +32,12 @@ class Setup:
         device: "cuda" has streams for communication; on "cpu" each collective ends before its call does.
         replicas: how many hold each shard (HSDP); 1 cuts over all.
         tensor: neighbouring ranks that share each micro-batch, tensor parallel; 1 has none.
+        tensor_plan: "torchtitan" cuts the sequence between matmuls, and the logits up to the loss;
+            "transformers" neither: whole logits are on every rank. "auto" is the second, but for Llama's kind
+            of built-in models.
+        sequence_parallel, loss_parallel: either by itself, whatever the plan.
+        async_tensor: gathers and reductions of the sequence are in pieces, beside the matmul that needs or
+            makes them, as a compiler has it (asynchronous tensor parallelism).
         layout: as `fully_shard` takes it; so are `strategy` and `reshard_after_forward`.
         stored_dtype: of the sharded parameters, and so of gradients and optimizer state.
         param_dtype: of gathered parameters and computation.
@@ -39,9 +45,12 @@ class Setup:
         ends_apart: the model's first and last modules are groups of their own, beside its blocks.
         checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "full".
         compile: blocks are compiled: `shardwise.compile(mode="regional")`.
+        compile_loss: so is the loss of whole logits, which then are kept as they are.
         float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
         optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
+        loop_holds: "logits", as they come to the loss, where the training loop still has them in a variable
+            while backward runs.
         micro_batch: sequences a rank computes at a time.
         sequence: tokens of each.
         accumulation: micro-batches of one optimizer step.
@@ -54,6 +63,10 @@ class Setup:
     device: Literal["cuda", "cpu"] = "cuda"
     replicas: int = 1
     tensor: int = 1
+    tensor_plan: Literal["auto", "torchtitan", "transformers"] = "auto"
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    async_tensor: bool = False
     layout: Literal["interleaved", "contiguous"] = "interleaved"
     strategy: str | None = None
     reshard_after_forward: bool | int | None = None
@@ -63,9 +76,11 @@ class Setup:
     ends_apart: bool = True
     checkpointing: Checkpointing = "none"
     compile: bool = False
+    compile_loss: bool = False
     float8: bool = False
     optimizer: Optimizer = "AdamW fused"
     loss: Literal["whole", "chunked"] = "whole"
+    loop_holds: Literal["nothing", "logits"] = "nothing"
     micro_batch: int = 1
     sequence: int = 2048
     accumulation: int = 1
@@ -85,6 +100,8 @@ class Setup:
             raise ShardingError(
                 "float8 is planned for compiled blocks, whose kernels find its scales: compile=True"
             )
+        if self.async_tensor and not (self.compile and self.tensor > 1):
+            raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
         if self.ranks % self.replicas:
             raise ShardingError(
                 f"a mesh of {self.replicas} replicas does not divide {self.ranks} ranks: choose replicas"

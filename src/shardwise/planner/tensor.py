@@ -4,20 +4,26 @@ A model says so by `tensor_plan`: a style's word by the name of a module, in whi
 it. transformers' models bring a plan in the same words. A word is the Python of a style (`STYLES`), so that
 what is printed is what was planned. "sequence" is about activations that are cut along their sequence where
 nothing is multiplied, as norms and residuals are.
+
+transformers' plans cut no sequence and gather the logits; torchtitan's cut both. `words_of` makes the second
+kind of the first, so that either is planned of any model that says how its matmuls are cut.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel
 
 from shardwise.errors import ShardingError
+from shardwise.planner.setup import Setup
 
 _FROM_TOKENS, _TO_SEQUENCE = "input_layouts=Replicate()", "output_layouts=Shard(1)"
 STYLES = {
@@ -29,22 +35,30 @@ STYLES = {
     "replicated_with_grad_allreduce": "SequenceParallel(sequence_dim=2, use_local_output=True)",  # of heads
     "sequence_parallel": "SequenceParallel()",
     "gather_sequence": "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())",
+    "gather_hidden_states": "PrepareModuleInput(input_kwarg_layouts={'hidden_states': Shard(1)},"
+    " desired_input_kwarg_layouts={'hidden_states': Replicate()})",  # where forward is called by keywords
     "rowwise_to_sequence": f"RowwiseParallel({_TO_SEQUENCE})",
     "embedding_to_sequence": f"RowwiseParallel({_FROM_TOKENS}, {_TO_SEQUENCE})",
     "head_of_sequence": "ColwiseParallel(input_layouts=Shard(1), use_local_output=False)",
+    "head_of_sequence_gather_output": "ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())",
+    "head_of_loss": "ColwiseParallel(use_local_output=False)",
 }
+_TO_WHOLE = ("colwise_gather_output", "colwise_rep")
+_IN_SEQUENCE = {"rowwise": "rowwise_to_sequence", "embedding_rowwise": "embedding_to_sequence"}
 
 ROWS = "rows"  # of the head's weight, where the head makes the loss: its inputs and outputs stay as they are
 
 
-def parallelize(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Cut `module`, of the model of that name, over the axis `mesh`.
+def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) -> None:
+    """Cut `module`, of the model of that name, over the axis `mesh`, as `setup` says.
 
     Raises:
         ShardingError: nothing says how, or a size that the axis does not divide.
     """
-    words = styles_of(module, name)
+    words = words_of(module, name, setup)
     check(module, name, mesh.size())
+    if counts_positions(module, words):
+        module.register_forward_pre_hook(with_positions, with_kwargs=True)
     ties = dict(tied(module))
     names = vars(parallel) | {"Replicate": Replicate, "Shard": Shard}
     styles = {one: eval(STYLES[word], names) for one, word in words.items() if word != ROWS}
@@ -56,6 +70,19 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
     for other, first in ties.items():
         owner, _, attribute = other.rpartition(".")
         setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+
+
+def counts_positions(module: nn.Module, words: dict[str, str]) -> bool:
+    """Whether `module` numbers tokens by what its embedding makes, of which this plan leaves it a part."""
+    takes = inspect.signature(module.forward).parameters
+    return "embedding_to_sequence" in words.values() and "position_ids" in takes
+
+
+def with_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Tell `module`, before forward, the positions of all tokens: a hook."""
+    tokens = args[0] if args else kwargs["input_ids"]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    return args, {"position_ids": positions} | kwargs
 
 
 def check(module: nn.Module, name: str, degree: int) -> None:
@@ -138,6 +165,41 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
         if isinstance(module.get_submodule(table), nn.Embedding) and head in words and table not in words:
             words = {table: "embedding_rowwise", **words}
     return words
+
+
+def cuts(module: nn.Module, setup: Setup) -> tuple[bool, bool]:
+    """Whether the sequence is cut between matmuls; and the logits, up to the loss."""
+    preferred: str = getattr(module, "auto_tensor_plan", "transformers")
+    both = (preferred if setup.tensor_plan == "auto" else setup.tensor_plan) == "torchtitan"
+    sequence, loss = setup.sequence_parallel, setup.loss_parallel
+    return both if sequence is None else sequence, both if loss is None else loss
+
+
+def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
+    """`styles_of` it, with the sequence and the logits cut as `setup` says."""
+    words = styles_of(module, name)
+    sequence, loss = cuts(module, setup)
+    if not sequence:
+        return {one: "head_of_loss" if loss and word in _TO_WHOLE else word for one, word in words.items()}
+    head = "head_of_sequence" if loss else "head_of_sequence_gather_output"
+    cut = {one: head if word in _TO_WHOLE else _IN_SEQUENCE.get(word, word) for one, word in words.items()}
+    if "embedding_to_sequence" not in cut.values():
+        raise ShardingError(
+            f"{name} cannot be planned with its sequence cut: its tensor parallel plan leaves its embedding"
+            " whole. Give that the word embedding_rowwise, or plan with sequence_parallel=False"
+        )
+    whole = {one.rpartition(".")[0] for one, word in words.items() if word == "colwise"}
+    for one, child in module.named_modules():
+        pattern = _of_any_block(one)
+        if pattern in whole:
+            takes = [*inspect.signature(child.forward).parameters]
+            by_keyword = takes[0] == "hidden_states" and len(takes) > 1
+            cut.setdefault(pattern, "gather_hidden_states" if by_keyword else "gather_sequence")
+        elif next(child.parameters(recurse=False), None) is not None and not any(
+            _fits(one, known) for known in cut
+        ):
+            cut[pattern] = "sequence_parallel"
+    return cut
 
 
 def heads_by_rows(module: nn.Module, words: dict[str, str]) -> list[str]:

@@ -19,7 +19,17 @@ from typing import Any
 
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
-from shardwise.planner.events import COMPUTATION, Compute, Mark, Place, Record, Recording, Send, Wait
+from shardwise.planner.events import (
+    COMPUTATION,
+    TENSOR_PARALLEL,
+    Compute,
+    Mark,
+    Place,
+    Record,
+    Recording,
+    Send,
+    Wait,
+)
 from shardwise.planner.measure import last_step
 
 _MAY_BE_ZERO = ("host_latency_s", "network_latency_s", "matmul_half_flops", "host_seconds", "context_bytes")
@@ -130,8 +140,39 @@ def _check_number(name: str, value: Any, *, may_be_zero: bool) -> None:
         raise ShardingError(f"{name} must be a number {least}, got {value!r}")
 
 
-def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Times:
-    """Compute the times of the recording's last step."""
+class _Pieces:
+    """Tensor parallelism's collectives in pieces, each beside the matmul of another: asynchronous.
+
+    A matmul begins with the first piece that is gathered, and has its own last piece to do after the last.
+    What is reduced goes likewise: after the first piece of the matmul that makes it, until after the last.
+    With one piece, each waits for the other.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.first = self.last = 0.0  # of the matmul before: its first piece; of a gather: its last
+        self.gathered: float | None = None  # when the first piece was
+
+    def sent(self, kind: str, begin: float, takes: float) -> float:
+        """Return when this collective, which begins when all that it needs is there, ends."""
+        self.gathered = None
+        if self.count == 1:
+            return begin + takes
+        if kind == "all_gather":
+            self.gathered, self.last = begin + takes / self.count, begin + takes
+            return self.last
+        return max(self.first + takes, begin + takes / self.count)
+
+    def multiplied(self, begin: float, takes: float) -> float:
+        """Return when this matmul ends."""
+        self.first = begin + takes / self.count
+        end, self.last = max(begin + takes, self.last + takes / self.count), 0.0
+        return end
+
+
+def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, pieces: int = 1) -> Times:
+    """Compute the times of the recording's last step; tensor parallelism's collectives are in so many `pieces`."""
+    tensor = _Pieces(pieces)
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
     spans: dict[tuple[str, Place], Span] = {}
@@ -147,14 +188,21 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
             else:
                 takes = times * compute_seconds(event, hardware)
                 computation += takes if event.stream == COMPUTATION else 0.0
-            clocks[event.stream] = begin + takes
+            end = begin + takes
+            if event.stream == TENSOR_PARALLEL and isinstance(event, Send):
+                end = tensor.sent(event.collective.kind, begin, takes)
+            elif event.stream == COMPUTATION and isinstance(event, Compute) and event.flops:
+                end = tensor.multiplied(begin, takes)
+            clocks[event.stream] = end
             known = spans.get(
                 (event.stream, place), Span(event.stream, place.phase, place.layer, begin, 0, 0)
             )
             busy, issued = known.busy + takes, known.host + issues
-            spans[event.stream, place] = replace(known, end=begin + takes, busy=busy, host=issued)
+            spans[event.stream, place] = replace(known, end=end, busy=busy, host=issued)
         elif isinstance(event, Record):
-            marks[event.mark] = clocks.get(event.stream, 0.0)
+            now = clocks.get(event.stream, 0.0)
+            early = tensor.gathered if event.stream == TENSOR_PARALLEL else None
+            marks[event.mark] = now if early is None else early
         elif isinstance(event, Wait):
             until, now = marks.get(event.mark, 0.0), max(clocks.get(event.stream, 0.0), host)
             if until > now:

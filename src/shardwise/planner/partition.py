@@ -1,0 +1,84 @@
+"""What a compiler keeps for backward, and what it computes again: torch's own min-cut of a joint graph.
+
+A function is traced, forward and backward together, on the fake tensors of its first call. The partitioner
+that inductor has splits that graph in two, which run in the function's place. So a recording sees what is
+kept between them, and what the second computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from functorch.compile import (  # type: ignore[import-untyped]
+    aot_function,
+    default_decompositions,
+    min_cut_rematerialization_partition,
+)
+from torch import nn
+
+from shardwise.planner.recorder import Recorder
+
+
+def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """`function` of tensors as forward's and backward's graph, which are all that the recorder sees of it."""
+
+    def graph(made: Any, inputs: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            looks_away, recorder.looks_away = recorder.looks_away, False
+            recorder.in_graphs += 1
+            try:
+                return made(*args)
+            finally:
+                recorder.looks_away = looks_away
+                recorder.in_graphs -= 1
+
+        return call
+
+    both: Any = aot_function(
+        function,
+        fw_compiler=graph,
+        bw_compiler=graph,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=default_decompositions,
+    )
+
+    def call(*args: Any) -> Any:
+        recorder.looks_away = True
+        try:
+            return both(*args)
+        finally:
+            recorder.looks_away = False
+
+    return call
+
+
+class _Plain(nn.Module):
+    """A block's own forward, without the hooks that the library has around it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.own = block, block.forward
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        return self.own(*args, **kwargs)
+
+
+def partition(blocks: list[nn.Module], recorder: Recorder) -> None:
+    """Let each block run as its graphs do, which blocks that are written alike share."""
+    made: dict[str, Callable[..., Any]] = {}
+    for block in blocks:
+        plain, key = _Plain(block), str(block)
+        if key not in made:
+
+            def own(params: Any, args: Any, kwargs: Any, plain: _Plain = plain) -> Any:
+                return torch.func.functional_call(plain, params, (args, kwargs))
+
+            made[key] = partitioned(own, recorder)
+        graphs = made[key]
+
+        def forward(*args: Any, plain: _Plain = plain, graphs: Any = graphs, **kwargs: Any) -> Any:
+            return graphs(dict(plain.named_parameters()), args, kwargs)
+
+        block.forward = forward
