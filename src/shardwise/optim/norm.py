@@ -8,7 +8,8 @@ Gradients of the contiguous layout that fill their group's reduced shard are tak
 
 A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
 which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
-not, experts and not) thus get one right norm. The infinity norm takes MAX in place of SUM.
+not, experts and not) thus get one right norm. Stages of a pipeline have other parameters each: their sums
+are added last. The infinity norm takes MAX in place of SUM.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
@@ -36,7 +38,9 @@ _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without los
 
 
 @torch.no_grad()
-def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def get_total_norm(
+    tensors: Iterable[Tensor], norm_type: float = 2.0, *, stages: DeviceMesh | None = None
+) -> Tensor:
     """The norm of all elements of `tensors` taken together, as if each were whole.
 
     Collective over every mesh of a sharded tensor in `tensors`; all ranks must pass the same tensors in
@@ -45,6 +49,7 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Args:
         tensors: plain tensors (equal on all ranks), `ShardedRows`, `ShardedTensor`s, and DTensors.
         norm_type: the p of the p-norm, positive or infinite.
+        stages: ranks that have other tensors each, a pipeline's stages; all of them must call.
 
     Returns:
         A scalar on the device of the first tensor, fp32 or wider, equal on all ranks; zero for no
@@ -54,7 +59,7 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
     """
     by_axes, counts = _local_by_axes(tensors)
-    return _norm(by_axes, counts, norm_type, "")
+    return _norm(by_axes, counts, norm_type, "", stages)
 
 
 def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
@@ -95,12 +100,16 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]],
 
 
 def _norm(
-    by_axes: dict[Axes, list[Tensor]], counts: Mapping[Axes, int], norm_type: float, purpose: str
+    by_axes: dict[Axes, list[Tensor]],
+    counts: Mapping[Axes, int],
+    norm_type: float,
+    purpose: str,
+    stages: DeviceMesh | None,
 ) -> Tensor:
-    """The norm of everything. Collective over all of the axes."""
+    """The norm of everything. Collective over all of the axes, and over the stages."""
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
-    if not by_axes:
+    if not by_axes and stages is None:
         return torch.tensor(0.0)
     infinite = math.isinf(norm_type)
     pending = {axes: _local_power_sum(locals_, norm_type) for axes, locals_ in by_axes.items()}
@@ -114,7 +123,11 @@ def _norm(
         for axes, total in zip(cut, reduced.unbind(), strict=True):
             rest = tuple(other for other in axes if other is not group)
             pending[rest] = total if rest not in pending else _add(pending[rest], total, infinite=infinite)
-    (total,) = pending.values()
+    total = next(iter(pending.values()), torch.zeros(()))  # a stage may have no gradients
+    if stages is not None:
+        what = f"reduce the {norm_type}-norm of all stages{purpose}"
+        wide = total.reshape(1).to(stages.device_type, torch.float64)  # whatever stages have
+        (total,) = _all_reduce(wide, stages.get_group(), what, infinite=infinite).to(total.dtype)
     return total if infinite else total.pow(1 / norm_type)
 
 
@@ -125,6 +138,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    stages: DeviceMesh | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
 
@@ -132,6 +147,10 @@ def clip_grad_norm_(
     either layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts any.
 
     Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
+
+    Args:
+        stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes the parameters of its own stages, and all
+            are scaled by the norm of the whole model's gradients. Without it each stage has a norm of its own.
 
     Returns:
         The norm before clipping: a scalar, equal on all ranks.
@@ -152,7 +171,7 @@ def clip_grad_norm_(
     by_axes, counts = _local_by_axes(gradients)
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
-    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}")
+    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"{here()}: the {norm_type}-norm of the gradients is {total.item()}, so they cannot be clipped;"
