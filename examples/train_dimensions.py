@@ -1,48 +1,47 @@
-"""Train a small GPT, with experts or without, on a mesh of up to six dimensions: one loss curve whatever the mesh.
+"""Train a small GPT, with experts or without, on a mesh of several dimensions: one loss curve on any.
 
     python examples/train_dimensions.py --mesh pp2,dp2,tp2      # starts its 8 ranks itself
     make train MESH=ep2,sp2                                     # goes on from any mesh's checkpoint
 
-`pp` stages of the model (torch.distributed.pipelining), `replicate` and `dp` rows of the batch, `sp` sequences in
-pieces, `ep` experts, `tp` matrices (torch's DTensor); any subset. Each is a few lines below, in that order of use:
-`tensor_parallel`, `shard`, `make_stages`, and `Step`, which knows whose loss and whose gradients are whose.
+`pp` stages of the model (torch.distributed.pipelining), `replicate` and `dp` rows of the batch, `sp`
+sequences in pieces, `ep` experts, `tp` matrices (torch's DTensor); any subset. `shard` and `stages_of` say
+what is cut; `Step` knows whose loss and gradients are whose.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import shardwise
+import train_gpt
 from run_log import memory_held, open_log
 from shardwise import fully_shard
-from shardwise.checkpoint import latest_step, load, optimizer_state, save
+from shardwise.checkpoint import latest_step, save
 from shardwise.dimensions import Dimensions, data_ranks, dense_mesh, expert_mesh, part, share_of_batch
 from shardwise.errors import ShardingError
 from shardwise.launch import on_ranks
 from shardwise.nn import ExpertCut, SequenceCut
 from shardwise.optim import clip_grad_norm_
-from train_gpt import VOCABULARY, read_text, say, set_learning_rate, start, training_batch
+from train_gpt import VOCABULARY, say, training_state
 
+SIZES = {"batch": 16, "seq": 64, "width": 64, "depth": 4, "heads": 4, "experts": 4, "seed": 0}
+EVERY = {"log-every": 10, "save-every": 50}
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+HEADS = dict.fromkeys(("query", "key", "value"), ColwiseParallel()) | {"out": RowwiseParallel()}
+MLP = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+ENDS = ("embedding", "head")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,49 +51,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=100, help="optimizer steps in all, earlier runs' included")
     add("--layout", choices=["interleaved", "contiguous"], default="interleaved")
     add("--dtype", choices=["float32", "float64"], default="float32", help="of everything")
-    add("--schedule", default="1F1B", help="of the pipeline: GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble, ...")
+    add("--schedule", default="1F1B", help="of pp: GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble, ...")
     add("--micro-batches", type=int, default=4, help="of each rank's rows, in a pipeline")
     add("--no-resume", dest="resume", action="store_false", help="do not go on from --out's checkpoint")
     add("--out", type=Path, default=Path("runs/train_dimensions"), help="checkpoints and the page go here")
     add("--data", type=Path, help="folder of text (default: Python's standard library)")
-    add("--seed", type=int, default=0)
-    add("--batch", type=int, default=16, help="windows per step over all ranks")
-    add("--seq", type=int, default=64, help="bytes per window")
-    add("--width", type=int, default=64)
-    add("--depth", type=int, default=4)
-    add("--heads", type=int, default=4)
-    add("--experts", type=int, default=4, help="in every second block; 0: none")
     add("--lr", type=float, default=2e-3)
-    add("--log-every", type=int, default=10, help="steps between printed losses")
-    add("--save-every", type=int, default=50, help="steps between checkpoints")
+    for name, default in (SIZES | EVERY).items():
+        add(f"--{name}", type=int, default=default)
     parser.set_defaults(compare=[], tensorboard=False)
     return parser.parse_args(argv)
-
-
-# --------------------------------------------------------------------------------------- model
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.size = width // heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.attend = F.scaled_dot_product_attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
-        return self.out(self.attend(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class Experts(nn.Module):
@@ -110,10 +76,9 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Two experts for each token. `cut` sends tokens over ep; ranks of `tp`, which have the same, share them."""
+    """Two experts for each token."""
 
     cut: ExpertCut
-    tp: DeviceMesh | None = None
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -123,27 +88,24 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).topk(2)
-        mine = [self.share(each) for each in (tokens, weights, chosen)]
-        results = self.cut.experts(self.experts)(mine[0], mine[2])
-        mixed = (results * mine[1].unsqueeze(-1)).sum(1)
-        if self.tp is not None:
-            whole = {"shape": tokens.shape, "stride": tokens.stride()}
-            mixed = DTensor.from_local(mixed, self.tp, [Shard(0)], run_check=False, **whole).full_tensor()
-        return mixed.view_as(x)
-
-    def share(self, whole: Tensor) -> Tensor:
-        if self.tp is None:
-            return whole
-        same = DTensor.from_local(whole, self.tp, [Replicate()], run_check=False)
-        return same.redistribute(self.tp, [Shard(0)]).to_local()
+        return self.cut.mixture(self.experts)(tokens, chosen, weights).view_as(x)
 
 
 class Block(nn.Module):
+    attend: Any = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, width: int, heads: int, experts: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp: nn.Module = MixtureOfExperts(width, experts) if experts else MLP(width)
+        self.head_size = width // heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = MixtureOfExperts(width, experts) if experts else mlp
+
+    def attention(self, x: Tensor) -> Tensor:
+        every = (each(x).unflatten(-1, (-1, self.head_size)) for each in (self.query, self.key, self.value))
+        heads = self.attend(*(each.transpose(1, 2) for each in every), is_causal=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -161,9 +123,9 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """All of the model, or a stage of it: what is not there is another stage's. Names are the whole model's."""
+    """The model, or a stage of it: what is not there is another stage's. Names are the whole model's."""
 
-    def __init__(self, embedding: nn.Module | None, blocks: dict[str, nn.Module], head: nn.Module | None) -> None:
+    def __init__(self, embedding: Any, blocks: dict[str, Any], head: Any) -> None:
         super().__init__()
         self.embedding, self.blocks, self.head = embedding, nn.ModuleDict(blocks), head
 
@@ -171,6 +133,12 @@ class GPT(nn.Module):
         for module in (self.embedding, *self.blocks.values(), self.head):
             x = x if module is None else module(x)
         return x
+
+
+def joined(stages: list[GPT]) -> GPT:
+    """All stages of a rank as one, for the optimizer and the checkpoint."""
+    embedding, head = (next((m for stage in stages if (m := getattr(stage, end))), None) for end in ENDS)
+    return GPT(embedding, {name: block for stage in stages for name, block in stage.blocks.items()}, head)
 
 
 def build(args: argparse.Namespace) -> GPT:
@@ -181,37 +149,21 @@ def build(args: argparse.Namespace) -> GPT:
     return GPT(Embedding(args.width, args.seq), blocks, head).to(getattr(torch, args.dtype))
 
 
-# ----------------------------------------------------------------------------- the dimensions
-
-
-def tensor_parallel(block: Block, tp: DeviceMesh) -> None:
-    """Heads and the middle of an MLP cut over tp, in DTensor's ways; ranks of tp share an expert's tokens."""
-    names = ("attention.query", "attention.key", "attention.value", "mlp.up")
-    plan = {**dict.fromkeys(names, ColwiseParallel()), **dict.fromkeys(("attention.out", "mlp.down"), RowwiseParallel())}
-    if isinstance(block.mlp, MixtureOfExperts):
-        block.mlp.tp = tp
-        plan = {name: style for name, style in plan.items() if not name.startswith("mlp")}
-    parallelize_module(block, tp, plan)
-
-
 def shard(model: GPT, mesh: DeviceMesh, *, layout: str, sequences: SequenceCut | None) -> None:
-    """Cut everything over its part of the mesh: first what is cut by itself, then what is left over all ranks."""
+    """Cut all parameters: first what a dim of its own cuts, then everything over the rest of the mesh."""
     tp, ep = part(mesh, "tp"), part(mesh, "ep")
-    # Micro-batches use parameters again and again: gathered once, in a pipeline.
+    # Micro-batches use parameters again and again: a pipeline gathers them once.
     options: dict[str, Any] = {"layout": layout, "reshard_after_forward": part(mesh, "pp") is None}
     for block in model.blocks.values():
         if tp is not None:
-            tensor_parallel(block, tp)
+            parallelize_module(block, tp, HEADS if isinstance(block.mlp, MixtureOfExperts) else HEADS | MLP)
         if sequences is not None:
-            block.attention.attend = sequences.attention(F.scaled_dot_product_attention)
+            block.attend = sequences.attention(F.scaled_dot_product_attention)
         if isinstance(moe := block.mlp, MixtureOfExperts):
-            experts = moe.experts
-            moe.cut = ExpertCut(ep, len(experts.up))
-            if ep is not None:
-                for name, weight in list(experts.named_parameters()):
-                    experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)])))
-            fully_shard(experts, mesh=expert_mesh(mesh), **options)
-            experts.set_gradient_divide_factor(data_ranks(mesh))  # a sum over the tokens of all ranks
+            moe.cut = ExpertCut(ep, len(moe.experts.up), alike=tp)
+            moe.cut.distribute(moe.experts)
+            fully_shard(moe.experts, mesh=expert_mesh(mesh), **options)
+            moe.experts.set_gradient_divide_factor(data_ranks(mesh))  # a sum over all ranks' tokens
         fully_shard(block, mesh=dense_mesh(mesh), **options)
     if model.embedding is not None and sequences is not None:
         model.embedding.positions = sequences.positions
@@ -220,50 +172,44 @@ def shard(model: GPT, mesh: DeviceMesh, *, layout: str, sequences: SequenceCut |
             fully_shard(module, mesh=dense_mesh(mesh), **options)
 
 
-def make_stages(
-    model: GPT, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device, sequences: SequenceCut | None
-) -> tuple[GPT, list[PipelineStage]]:
-    """This rank's part of the model, sharded; and its stages, if there is a pipeline."""
-    pp = part(mesh, "pp")
-    if pp is None:
-        shard(model.to(device), mesh, layout=args.layout, sequences=sequences)
-        return model, []
-    kind, ranks = get_schedule_class(args.schedule), pp.size()
-    places = list(range(ranks))  # of the stages; several to a rank for schedules that need them
-    if not issubclass(kind, PipelineScheduleSingle):
+def stages_of(model: GPT, pp: DeviceMesh, args: argparse.Namespace) -> list[tuple[int, GPT]]:
+    """This rank's stages, with their numbers: even shares of the blocks; two for schedules of several."""
+    places = list(range(pp.size()))
+    if not issubclass(get_schedule_class(args.schedule), PipelineScheduleSingle):
         places += places[::-1] if args.schedule in V_SHAPED else places
     if args.depth < len(places):
-        raise ShardingError(f"--depth {args.depth} does not fill {len(places)} stages: give it at least as many")
-    stages, last = [], len(places) - 1
-    ends = [round(i * args.depth / len(places)) for i in range(len(places) + 1)]
+        raise ShardingError(f"--depth {args.depth} does not fill {len(places)} stages: give as many")
+    ends = [args.depth * i // len(places) for i in range(len(places) + 1)]
+    found = []
     for stage in (i for i, place in enumerate(places) if place == pp.get_local_rank()):
         blocks = {str(i): model.blocks[str(i)] for i in range(ends[stage], ends[stage + 1])}
-        piece = GPT(None if stage else model.embedding, blocks, model.head if stage == last else None).to(device)
-        shard(piece, mesh, layout=args.layout, sequences=sequences)
-        stages.append(PipelineStage(piece, stage, len(places), device, group=pp.get_group()))
-    pieces: list[Any] = [stage.submod for stage in stages]
-    blocks = {name: block for piece in pieces for name, block in piece.blocks.items()}
-    embeddings, heads = [p.embedding for p in pieces if p.embedding], [p.head for p in pieces if p.head]
-    return GPT(next(iter(embeddings), None), blocks, next(iter(heads), None)), stages
+        head = model.head if stage == len(places) - 1 else None
+        found.append((stage, GPT(None if stage else model.embedding, blocks, head)))
+    return found
 
 
 class Step:
     """One training step on any mesh: gradients of the whole batch's mean loss, clipped by the whole norm."""
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
-        self.args, self.mesh, self.device = args, mesh, device
-        sp = part(mesh, "sp")
+        self.mesh, self.device = mesh, device
+        pp, sp = part(mesh, "pp"), part(mesh, "sp")
         self.sequences = None if sp is None else SequenceCut(sp)
-        self.model, self.stages = make_stages(build(args), mesh, args, device, self.sequences)
-        _, shares = share_of_batch(mesh)
-        pieces = shares * (args.micro_batches if self.stages else 1)
+        pieces = share_of_batch(mesh)[1] * (1 if pp is None else args.micro_batches)
         if args.batch % pieces:
-            raise ShardingError(f"--batch {args.batch} is not a multiple of {pieces}: ranks times micro-batches")
-        if self.stages:
-            kind = get_schedule_class(args.schedule)
-            single = issubclass(kind, PipelineScheduleSingle)
-            # Its default divides gradients by the number of micro-batches: our loss is a mean.
-            stages: Any = self.stages[0] if single else self.stages
+            raise ShardingError(f"--batch {args.batch} is no multiple of {pieces}: ranks x micro-batches")
+        whole = build(args).to(device)
+        own = [(0, whole)] if pp is None else stages_of(whole, pp, args)
+        for _, piece in own:
+            shard(piece, mesh, layout=args.layout, sequences=self.sequences)
+        self.model = own[0][1] if len(own) == 1 else joined([piece for _, piece in own])
+        self.is_first, self.is_last = self.model.embedding is not None, self.model.head is not None
+        self.schedule: Any = None
+        if pp is not None:
+            kind, count = get_schedule_class(args.schedule), pp.size() * len(own)
+            stages: Any = [PipelineStage(m, i, count, device, group=pp.get_group()) for i, m in own]
+            # It divides gradients by the number of micro-batches, as it should: our loss is a mean.
+            stages = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
             self.schedule = kind(stages, args.micro_batches, loss_fn=self.loss)
 
     def mine(self, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -274,68 +220,66 @@ class Step:
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return total / targets.numel() if self.sequences is None else self.sequences.mean(total, targets.numel())
+        count = targets.numel()
+        return total / count if self.sequences is None else self.sequences.mean(total, count)
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
         """The batch's loss and the gradients' norm, equal on all ranks."""
         inputs, targets = self.mine(batch)
         losses: list[Tensor] = []
-        if not self.stages:
+        if self.schedule is None:
             losses.append(self.loss(self.model(inputs), targets))
             losses[0].backward()
         else:
-            last = any(stage.is_last for stage in self.stages)
-            first = (inputs,) if any(stage.is_first for stage in self.stages) else ()
-            self.schedule.step(*first, target=targets if last else None, losses=losses if last else None)
+            ends = {"target": targets, "losses": losses} if self.is_last else {}
+            self.schedule.step(*((inputs,) if self.is_first else ()), **ends)
         norm = clip_grad_norm_(self.model.parameters(), 1.0, stages=part(self.mesh, "pp"))
-        return self.mean(losses), norm.item()
-
-    def mean(self, losses: list[Tensor]) -> float:
-        """Over ranks that have any: those of the last stage."""
-        mine = torch.stack([each.detach() for each in losses]).mean() if losses else 0.0
-        total = torch.tensor([float(mine), float(bool(losses))], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return float(total[0] / total[1])
+        held = [sum(each.item() for each in losses), len(losses)]
+        total = torch.tensor(held, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)  # ranks without a last stage have none
+        return float(total[0] / total[1]), norm.item()
 
 
-# ------------------------------------------------------------------------------------- running
-
-
-def training_state(step: Step, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
-    moments = optimizer_state(step.model, optimizer, stages=part(step.mesh, "pp"))
-    return {"model": get_model_state_dict(step.model), "optimizer": moments, "progress": progress}
+def what_ranks_hold(step: Step, optimizer: torch.optim.Optimizer, dimensions: Dimensions) -> str:
+    place = "  ".join(f"{name} {at}" for name, at in dimensions.place(dist.get_rank()).items())
+    parts = [name for name in ENDS if getattr(step.model, name) is not None]
+    parts[:] = [*parts, "blocks " + ", ".join(step.model.blocks)]
+    held = memory_held(step.model, optimizer)["parameters"]
+    lines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, f"rank {dist.get_rank()}: {place}: {', '.join(parts)}; {held:,} bytes")
+    return "\n".join([dimensions.picture(), "", "of parameters", *lines])
 
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
     dimensions = Dimensions(args.mesh)
-    step = Step(args, dimensions.mesh(device.type), device)
+    mesh = dimensions.mesh(device.type)
+    step = Step(args, mesh, device)
     optimizer = torch.optim.AdamW(step.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    text, _ = read_text(args.data, args.seq)
-    progress = {"step": 0}
-    checkpoints = args.out / "checkpoints"
+    text, _ = train_gpt.read_text(args.data, args.seq)
+    progress: dict[str, Any] = {"step": 0}
+    checkpoints, stages = args.out / "checkpoints", part(mesh, "pp")
     if args.resume and latest_step(checkpoints) is not None:
-        state = training_state(step, optimizer, progress)
-        load(checkpoints, state)
-        set_model_state_dict(step.model, state["model"])
-        set_optimizer_state_dict(step.model, optimizer, state["optimizer"])
+        train_gpt.resume(checkpoints, step.model, optimizer, progress, stages=stages)
         say(f"resumed at step {progress['step']}")
 
     log = open_log(args, device, done=progress["step"])
-    held: list[Any] = [None] * dist.get_world_size()
-    names = [name for name, _ in step.model.named_children()]
-    for number in range(progress["step"], args.steps):
-        position, draw = number * args.batch, {"batch": args.batch, "seq": args.seq, "seed": args.seed}
-        set_learning_rate(optimizer, peak=args.lr, step=number)
-        loss, norm = step.backward(training_batch(text, position=position, **draw))
+    picture = what_ranks_hold(step, optimizer, dimensions)
+    if log is not None:
+        log.note(mesh=picture)
+    draw = {"batch": args.batch, "seq": args.seq, "seed": args.seed}
+    for number in range(progress["step"] + 1, args.steps + 1):
+        train_gpt.set_learning_rate(optimizer, peak=args.lr, step=number - 1)
+        loss, norm = step.backward(train_gpt.training_batch(text, position=(number - 1) * args.batch, **draw))
         optimizer.step()
         optimizer.zero_grad()
-        progress["step"] = number + 1
+        progress["step"] = number
         if log is not None:
-            log.step(number + 1, loss=loss, gradient_norm=norm)
-        if (number + 1) % args.log_every == 0 or number + 1 == args.steps:
-            say(f"step {number + 1:5d}  loss {loss:.6f}  norm {norm:.6f}")
-        if (number + 1) % args.save_every == 0 or number + 1 == args.steps:
-            save(checkpoints, training_state(step, optimizer, progress), step=number + 1, keep=2)
+            log.step(number, loss=loss, gradient_norm=norm)
+        if number % args.log_every == 0 or number == args.steps:
+            say(f"step {number:5d}  loss {loss:.6f}  norm {norm:.6f}")
+        if number % args.save_every == 0 or number == args.steps:
+            state = training_state(step.model, optimizer, progress, stages)
+            save(checkpoints, state, step=number, keep=2)
     if log is not None:
         say(f"page: {log.close()}")
 
@@ -343,11 +287,10 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     args = parse_arguments()
     on_ranks(Dimensions(args.mesh).ranks)
-    device = start()
-    shardwise.install(layout=args.layout)  # torch's pipeline stages then know what is sharded
+    device = train_gpt.start()
+    shardwise.install()  # torch's pipeline stages then know what is sharded
     run(args, device)
     dist.destroy_process_group()
-    sys.exit(0)
 
 
 if __name__ == "__main__":

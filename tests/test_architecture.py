@@ -27,6 +27,7 @@ ORDER = [
     "launch",
     "files",
     "mesh",
+    "dimensions",
     "layout",
     "comm",
     "sharded_tensor",

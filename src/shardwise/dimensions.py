@@ -7,8 +7,8 @@
     ep          rows of the batch, and experts
     tp          matrices, tensor parallel
 
-The number of ranks is the product. Dense parameters are sharded over dp, sp and ep, whose ranks have tokens of
-their own; experts, which ep cuts already, over dp, sp and tp. Ranks of tp are neighbours, as they talk most.
+The number of ranks is the product. Dense parameters are sharded over dp, sp and ep, whose ranks have tokens
+of their own; experts, which ep cuts already, over dp, sp and tp. Ranks of tp are neighbours: they talk most.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Dimensions:
         """
         if dist.get_world_size() != self.ranks:
             raise ShardingError(
-                f"{here()}: the mesh {self.text} has {self.ranks} ranks, and {dist.get_world_size()} are here;"
-                " start as many, or change a size"
+                f"{here()}: the mesh {self.text} has {self.ranks} ranks, and {dist.get_world_size()} are"
+                " here; start as many, or change a size"
             )
         return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
@@ -100,19 +100,18 @@ class Dimensions:
 
     def picture(self) -> str:
         """Every rank in its place, and who sends what to whom, as lines of text."""
-        sizes = self.sizes
-        columns = [name for name in ("ep", "tp") if name in sizes] or list(sizes)[-1:]
+        sizes = {name: size for name, size in self.sizes.items() if size > 1} or self.sizes
+        columns: list[str] = [name for name in sizes if name in ("ep", "tp")] or list(sizes)[-1:]
         rows = [name for name in sizes if name not in columns]
-        width = len(str(self.ranks - 1)) + 2
 
         def label(names: list[str], rank: int) -> str:
             at = self.place(rank)
             return "  ".join(f"{name} {at[name]}" for name in names)
 
         across = math.prod(sizes[name] for name in columns)
-        margin = len(label(rows, self.ranks - 1)) + 2
+        margin = len(label(rows, self.ranks - 1))
         head = [label(columns, rank) for rank in range(across)]
-        width = max(width, *(len(each) + 3 for each in head))
+        width = max(len(each) + 3 for each in (*head, str(self.ranks - 1)))
         lines = [" " * margin + "".join(each.rjust(width) for each in head)]
         for first in range(0, self.ranks, across):
             ranks = "".join(str(rank).rjust(width) for rank in range(first, first + across))
@@ -132,7 +131,7 @@ def part(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard` takes for all but experts: 1-D, or replicate and shard. Collective the first time."""
+    """What `fully_shard` takes for all but experts: shard, or replicate and shard. Collective at first."""
     return _data_mesh(mesh, ("dp", "sp", "ep"))
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.comm.agree import together
@@ -54,8 +54,8 @@ def _name_all(groups: list[dict[str, Any]], stages: DeviceMesh) -> None:
     counts = [len(each) for each in names]
     if len(set(counts)) > 1:
         raise CheckpointError(
-            f"{here()}: the optimizers of a pipeline's stages have {counts} parameter groups; give each stage's"
-            " the same groups, in one order, empty where a stage has no such parameters"
+            f"{here()}: the optimizers of a pipeline's stages have {counts} parameter groups; give all"
+            " of them the same groups, in one order, empty where a stage has no such parameters"
         )
     for index, group in enumerate(groups):
         group["params"] = list(dict.fromkeys(name for each in names for name in each[index]))

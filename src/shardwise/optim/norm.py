@@ -149,8 +149,8 @@ def clip_grad_norm_(
     Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
 
     Args:
-        stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes the parameters of its own stages, and all
-            are scaled by the norm of the whole model's gradients. Without it each stage has a norm of its own.
+        stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes its own stages' parameters, and
+            all are scaled by the norm of the whole model's gradients. Without it each has a norm of its own.
 
     Returns:
         The norm before clipping: a scalar, equal on all ranks.
