@@ -56,9 +56,7 @@ FORBIDDEN = [
 OBJECTS = re.compile(r"_object(_list)?$")
 GATHERS_OBJECTS = re.compile(r"(^|\.)(all_gather|gather|broadcast|scatter)_object(_list)?$")
 UNPICKLING = {  # also by way of what they call
-    "pickle.load",
-    "pickle.loads",
-    "pickle.Unpickler",
+    *("pickle.load", "pickle.loads", "pickle.Unpickler"),
     "torch.distributed.checkpoint.load",
     "torch.distributed.checkpoint.save",
     "torch.distributed.checkpoint.state_dict_loader",

@@ -97,8 +97,10 @@ class OnMesh:
         self.step = example.Step(args, meshes[args.mesh], torch.device("cpu"))
         kind, options = OPTIMIZERS[args.optimizer]
         model = self.step.model
-        over = flat(kind, model, **options) if getattr(args, "flat", False) else None
-        self.optimizer = over or kind(model.parameters(), **options)
+        self.is_flat = getattr(args, "flat", False)
+        self.optimizer: torch.optim.Optimizer = (
+            flat(kind, model, **options) if self.is_flat else kind(model.parameters(), **options)
+        )
         self.done = 0
 
     def train(self, steps: int, record: Record) -> None:
