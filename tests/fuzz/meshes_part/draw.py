@@ -34,17 +34,16 @@ def draw(rng: random.Random) -> Spec:
         case["goes_on"] = draw_mesh(rng, world)
         if rng.random() < 0.3:
             case["then"] = "contiguous" if case["layout"] == "interleaved" else "interleaved"
-    case["micro_batches"] = rng.choice([1, 2, 4])
-    for mesh in (case["mesh"], case.get("goes_on", "dp1")):
-        sizes = Dimensions(mesh).sizes
-        if "pp" in sizes:
-            most = BATCH // (sizes.get("replicate", 1) * sizes["dp"] * sizes.get("ep", 1))
-            case["micro_batches"] = min(case["micro_batches"], most)
-            case.setdefault("schedule", rng.choice(SINGLE if sizes["pp"] > 2 else SINGLE + SEVERAL))
-            if sizes["pp"] > 2:
-                case["schedule"] = rng.choice(SINGLE)
-    if case.get("schedule") in SEVERAL:
-        case["micro_batches"] = max(case["micro_batches"], 4 if case["schedule"] == "DualPipeV" else 2)
+    both = [Dimensions(mesh).sizes for mesh in (case["mesh"], case.get("goes_on", "dp1"))]
+    if stages := max(sizes.get("pp", 0) for sizes in both):
+        case["schedule"] = rng.choice(SINGLE if stages > 2 else SINGLE + SEVERAL)
+        least = 4 if case["schedule"] in SEVERAL else stages
+        most = min(
+            BATCH // (sizes.get("replicate", 1) * sizes["dp"] * sizes.get("ep", 1))
+            for sizes in both
+            if "pp" in sizes
+        )
+        case["micro_batches"] = rng.choice([count for count in (2, 4, 8) if least <= count <= most])
     return case
 
 

@@ -119,6 +119,15 @@ class OnMesh:
     def named(self) -> list[tuple[str, Any]]:
         return list(self.step.model.named_parameters())
 
+    def moments(self) -> dict[str, Tensor]:
+        states = [(name, self.optimizer.state[param]) for name, param in self.named()]
+        return {
+            f"{name}.{key}": value.full_tensor()
+            for name, state in states
+            for key, value in state.items()
+            if hasattr(value, "full_tensor")
+        }
+
     def save(self, folder: Path) -> None:
         stages, progress = part(self.step.mesh, "pp"), {"step": self.done}
         state = example.training_state(self.step.model, self.optimizer, progress, stages)
