@@ -9,7 +9,7 @@ Gradients of the contiguous layout that fill their group's reduced shard are tak
 A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
 which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
 not, experts and not) thus get one right norm. Stages of a pipeline have other parameters each: their sums
-are added last. The infinity norm takes MAX in place of SUM.
+are added last; what two stages both have counts half on each. The infinity norm takes MAX in place of SUM.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def get_total_norm(
         ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
     """
     by_axes, counts = _local_by_axes(tensors)
-    return _norm(by_axes, counts, norm_type, "", stages)
+    return _norm(by_axes, counts, norm_type, "", stages, {})
 
 
 def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
@@ -105,17 +105,21 @@ def _norm(
     norm_type: float,
     purpose: str,
     stages: DeviceMesh | None,
+    halves: Mapping[Axes, list[Tensor]],
 ) -> Tensor:
-    """The norm of everything. Collective over all of the axes, and over the stages."""
+    """The norm of everything, `halves` counted half. Collective over all of the axes, and over the stages."""
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
-    if not by_axes and stages is None:
+    if not by_axes and not halves and stages is None:
         return torch.tensor(0.0)
     infinite = math.isinf(norm_type)
     pending = {axes: _local_power_sum(locals_, norm_type) for axes, locals_ in by_axes.items()}
-    for group in dict.fromkeys(group for axes in by_axes for group in axes):
+    for axes, locals_ in halves.items():
+        half = _local_power_sum(locals_, norm_type) * (1.0 if infinite else 0.5)
+        pending[axes] = half if axes not in pending else _add(pending[axes], half, infinite=infinite)
+    for group in dict.fromkeys(group for axes in pending for group in axes):
         cut = [axes for axes in pending if group in axes]
-        count = sum(counts[axes] for axes in by_axes if group in axes)
+        count = sum(counts[axes] for axes in counts if group in axes)
         what = f"reduce the {norm_type}-norm of {count} tensors{purpose}"
         reduced = _all_reduce(
             torch.stack([pending.pop(axes) for axes in cut]), group, what, infinite=infinite
@@ -140,6 +144,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     stages: DeviceMesh | None = None,
+    tied: Iterable[Tensor] = (),
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
 
@@ -151,6 +156,7 @@ def clip_grad_norm_(
     Args:
         stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes its own stages' parameters, and
             all are scaled by the norm of the whole model's gradients. Without it each has a norm of its own.
+        tied: those parameters that one other stage has too, with equal gradients: see `add_tied_gradients`.
 
     Returns:
         The norm before clipping: a scalar, equal on all ranks.
@@ -163,15 +169,18 @@ def clip_grad_norm_(
     with _compat.plain_attributes():
         found = [p.grad for p in parameters]
     # The gradients of a ShardedTensor are on its shards; its attribute puts them together.
-    gradients = [
-        grad
-        for p, own in zip(parameters, found, strict=True)
-        if (grad := p.grad if own is None and isinstance(p, ShardedTensor) else own) is not None
+    own = [
+        (id(p), grad)
+        for p, plain in zip(parameters, found, strict=True)
+        if (grad := p.grad if plain is None and isinstance(p, ShardedTensor) else plain) is not None
     ]
-    by_axes, counts = _local_by_axes(gradients)
+    twice = set(map(id, tied))
+    by_axes, counts = _local_by_axes(grad for p, grad in own if p not in twice)
+    halves, more = _local_by_axes(grad for p, grad in own if p in twice)
+    counts += more
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
-    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages)
+    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"{here()}: the {norm_type}-norm of the gradients is {total.item()}, so they cannot be clipped;"
@@ -179,7 +188,7 @@ def clip_grad_norm_(
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for locals_ in by_axes.values():
+    for locals_ in (*by_axes.values(), *halves.values()):
         for local in locals_:
             by_device.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), locals_ in by_device.items():
