@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import shardwise
 import train_gpt
 from run_log import memory_held, open_log
-from shardwise import fully_shard
+from shardwise import fully_shard, watched_stages
 from shardwise.checkpoint import latest_step, save
 from shardwise.dimensions import Dimensions, data_ranks, dense_mesh, expert_mesh, part, share_of_batch
 from shardwise.errors import ShardingError
@@ -232,7 +232,8 @@ class Step:
             losses[0].backward()
         else:
             ends = {"target": targets, "losses": losses} if self.is_last else {}
-            self.schedule.step(*((inputs,) if self.is_first else ()), **ends)
+            with watched_stages(self.mesh["pp"]):
+                self.schedule.step(*((inputs,) if self.is_first else ()), **ends)
         norm = clip_grad_norm_(self.model.parameters(), 1.0, stages=part(self.mesh, "pp"))
         held = [sum(each.item() for each in losses), len(losses)]
         total = torch.tensor(held, dtype=torch.float64, device=self.device)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import _compat
-from shardwise.errors import ShardingError, here
+from shardwise.errors import ShardingError, here, name_places
 
 NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # neighbours in the last
 _OF_BATCH = ("replicate", "dp", "ep")
@@ -71,7 +71,7 @@ class Dimensions:
         return math.prod(self.sizes.values())
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """All ranks by these dims. Collective over the default process group.
+        """All ranks by these dims; messages name their places. Collective over the default process group.
 
         Raises:
             ShardingError: another number of ranks.
@@ -81,6 +81,7 @@ class Dimensions:
                 f"{here()}: the mesh {self.text} has {self.ranks} ranks, and {dist.get_world_size()} are"
                 " here; start as many, or change a size"
             )
+        name_places(self._said)
         return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
     def place(self, rank: int) -> dict[str, int]:
@@ -89,6 +90,9 @@ class Dimensions:
         for name, size in reversed(self.sizes.items()):
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name in self.sizes}
+
+    def _said(self, rank: int) -> str:
+        return ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if self.sizes[name] > 1)
 
     def peers(self, name: str) -> list[list[int]]:
         """Ranks that differ in this dim alone, all such sets."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import shardwise
 from ranks import RankFailure, RankPool
 from shardwise import fully_shard, watched_stages
+from shardwise.dimensions import Dimensions
 
 
 class Stage(nn.Linear):
@@ -32,7 +32,7 @@ class Stage(nn.Linear):
 
 def train_and_fail(how: str, victim: int) -> str:
     """Two steps of four ranks, (pp, dp): the error of the second, in which one rank fails."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = Dimensions("pp2,dp2").mesh("cpu")
     shardwise.install()
     stage = mesh.get_local_rank("pp")
     model = fully_shard(Stage(4, 4), mesh=mesh["dp"], reshard_after_forward=False)
@@ -60,15 +60,17 @@ def test_a_stage_that_raises_is_named_with_its_error_by_those_that_wait(mortal_r
     assert "a number that is none" in said[2]
     for rank in (0, 1, 3):  # the same stages, the other stage of its copy, and that one's peer
         assert said[rank].startswith("RankMismatchError"), said
-        assert "rank 2" in said[rank]
+        assert "rank 2 (pp 1, dp 0)" in said[rank]
 
 
 def test_a_stage_that_dies_is_named(mortal_ranks: RankPool) -> None:
     with pytest.raises(RankFailure) as failed:
         mortal_ranks(expect_death, world_size=4, timeout=60.0)
     assert "died with exit code 9" in str(failed.value)
-    assert "rank 1 said: RankMismatchError: rank 1: could not run a step of the pipeline" in str(failed.value)
-    assert "no sign of life from rank 3" in str(failed.value)
+    assert "rank 1 said: RankMismatchError: rank 1 (pp 0, dp 1): could not run a step of the pipeline" in str(
+        failed.value
+    )
+    assert "no sign of life from rank 3 (pp 1, dp 1) for" in str(failed.value)
 
 
 def expect_death() -> None:

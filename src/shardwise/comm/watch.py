@@ -208,7 +208,7 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
     # Where this rank left the same pass, and began another, its peers will: all had the same error.
     if record["left"] is None or not earlier or record["passes"] in order.abandoned:
         return None
-    return f"rank {order.ranks[rank]} will not come to {order.doing()}: it {record['left']}"
+    return f"{named([order.ranks[rank]])} will not come to {order.doing()}: it {record['left']}"
 
 
 def _roll_call(order: Order, *, closed: bool = False) -> str | None:
@@ -252,8 +252,8 @@ def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
     if order.size < 3 or len(cut) < order.size or len(lost) != 1:
         return None
     return (
-        f"rank {order.ranks[lost[0]]} has lost its connections to all other ranks, which have theirs to each"
-        " other: see to the network of its host"
+        f"{named([order.ranks[lost[0]]])} has lost its connections to all other ranks, which have theirs to"
+        " each other: see to the network of its host"
     )
 
 

@@ -15,6 +15,7 @@ are added last; what two stages both have counts half on each. The infinity norm
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.rows.shard import merged
 
 Axes = tuple[dist.ProcessGroup, ...]
+_OF_A_STAGE = "_shardwise_of_a_stage"
 _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
 
 
@@ -166,6 +168,12 @@ def clip_grad_norm_(
         RankMismatchError: ranks differ in the norm, its bound or how many gradients they have (over gloo).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if stages is None and parameters and getattr(parameters[0], _OF_A_STAGE, False):
+        warnings.warn(
+            f"{here()}: gradients of a pipeline's stage are clipped by the norm of this stage alone; pass"
+            ' stages=mesh["pp"] for that of the whole model',
+            stacklevel=2,
+        )
     with _compat.plain_attributes():
         found = [p.grad for p in parameters]
     # The gradients of a ShardedTensor are on its shards; its attribute puts them together.
@@ -194,6 +202,12 @@ def clip_grad_norm_(
     for (device, dtype), locals_ in by_device.items():
         _compat.foreach_mul(locals_, scale.to(device, dtype))
     return total
+
+
+def of_a_stage(parameters: Iterable[Tensor]) -> None:
+    """Know them for a pipeline stage's, which has not all of the model. Local."""
+    for param in parameters:
+        setattr(param, _OF_A_STAGE, True)
 
 
 def _sharded_axes(tensor: DTensor) -> Axes:
