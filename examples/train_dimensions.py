@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import shardwise
 import train_gpt
 from run_log import memory_held, open_log
-from shardwise import fully_shard, watched_stages
+from shardwise import fully_shard, share_comm_ctx, watched_stages
 from shardwise.checkpoint import latest_step, save
 from shardwise.dimensions import Dimensions, data_ranks, dense_mesh, expert_mesh, part, share_of_batch
 from shardwise.errors import ShardingError
@@ -202,6 +202,7 @@ class Step:
         own = [(0, whole)] if pp is None else stages_of(whole, pp, args)
         for _, piece in own:
             shard(piece, mesh, layout=args.layout, sequences=self.sequences)
+        share_comm_ctx([piece for _, piece in own])
         self.model = own[0][1] if len(own) == 1 else joined([piece for _, piece in own])
         self.is_first, self.is_last = self.model.embedding is not None, self.model.head is not None
         self.schedule: Any = None

@@ -33,17 +33,17 @@ MESHES = {"interleaved": ["pp2,ep2", "sp2,tp2"], "contiguous": ["pp2,dp2", "ep2,
 @pytest.mark.parametrize("layout", MESHES)
 @on_ranks(4)
 def test_five_steps_are_those_of_one_process(layout: str) -> None:
-    expected = in_one_process(settings())
+    expected = in_one_process(settings(depth=2))
     meshes: dict[Any, Any] = {}
     for mesh in MESHES[layout]:
         found = Record()
-        OnMesh(settings(mesh=mesh, layout=layout), meshes).train(5, found)
+        OnMesh(settings(mesh=mesh, layout=layout, depth=2), meshes).train(5, found)
         assert not differences(found, expected), mesh
 
 
 @on_ranks(4)
 def test_a_checkpoint_of_each_mesh_is_that_of_each_other_bit_for_bit() -> None:
-    found = beside.checkpoints(["pp2,dp2", "ep2,tp2", "replicate2,sp2"])
+    found = beside.checkpoints(["pp2,dp2", "ep2,tp2", "replicate2,sp2"], depth=2)
     assert [both for both, right in found.items() if not right] == []
 
 

@@ -74,11 +74,12 @@ def lists(*records: Record) -> list[list[list[float]]]:
     return [[record.losses, record.norms] for record in records]
 
 
-def checkpoints(names: list[str]) -> dict[tuple[str, str], bool]:
+def checkpoints(names: list[str], **chosen: Any) -> dict[tuple[str, str], bool]:
     """Collective: by (saved on, loaded on), are parameters and moments the same bits as those saved?
 
     Every second mesh has the contiguous layout. Two steps are trained before.
     """
+    logging.getLogger("torch").setLevel(logging.ERROR)
     meshes: dict[Any, Any] = {}
     shared: list[Any] = [tempfile.mkdtemp(prefix="meshes-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(shared)
@@ -86,7 +87,7 @@ def checkpoints(names: list[str]) -> dict[tuple[str, str], bool]:
     trained: dict[str, OnMesh] = {}
     saved_moments: dict[str, Any] = {}
     for number, name in enumerate(names):
-        trained[name] = OnMesh(settings(mesh=name, layout=LAYOUTS[number % 2], seed=number), meshes)
+        trained[name] = OnMesh(settings(mesh=name, layout=LAYOUTS[number % 2], seed=number, **chosen), meshes)
         saved[name] = Record()
         trained[name].train(2, saved[name])
         saved[name].parameters = whole(saved[name].parameters)

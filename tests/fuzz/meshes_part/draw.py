@@ -44,6 +44,8 @@ def draw(rng: random.Random) -> Spec:
             if "pp" in sizes
         )
         case["micro_batches"] = rng.choice([count for count in (2, 4, 8) if least <= count <= most])
+    if not case["experts"] and rng.random() < 0.2:
+        case["compiled"] = True
     return case
 
 
@@ -60,5 +62,5 @@ def features(case: Spec) -> list[str]:
     pairs = [" x ".join(pair) for pair in itertools.combinations(named, 2)]
     known = ("layout", "optimizer", "schedule")
     return [*named, *pairs, *(case[name] for name in known if name in case)] + [
-        name for name in ("goes_on", "flat") if name in case
+        name for name in ("goes_on", "flat", "compiled") if name in case
     ]

@@ -97,6 +97,9 @@ class OnMesh:
         self.step = example.Step(args, meshes[args.mesh], torch.device("cpu"))
         kind, options = OPTIMIZERS[args.optimizer]
         model = self.step.model
+        if getattr(args, "compiled", False):
+            for block in self.step.model.blocks.values():
+                block.compile(backend="aot_eager")
         self.is_flat = getattr(args, "flat", False)
         self.optimizer: torch.optim.Optimizer = (
             flat(kind, model, **options) if self.is_flat else kind(model.parameters(), **options)
