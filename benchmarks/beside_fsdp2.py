@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -28,7 +28,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardwise.planner import measure
-from shardwise.planner.events import COMPUTATION, STREAMS, Compute, Mark, Record, Recording
+from shardwise.planner.events import (
+    COMPUTATION,
+    GATHERED,
+    OPTIMIZER,
+    STREAMS,
+    Allocate,
+    Compute,
+    Event,
+    Free,
+    Mark,
+    Record,
+    Recording,
+)
 from shardwise.planner.models import Model, model_of
 from shardwise.planner.record import SHARDWISE, Library, record
 from shardwise.planner.recorder import Recorder
@@ -230,7 +242,49 @@ def reserved_bytes(recording: Recording) -> tuple[int, int]:
     return default, expandable
 
 
+def by_parameter(mine: Recording, peers: Recording) -> Recording:
+    """Return `mine` with gathered memory in pieces as the peer's, where some of those are as many bytes."""
+    sizes = [one.memory.nbytes for one in _made(peers, GATHERED)][:LOOKED_AT]
+    ends = range(len(sizes) + 1)
+    pieces = {sum(sizes[begin:end]): sizes[begin:end] for begin, end in itertools.combinations(ends, 2)}
+    split = {
+        one.memory: [replace(one.memory, nbytes=size) for size in pieces[one.memory.nbytes]]
+        for one in _made(mine, GATHERED)
+        if one.memory.nbytes in pieces
+    }
+
+    def in_pieces(event: Event) -> list[Event]:
+        if not isinstance(event, (Allocate, Free)) or event.memory not in split:
+            return [event]
+        return [event._replace(memory=piece) for piece in split[event.memory]]
+
+    segments = [
+        replace(one, events=[new for event in one.events for new in in_pieces(event)])
+        for one in mine.segments
+    ]
+    return replace(mine, segments=segments)
+
+
+def states_first(recording: Recording) -> Recording:
+    """Return a recording with the optimizer's states made before all else."""
+    freed = {event.memory for one in recording.segments for event in one.events if isinstance(event, Free)}
+    states = [one for one in _made(recording, OPTIMIZER) if one.memory not in freed]
+    moved = {id(one) for one in states}
+    first = recording.segments[0]
+    rest = [
+        replace(one, events=[event for event in one.events if id(event) not in moved])
+        for one in recording.segments
+    ]
+    return replace(recording, segments=[replace(first, events=[*states]), *rest])
+
+
+def _made(recording: Recording, category: str) -> list[Allocate]:
+    events = (event for one in recording.segments for event in one.events)
+    return [one for one in events if isinstance(one, Allocate) and one.memory.category == category]
+
+
 PEER = "FSDP2"
+LOOKED_AT = 200  # pieces of gathered memory: both ends, and more than one block
 LIBRARIES: dict[str, tuple[Library, dict[str, Any]]] = {  # by column, each with more of its setup
     PEER: (FSDP2, {}),
     "interleaved": (SHARDWISE, {"layout": "interleaved"}),
@@ -258,9 +312,10 @@ TITLE = (
 )
 WHY = (
     "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As many bytes are alive at the"
-    " peak, to 0.2%; the rest is holes in computation's memory, which interleaved are gone with"
-    " expandable segments. There the likely cause is that a group's gathered parameters are one piece of"
-    " memory, where FSDP2 has a piece for each parameter"
+    " peak, to 0.2%; the rest is holes in computation's memory. Two changes to what was recorded show where"
+    " they come from. By parameter: a group's gathered parameters, which are one piece of memory, are a piece"
+    " for each, as FSDP2's are. States first: the optimizer's states are there before the first step, of"
+    " both libraries; made in it, they lie amid what the logits had"
 )
 NEARBY = 4
 
@@ -285,12 +340,19 @@ class Case:
     def reserved_nearby(self, column: str) -> list[int]:
         return [reserved_bytes(one)[0] for one in self.run(column, nearby=NEARBY)[0]]
 
+    def causes(self, column: str) -> list[float]:
+        """Return ratios of reserved bytes to the peer's: by parameter, and with the states made first."""
+        (mine,), (peers,) = self.run(column)[0], self.run(PEER)[0]
+        both = [(by_parameter(mine, peers), peers), (states_first(mine), states_first(peers))]
+        return [reserved_bytes(one)[0] / reserved_bytes(other)[0] for one, other in both]
+
 
 Measured = dict[Case, dict[str, Figures]]
 Nearby = dict[Case, dict[str, list[int]]]
+Causes = dict[Case, dict[str, list[float]]]
 
 
-def measure_cases(jobs: int) -> tuple[Measured, Nearby]:
+def measure_cases(jobs: int) -> tuple[Measured, Nearby, Causes]:
     cases = [Case(model, *one) for model, both in CASES.items() for one in itertools.product(*both)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         runs = {one: {column: pool.submit(one.figures, column) for column in LIBRARIES} for one in cases}
@@ -302,7 +364,14 @@ def measure_cases(jobs: int) -> tuple[Measured, Nearby]:
         looked = {
             one: {c: pool.submit(one.reserved_nearby, c) for c in found} for one, found in again.items()
         }
-        return measured, {one: {c: run.result() for c, run in found.items()} for one, found in looked.items()}
+        causes = {
+            one: {c: pool.submit(one.causes, c) for c in found if c != PEER} for one, found in again.items()
+        }
+        return measured, _results(looked), _results(causes)
+
+
+def _results(runs: dict[Case, dict[str, Any]]) -> dict[Case, dict[str, Any]]:
+    return {one: {c: run.result() for c, run in found.items()} for one, found in runs.items()}
 
 
 def above(by_column: dict[str, Figures]) -> list[str]:
@@ -311,7 +380,7 @@ def above(by_column: dict[str, Figures]) -> list[str]:
     return [column for column, mine in by_column.items() if mine.reserved_bytes > most]
 
 
-def tables(measured: Measured, nearby: Nearby) -> list[Table]:
+def tables(measured: Measured, nearby: Nearby, causes: Causes) -> list[Table]:
     header = ["case", "ranks", "GiB", "exposed ms", "+ copies ms", "step ms"]
     for column in list(LIBRARIES)[1:]:
         header += [f"{column}: GiB", "exp.", "exposed", "+ copies", "step"]
@@ -329,9 +398,10 @@ def tables(measured: Measured, nearby: Nearby) -> list[Table]:
             if column != PEER:
                 ratios = [mine / its for mine, its in zip(sizes, nearby[case][PEER], strict=True)]
                 found = ratio(by_column[column].reserved_bytes, peer.reserved_bytes)
-                more.append([*names, column, found, with_spread(spread(ratios), digits=3)])
+                row = [*names, column, found, with_spread(spread(ratios), digits=3)]
+                more.append([*row, *(f"{one:.3f}" for one in causes[case][column])])
     made = [Table(TITLE.format(hardware=hardware_of(HARDWARE).name), header, rows)]
-    told = ["case", "ranks", "layout", "ratio", "median [least..greatest]"]
+    told = ["case", "ranks", "layout", "ratio", "median [least..greatest]", "by parameter", "states first"]
     return made + ([Table(WHY, told, more)] if more else [])
 
 
@@ -340,13 +410,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="cases measured at a time")
     add_output_arguments(parser)
     options = parser.parse_args()
-    measured, nearby = measure_cases(options.jobs)
+    measured, nearby, causes = measure_cases(options.jobs)
     listed = [
         {**asdict(case), "figures": {column: asdict(one) for column, one in found.items()}}
         for case, found in measured.items()
     ]
     figures = {"facts": machine_facts(), "cases": listed}
-    report("beside_fsdp2", figures, tables(measured, nearby), options)
+    report("beside_fsdp2", figures, tables(measured, nearby, causes), options)
 
 
 if __name__ == "__main__":

@@ -31,5 +31,5 @@ def __getattr__(name: str) -> Any:
 
 try:
     __version__ = metadata.version("shardwise")
-except metadata.PackageNotFoundError:  # source that nobody installed
+except metadata.PackageNotFoundError:  # source that is not installed
     __version__ = "0+unknown"

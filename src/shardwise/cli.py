@@ -40,7 +40,7 @@ class LayoutName(StrEnum):
 
 
 class Layout(StrEnum):
-    """The same, and one after the other."""
+    """A layout of parameters, or both, one after the other."""
 
     interleaved = "interleaved"
     contiguous = "contiguous"

@@ -54,7 +54,7 @@ class Dimensions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by name, from those ranks that are farthest apart to neighbours."""
+        """Return sizes by name, from those ranks that are farthest apart to neighbours."""
         found: dict[str, int] = {}
         for part in self.text.replace(" ", "").split(","):
             match = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
@@ -71,7 +71,7 @@ class Dimensions:
         return math.prod(self.sizes.values())
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """All ranks by these dims; messages name their places. Collective over the default process group.
+        """Make the mesh; messages name ranks by their places on it. Collective over all ranks.
 
         Raises:
             ShardingError: another number of ranks.
@@ -85,7 +85,7 @@ class Dimensions:
         return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
     def place(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank, by name."""
+        """Return the coordinates of a rank, by name."""
         found: dict[str, int] = {}
         for name, size in reversed(self.sizes.items()):
             rank, found[name] = divmod(rank, size)
@@ -95,7 +95,7 @@ class Dimensions:
         return ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if self.sizes[name] > 1)
 
     def peers(self, name: str) -> list[list[int]]:
-        """Ranks that differ in this dim alone, all such sets."""
+        """Return all sets of ranks that differ in this dim alone."""
 
         def others(rank: int) -> list[int]:
             return [at for other, at in self.place(rank).items() if other != name]
@@ -103,7 +103,7 @@ class Dimensions:
         return [list(ranks) for _, ranks in groupby(sorted(range(self.ranks), key=others), key=others)]
 
     def picture(self) -> str:
-        """Every rank in its place, and who sends what to whom, as lines of text."""
+        """Draw every rank in its place, and say who sends what to whom, in lines of text."""
         sizes = {name: size for name, size in self.sizes.items() if size > 1} or self.sizes
         columns: list[str] = [name for name in sizes if name in ("ep", "tp")] or list(sizes)[-1:]
         rows = [name for name in sizes if name not in columns]
@@ -130,17 +130,17 @@ class Dimensions:
 
 
 def part(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """The ranks that differ from this one in one dim; None where the mesh has no such dim."""
+    """Return the ranks that differ from this one in one dim; None where the mesh has no such dim."""
     return mesh[name] if name in (mesh.mesh_dim_names or ()) else None
 
 
 def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard` takes for all but experts: shard, or replicate and shard. Collective at first."""
+    """Return the mesh over which all but experts is sharded: shard, or replicate and shard. Collective."""
     return _data_mesh(mesh, ("dp", "sp", "ep"))
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard` takes for experts that ep cuts already. Collective the first time.
+    """Return the mesh over which experts are sharded that ep cuts already. Collective.
 
     Their gradients are sums over all ranks' tokens: `set_gradient_divide_factor(data_ranks(mesh))`.
     """
@@ -148,12 +148,12 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh) -> int:
-    """How many ranks have tokens of their own: the mean over them is the batch's."""
+    """Return how many ranks have tokens of their own: the mean over them is the batch's."""
     return math.prod(_size(mesh, name) for name in (*_OF_BATCH, "sp"))
 
 
 def share_of_batch(mesh: DeviceMesh) -> tuple[int, int]:
-    """(index, count): which of how many even shares of the batch's rows this rank takes."""
+    """Return (index, count): which of how many even shares of the batch's rows this rank takes."""
     index, count = 0, 1
     for name in _OF_BATCH:
         if (size := _size(mesh, name)) > 1:

@@ -1,11 +1,11 @@
-"""Can this machine run sharded training, or these machines? One function per check, returning what it found.
+"""Checks of whether this machine, or these, can run sharded training: one function for each.
 
 Under torchrun, one rank of each host looks at its host, and rank 0 compares what all ranks tell it through
 the store that they met at.
 
 OK       works
 WARNING  works, and will be slower or fail later
-BROKEN   nothing will work until it is mended
+BROKEN   nothing will work until it is fixed
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CLOCKS_APART_S = 1.0
 
 
 class Status(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -57,7 +57,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -84,7 +84,7 @@ def examine(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
 
 
 def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
-    """`examine` on each host, and the hosts compared. Every rank calls it; rank 0 gets the results."""
+    """Run `examine` on each host, and compare the hosts. Every rank calls it; rank 0 gets the results."""
     local = examine(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_TIMEOUT_S))
@@ -113,7 +113,7 @@ def _versions() -> dict[str, str]:
 
 
 def judge_ranks(told: list[dict[str, Any]]) -> list[CheckResult]:
-    """The first host's findings, what is amiss on others, and what differs between ranks."""
+    """Return the first host's findings, what is amiss on others, and what differs between ranks."""
     results = []
     for number, rank in enumerate(told):
         for finding in rank["findings"]:
@@ -156,7 +156,7 @@ def _compared(told: list[dict[str, Any]], what: str, status: Status, fix: str) -
 
 
 def check_torch(version: str = torch.__version__) -> CheckResult:
-    """Is the installed torch one that shardwise is made for?"""
+    """Check whether shardwise supports the installed torch."""
     found = f"{version} on Python {platform.python_version()}"
     numbers = minor_version(version)
     if numbers is None or numbers < SUPPORTED[0]:
@@ -170,7 +170,7 @@ def check_torch(version: str = torch.__version__) -> CheckResult:
 
 
 def check_backends() -> CheckResult:
-    """Which process-group backends does this torch have? gloo is needed; NCCL as well where GPUs are."""
+    """Check the process-group backends of this torch: gloo is needed, and NCCL where there are GPUs."""
     if not dist.is_available():
         return CheckResult("backends", Status.BROKEN, "none", "Install a torch built with USE_DISTRIBUTED=1.")
     known = {
@@ -183,7 +183,7 @@ def check_backends() -> CheckResult:
 
 
 def judge_backends(available: set[str], gpus: int) -> CheckResult:
-    """Are the available backends enough for this many GPUs?"""
+    """Judge whether the available backends suffice for this many GPUs."""
     found = ", ".join(sorted(available)) or "none"
     if "gloo" not in available:
         return CheckResult("backends", Status.BROKEN, found, "Install a torch built with gloo.")
@@ -195,7 +195,7 @@ def judge_backends(available: set[str], gpus: int) -> CheckResult:
 
 
 def check_devices() -> CheckResult:
-    """Which devices can hold shards? A CUDA build that sees no GPU is worth a warning."""
+    """List the devices that can hold shards. A CUDA build that sees no GPU gets a warning."""
     cores = f"{_cores()} CPU cores"
     gpus = []
     for index in range(torch.cuda.device_count()):
@@ -209,7 +209,7 @@ def check_devices() -> CheckResult:
 
 
 def check_descriptors() -> CheckResult:
-    """How many files and sockets may a process have open? Ranks need one per peer and group."""
+    """Check how many files and sockets a process may have open; ranks need one per peer and group."""
     try:
         import resource
     except ImportError:
@@ -219,7 +219,7 @@ def check_descriptors() -> CheckResult:
 
 
 def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
-    """Is this limit on open files (None: unlimited) enough?"""
+    """Judge whether this limit on open files (None: unlimited) is enough."""
     found = f"limit {'none' if soft is None else soft}, may be raised to {'any' if hard is None else hard}"
     fix = (
         f"Run `ulimit -n {DESCRIPTORS_WANTED}` before training: every rank holds a socket per peer and group."
@@ -232,7 +232,7 @@ def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
 
 
 def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
-    """Is there room for checkpoints in `folder`, and may they be written? Does a store keep an object?"""
+    """Check that `folder` is writable and has room for checkpoints, or that a store keeps an object."""
     at = location(folder)
     if isinstance(at, StorePath):
         return check_store(at)
@@ -241,7 +241,7 @@ def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
 
 
 def check_store(at: StorePath) -> CheckResult:
-    """Can an object be written there, seen and removed?"""
+    """Check whether an object can be written, seen and removed in a store."""
     probe = at / f"shardwise-doctor-{uuid4().hex[:6]}"
     try:
         write_whole(probe, b"")
@@ -257,7 +257,7 @@ def check_store(at: StorePath) -> CheckResult:
 
 
 def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
-    """Will checkpoints fit there? One of AdamW in float32 has 12 bytes a parameter."""
+    """Judge whether checkpoints fit; one of AdamW in float32 has 12 bytes a parameter."""
     found = f"{free_bytes / 2**30:.1f} GiB free in {folder}"
     if not writable:
         return CheckResult(
@@ -270,14 +270,14 @@ def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
 
 
 def check_shared_memory() -> CheckResult:
-    """How large is /dev/shm? NCCL and loaders of data pass their buffers through it."""
+    """Check the size of /dev/shm; NCCL and data loaders pass their buffers through it."""
     if not SHARED_MEMORY.is_dir():
         return CheckResult("shared memory", Status.OK, "no /dev/shm on this platform")
     return judge_shared_memory(shutil.disk_usage(SHARED_MEMORY).total)
 
 
 def judge_shared_memory(total_bytes: int) -> CheckResult:
-    """Is this much enough? Containers have 64 MiB unless told otherwise."""
+    """Judge whether this much shared memory is enough; containers have 64 MiB by default."""
     found = f"{total_bytes / 2**20:,.0f} MiB in {SHARED_MEMORY}"
     if total_bytes < SHARED_WANTED_BYTES:
         fix = (
@@ -288,7 +288,7 @@ def judge_shared_memory(total_bytes: int) -> CheckResult:
 
 
 def check_host_name() -> CheckResult:
-    """Does this machine's own name lead to an address? gloo listens there unless it is told an interface."""
+    """Check whether this machine's own name leads to an address; gloo listens there by default."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -299,16 +299,16 @@ def check_host_name() -> CheckResult:
 
 
 def judge_host_name(name: str, addresses: list[str], *, several: bool) -> CheckResult:
-    """Can other hosts, if there are `several`, reach what the name leads to?"""
+    """Judge whether other hosts, if there are `several`, can reach the addresses of this host's name."""
     found = f"{name} is {', '.join(addresses)}"
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
-        fix = "Other hosts cannot reach it: set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or mend /etc/hosts."
+        fix = "Other hosts cannot reach it: set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or fix /etc/hosts."
         return CheckResult("host name", Status.WARNING, found, fix)
     return CheckResult("host name", Status.OK, found)
 
 
 def check_loopback() -> CheckResult:
-    """Do two local processes find each other over gloo and agree on a sum?"""
+    """Check whether two local processes find each other over gloo and agree on a sum."""
     expected = float(sum(range(1, LOOPBACK_RANKS + 1)))
     fix = "Let local connections through the firewall; set GLOO_SOCKET_IFNAME to an interface that is up."
     try:
@@ -321,7 +321,7 @@ def check_loopback() -> CheckResult:
 
 
 def table(results: list[CheckResult]) -> Table:
-    """The findings, one row each."""
+    """Return the findings, one row each."""
     styles = {Status.OK: "green", Status.WARNING: "yellow", Status.BROKEN: "red"}
     rendered = Table(title="shardwise doctor")
     for heading in ("check", "status", "found", "what to do"):

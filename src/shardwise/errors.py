@@ -1,4 +1,4 @@
-"""What shardwise raises when a user's input cannot be used.
+"""The errors that shardwise raises for a user's input.
 
 Every message names the parameter or module (fully qualified name), the rank that found the
 problem, what was expected, what was found, and what to do about it.
@@ -32,7 +32,7 @@ class CheckpointError(ShardwiseError):
 
 
 def here() -> str:
-    """`rank R` of the calling process, for messages; `rank ?` before initialisation."""
+    """Return `rank R` of the calling process, for messages; `rank ?` before initialisation."""
     import torch.distributed as dist  # the command reports errors without it
 
     known = dist.is_available() and dist.is_initialized()

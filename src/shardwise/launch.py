@@ -1,4 +1,4 @@
-"""Starting ranks on this machine, and what is shown where one fails: the cause, once, and no more.
+"""Starting ranks on this machine, and printing where one fails: the cause, once, and no more.
 
 `launch` is torchrun for one machine without its own traceback and log around the error. `report_errors`
 decides what a rank prints for an error that nothing catches:
@@ -80,12 +80,12 @@ def report_errors() -> None:
 
 
 def shows_all() -> bool:
-    """Has the user asked for every traceback?"""
+    """Return whether the user asked for every traceback."""
     return os.environ.get(TRACEBACK, "0") not in ("", "0")
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Does the error's own text say what to mend, so that no traceback need be shown?"""
+    """Return whether the error's own text says what to fix, so that no traceback is needed."""
     if isinstance(error, ShardwiseError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -93,7 +93,7 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """`train.py:12: ShardingError: what is wrong`; the place is the user's own line that led there."""
+    """Return `train.py:12: ShardingError: what is wrong`; the place is the user's own line that led there."""
     text = str(error).strip() if isinstance(error, ShardwiseError) else str(error).strip().partition("\n")[0]
     text = "; ".join([text, *(remedy for sign, remedy in _REMEDIES.items() if sign in text)])
     kind = type(error).__name__
@@ -101,7 +101,7 @@ def one_line(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """`train.py:12`: the innermost line outside of installed packages; empty where there is none."""
+    """Return `train.py:12`: the innermost line outside of installed packages; empty where there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(path := Path(frame.filename)):
             inside = path.resolve().is_relative_to(Path.cwd())
@@ -110,7 +110,7 @@ def place(error: BaseException) -> str:
 
 
 def _is_users(path: Path) -> bool:
-    """Is it neither of an installed package, nor its command, nor of Python itself?"""
+    """Return whether `path` is a user's file: of no installed package, its command, or Python itself."""
     installed = {"site-packages", "dist-packages"} & set(path.parts)
     not_theirs = (Path(__file__).parent, Path(os.__file__).parent)
     if path.name == "shardwise" or installed:
@@ -151,7 +151,7 @@ def note(line: str) -> None:
 
 
 def _is_first(mark: str, line: str) -> bool:
-    """Has no rank of this machine asked so before? True where ranks cannot know."""
+    """Return whether no rank of this machine has asked so before; True where ranks cannot know."""
     if (marks := _marks()) is None:
         return True
     digest = hashlib.sha256(line.encode()).hexdigest()[:16]
@@ -163,7 +163,7 @@ def _is_first(mark: str, line: str) -> bool:
 
 
 def _marks() -> Path | None:
-    """A folder that torchrun made for the ranks of this attempt on this machine; None where it did not."""
+    """Return the folder that torchrun made for this attempt's ranks on this machine; None without one."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folder = Path(error_file).parent.parent if error_file else None
     return folder if folder is not None and folder.is_dir() and "RANK" in os.environ else None

@@ -1,4 +1,4 @@
-"""Which mesh axes data parallelism uses: the shard axis, the replicate axis, or both.
+"""The mesh axes of data parallelism: the shard axis, the replicate axis, or both.
 
     1-D mesh                       FSDPMeshInfo    shard over the axis
     2-D mesh                       HSDPMeshInfo    replicate over axis 0, shard over axis 1
@@ -86,7 +86,7 @@ class DataParallelMeshInfo:
 
     @cached_property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Of `mesh`, by axis. It asks for them by name, which is slow."""
+        """Process groups of `mesh`, by axis. Looked up by name, which is slow."""
         return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
 
     @cached_property
@@ -98,7 +98,7 @@ class DataParallelMeshInfo:
         )
 
     def require(self, axis: Axis, kind: str) -> int:
-        """The mesh dim `axis`, which must be set and exist."""
+        """Return the mesh dim `axis`, which must be set and exist."""
         if axis is None:
             raise ShardingError(f"{type(self).__name__} needs {kind}_mesh_dim, a dim of {self.mesh}")
         if not -self.mesh.ndim <= axis < self.mesh.ndim:
@@ -141,7 +141,7 @@ _infos: WeakValueDictionary[tuple[int, Any], DataParallelMeshInfo] = WeakValueDi
 
 
 def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """The data-parallel axes of `mesh`: one object, as long as anybody has it.
+    """Return the data-parallel axes of `mesh`: one object, as long as anybody has it.
 
     Args:
         mesh: 1-D (shard), 2-D (replicate, shard), or any mesh of which `dims` names dims. None
@@ -179,7 +179,7 @@ def _info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMe
 
 
 def smaller_shards(mesh: DeviceMesh, ranks: int, *, made: DeviceMesh | None = None) -> DeviceMesh:
-    """The ranks of `mesh` as (replicate, shard), so many to a shard; made once for each mesh, of its groups.
+    """Arrange the ranks of `mesh` as (replicate, shard), so many to a shard; made once for each mesh.
 
     Args:
         made: what to take for it from now on.
@@ -193,7 +193,7 @@ def smaller_shards(mesh: DeviceMesh, ranks: int, *, made: DeviceMesh | None = No
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh of every rank, on the accelerator if there is one, else on CPU."""
+    """Return a 1-D mesh of every rank, on the accelerator if there is one, else on CPU."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -202,7 +202,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def shard_mesh(info: DataParallelMeshInfo) -> DeviceMesh:
-    """The 1-D mesh of the ranks among which this rank's parameters are cut."""
+    """Return the 1-D mesh of the ranks among which this rank's parameters are cut."""
     mesh, axis = info.mesh, info.shard_mesh_dim
     if mesh.ndim == 1 or axis is None or mesh.mesh_dim_names is None:
         return mesh
@@ -210,7 +210,7 @@ def shard_mesh(info: DataParallelMeshInfo) -> DeviceMesh:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank that the mesh computes on."""
+    """Return the device of this rank that the mesh computes on."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

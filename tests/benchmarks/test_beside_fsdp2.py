@@ -13,6 +13,7 @@ from torch import nn
 from shardwise._compat import local_of
 from shardwise.planner import Setup, hardware_of, measure
 from shardwise.planner.decoder import Decoder, Shape
+from shardwise.planner.events import GATHERED, OPTIMIZER, Allocate, Recording
 from shardwise.planner.models import Model, logits_loss
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.storages import Storages
@@ -88,3 +89,20 @@ def test_what_is_recorded_of_fsdp2_is_alive_where_it_runs_on_memory_of_the_cpu()
     for phase in ("forward", "backward"):
         recorded = max(one.alive_bytes for one in moments if one.phase.endswith(phase))
         assert storages.peaks[phase] == recorded, phase
+
+
+def test_a_recording_is_split_and_moved_where_the_cause_is_looked_for() -> None:
+    from beside_fsdp2 import by_parameter, states_first
+
+    def sizes(one: Recording, category: str) -> list[int]:
+        events = [event for segment in one.segments for event in segment.events]
+        return [e.memory.nbytes for e in events if isinstance(e, Allocate) and e.memory.category == category]
+
+    mine, peers = (recording(column)[0] for column in ("interleaved", "FSDP2"))
+    split = by_parameter(mine, peers)
+    assert len(sizes(mine, GATHERED)) < len(sizes(split, GATHERED))
+    assert set(sizes(split, GATHERED)) == set(sizes(peers, GATHERED))
+    assert sum(sizes(split, GATHERED)) == sum(sizes(mine, GATHERED))
+    first = states_first(mine)
+    assert sorted(sizes(first, OPTIMIZER)) == sorted(sizes(mine, OPTIMIZER))
+    assert {type(event) for event in first.segments[0].events} == {Allocate}

@@ -1,7 +1,7 @@
 """Every private torch name this library uses, for torch 2.11 to 2.15, each with its reason.
 
 Nothing else in the package may touch a torch name that starts with an underscore. A name that
-torch moves or renames is mended here, once.
+torch moves or renames is fixed here, once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from shardwise._compat.transforms import *
 
 
 def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-    """`local` as this rank's piece of the DTensor that `spec` describes; no communication.
+    """Return `local` as this rank's piece of the DTensor that `spec` describes; no communication.
 
     `DTensor.from_local` runs under autograd and checks what the caller already knows. `__init__` is
     left out: it does nothing, behind three wrappers that cost more than `__new__`.
@@ -71,7 +71,7 @@ new_dtensor: Callable[..., Any] = DTensor.__new__
 
 
 def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:
-    """`dtensor` for a part of a buffer.
+    """Return a DTensor, as `dtensor` does, over a part of a buffer.
 
     The wrapper takes over its tensor's storage offset, and torch neither copies nor saves one that has
     an offset: so it begins with `begin`, any tensor of the same dtype and device without one.
@@ -82,7 +82,7 @@ def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad
 
 
 def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter that is a DTensor. `nn.Parameter(...)` would dispatch a detach, ten times as slow."""
+    """Make a parameter that is a DTensor; `nn.Parameter(...)` dispatches a detach, ten times as slow."""
     begin = torch.empty(0, dtype=local.dtype, device=local.device)
     made = dtensor_at(local, spec, begin=begin, requires_grad=requires_grad)
     made._is_param = True  # what nn.Parameter sets on a tensor subclass, and asks for in isinstance
@@ -100,7 +100,7 @@ _specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDiction
 
 
 def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
-    """The one description of all DTensors that are alike.
+    """Return the description that all equal DTensors share.
 
     DTensor looks its operations up by their arguments' descriptions, and compares objects that are not
     the same field by field: 8 Python calls an operation and tensor.
@@ -116,12 +116,12 @@ def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorM
 def dtensor_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], *, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The description of contiguous DTensors of global `shape` and `dtype`."""
+    """Return the description of contiguous DTensors of global `shape` and `dtype`."""
     return shared_spec(mesh, placements, TensorMeta(shape, contiguous_stride(shape), dtype))
 
 
 def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The description of DTensors that differ from those of `spec` in dtype."""
+    """Return the description of DTensors that differ from those of `spec` in dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     return shared_spec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
@@ -133,7 +133,7 @@ local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is. No communication."""
+    """Return this rank's part of a DTensor; a plain tensor as it is. No communication."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -143,13 +143,13 @@ def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dims of several sub-meshes of a common mesh; also under fake tensors."""
+    """Return one mesh with the dims of several sub-meshes of a common mesh; also under fake tensors."""
     with unset_fake_temporarily():  # as slicing a mesh does
         return DeviceMesh._concatenate(meshes)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A 1-D mesh over all ranks of `mesh`; creates a process group (collective)."""
+    """Return a 1-D mesh over all ranks of `mesh`; creates a process group (collective)."""
     return mesh._flatten(name)
 
 
@@ -178,7 +178,7 @@ _SCATTER_OPTIONS: dict[tuple[int, bool], tuple[ReduceScatterOptions, Any]] = {}
 def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
-    """`output` (1-D, ranks x input) from every rank's `input`. Collective over `group`."""
+    """Gather every rank's `input` into `output` (1-D, ranks x input). Collective over `group`."""
     work: dist.Work | None = _gather_of(group)(output, input, _GATHER_OPTIONS[async_op])
     if async_op:
         return work
@@ -190,7 +190,7 @@ def all_gather_single(
 def reduce_scatter_single(
     output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
-    """`output` from this rank's slice of the reduced `input`s. Collective over `group`."""
+    """Reduce `input`s, and write this rank's slice to `output`. Collective over `group`."""
     try:
         known = _SCATTER_OPTIONS[id(op), async_op]
     except KeyError:
@@ -212,7 +212,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor)
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Does `tensor` have a shape but no memory?"""
+    """Return whether `tensor` has a shape but no memory."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -246,7 +246,7 @@ def fakes_convert() -> Iterator[None]:
 
 
 def is_lazily_zero(tensor: Tensor) -> bool:
-    """Is it zeros without memory, as autograd makes them for derivatives that are zero everywhere?"""
+    """Return whether `tensor` is zeros without memory, as autograd makes for zero derivatives."""
     return tensor._is_zerotensor()
 
 
@@ -260,7 +260,7 @@ def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
-    """The p-norm of each of many tensors, computed in `dtype`."""
+    """Return the p-norm of each of many tensors, computed in `dtype`."""
     return torch._foreach_norm(list(tensors), p, dtype)
 
 
@@ -314,7 +314,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Which storage a tensor has; a DTensor's wrapper has its own, changed by `data = ...` and swaps."""
+    """Identify a tensor's storage; a DTensor's wrapper has its own, changed by `data = ...` and swaps."""
     return cast(int, tensor.untyped_storage()._cdata)
 
 
@@ -342,7 +342,7 @@ def hook_state_dicts(
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name, the dict itself: switching them is one assignment each,
+    """Return a module's own parameters by name, the dict itself: switching them is one assignment each,
     where `setattr` costs checks that both sides of the switch have passed already."""
     return module._parameters
 
@@ -361,7 +361,7 @@ def allow_foreach(*types: type[Tensor]) -> None:
 
 
 def group_of_sharded_tensor(tensor: Any) -> Any:
-    """The process group of torch's deprecated ShardedTensor, which has no public name for it."""
+    """Return the process group of torch's deprecated ShardedTensor, which has no public name for it."""
     return tensor._process_group
 
 
@@ -370,7 +370,7 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without what it does for `torch.func`: for where `transforms_run` says no."""
+    """Return `function.apply` without what it does for `torch.func`: for where `transforms_run` says no."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
@@ -391,12 +391,12 @@ functional_collectives: Any = torch.ops._c10d_functional
 
 
 def is_operator(target: Any) -> bool:
-    """Is the target of a graph's node one overload of an operator?"""
+    """Return whether the target of a graph's node is one overload of an operator."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def schema(target: Any) -> Any | None:
-    """The schema of an operator; None for a Python function."""
+    """Return the schema of an operator; None for a Python function."""
     return target._schema if is_operator(target) else None
 
 
@@ -436,7 +436,7 @@ _SHAPES_OF_DTENSORS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
 
 
 def shapes_of_dtensors_unseen(watcher: Any) -> Any:
-    """A patch by which a watcher of operators `looks_away` from them."""
+    """Return a patch by which a watcher of operators `looks_away` from them."""
     kind, name = _SHAPES_OF_DTENSORS
     original = getattr(kind, name)
 

@@ -36,13 +36,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def traced_all_gather(shard: Tensor, ranks: int, group_name: str) -> Tensor:
-    """[n] -> [ranks * n], waited for."""
+    """Gather [n] into [ranks * n], and wait for it."""
     functional = torch.ops._c10d_functional
     return cast(Tensor, functional.wait_tensor(functional.all_gather_into_tensor(shard, ranks, group_name)))
 
 
 def traced_reduce_scatter(whole: Tensor, op: str, ranks: int, group_name: str) -> Tensor:
-    """[ranks * n] -> [n], waited for."""
+    """Reduce-scatter [ranks * n] into [n], and wait for it."""
     functional = torch.ops._c10d_functional
     return cast(
         Tensor, functional.wait_tensor(functional.reduce_scatter_tensor(whole, op, ranks, group_name))
@@ -72,19 +72,19 @@ RECOMPUTE_ALL: dict[str, Any] = (
 
 
 def in_compiled_autograd() -> bool:
-    """Is the running backward one that the tracer of compiled autograd took down beforehand?"""
+    """Return whether the running backward is one that compiled autograd traced beforehand."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # if imported, which takes a second
     return compiled is not None and bool(compiled.in_compiled_autograd_region)
 
 
 def compiler_in_use() -> bool:
-    """Has this process made a function that `torch.compile` compiles when it is called?"""
+    """Return whether this process has made a function that `torch.compile` compiles when it is called."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where also None and False stand for backends
     return frames is not None and any(callable(backend) for backend in frames.cached_backends.values())
 
 
 def is_functional(tensor: Tensor) -> bool:
-    """Does `tensor` stand for values in a graph of operators that is being traced?"""
+    """Return whether `tensor` stands for values in a graph of operators that is being traced."""
     return isinstance(tensor, FunctionalTensor)
 
 
@@ -99,12 +99,12 @@ def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
 
 
 def traced_object(context: Any) -> Any:
-    """The `subject` of `while_tracing`, whose variable only the tracer knows."""
+    """Return the `subject` of `while_tracing`, whose variable only the tracer knows."""
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
 
 
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which torch 2.11 takes for true in every graph that it traces."""
+    """Return `torch.compiler.is_exporting()`; torch 2.11 takes it for true in every graph that it traces."""
     return torch.compiler._is_exporting_flag
 
 
@@ -128,7 +128,7 @@ def only_inlined(function: Function) -> Function:
 
 
 def runs_outside_graphs(function: FunctionType, why: str) -> Callable[..., Any]:
-    """A copy of a function that is never compiled, though what it calls is.
+    """Return a copy of a function that is never compiled, though functions that it calls are.
 
     A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason.
     """
@@ -172,7 +172,7 @@ def is_known_by_name(group: dist.ProcessGroup) -> bool:
 
 
 def group_ranks(group_name: str) -> int:
-    """The size of the process group that functional collectives know by this name; 0 if there is none.
+    """Return the size of the process group that functional collectives know by this name; 0 if there is none.
 
     An all-reduce in a graph says nothing of it.
     """
@@ -194,10 +194,10 @@ def aot_edited(
     compiler: Callable[..., Any] | None = None,
     decompose: bool = False,
 ) -> Callable[..., Any]:
-    """What a backend makes of the graphs of operators of a graph, edited first.
+    """Compile a graph with AOTAutograd, after `edit` has changed each of its graphs of operators.
 
     Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition" runs them as they are; the second
-    offers no way in between its partitioner and its compiler. Or `compiler` compiles them.
+    has no hook between its partitioner and its compiler. If given, `compiler` compiles them.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -232,9 +232,9 @@ _MARKS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
 def is_of_backward(node: torch.fx.Node) -> bool:
-    """Did autograd compute this node of a graph with forward and backward in it?
+    """Return whether autograd computed this node of a joint forward and backward graph.
 
-    Before 2.12 a tracer marks none of those; the first is the gradient of the loss, ones like it.
+    Before 2.12 a tracer marks none of them; the first is the gradient of the loss, a `ones_like`.
     """
     if _MARKS_BACKWARD:
         return bool(node.meta.get("autograd_backward"))
@@ -243,7 +243,7 @@ def is_of_backward(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
-    """Calls in here that compile trace `torch.autograd.grad`, which torch leaves off by default.
+    """Let calls that compile within trace `torch.autograd.grad`, which torch leaves off by default.
 
     Torch's own recomputation in the graphs that come of it is left out: it takes one run of nodes for
     backward, refuses regions with random numbers, and keeps what views of recomputed tensors hold.
@@ -257,7 +257,7 @@ def tracing_autograd() -> Iterator[None]:
 
 
 def why_untraceable(error: Exception) -> str | None:
-    """Why a compiler cannot make one graph of a function, in a line; None if `error` does not say that."""
+    """Return why a compiler cannot make one graph of a function; None if `error` does not say that."""
     from torch._dynamo.exc import Unsupported
 
     if not isinstance(error, Unsupported):
@@ -270,7 +270,7 @@ def why_untraceable(error: Exception) -> str | None:
 
 
 def compiled_frame() -> tuple[int, int] | None:
-    """While a backend runs: the number of the frame it compiles, and how often that was compiled before."""
+    """Return the number of the frame that a backend compiles, and how often it was compiled before."""
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
@@ -280,14 +280,14 @@ def compiled_frame() -> tuple[int, int] | None:
 
 
 def graph_breaks() -> int:
-    """How often a tracer has left a graph in this process; there is no public counter."""
+    """Return how often a tracer has left a graph in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
 
 
 def graphs_traced() -> int:
-    """How many graphs a tracer has given to backends in this process; there is no public counter."""
+    """Return how many graphs a tracer has given to backends in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -301,7 +301,7 @@ def aoti_compile(program: torch.export.ExportedProgram, path: str) -> None:
 
 
 def aoti_load(path: str) -> Callable[..., Any]:
-    """The function of a file that `aoti_compile` wrote."""
+    """Return the function of a file that `aoti_compile` wrote."""
     from torch import _inductor
 
     found: Callable[..., Any] = cast(Any, _inductor).aoti_load_package(path)
@@ -319,7 +319,7 @@ def check_index_copies(program: torch.export.ExportedProgram) -> None:
 
 @contextmanager
 def no_compilation() -> Iterator[bool]:
-    """False while another thread compiles; else none begins meanwhile: torch has one lock for all."""
+    """Hold off compilation; yields False while another thread compiles: torch has one lock for all."""
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     free = lock is None or lock.acquire(blocking=False)
     try:

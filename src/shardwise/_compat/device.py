@@ -36,12 +36,12 @@ def register_device(make: Callable[[], ModuleType]) -> None:
 
 @cache
 def is_plain(kind: type[Tensor]) -> bool:
-    """Are such tensors memory and a shape, and compute in no way of their own? (Of simulated devices too.)"""
+    """Return whether tensors of this class are plain memory and a shape. (Of simulated devices too.)"""
     return kind is Tensor or issubclass(kind, FakeTensor) or getattr(kind, "is_plain_memory", False)
 
 
 def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -> Any:
-    """A tensor of class `kind` over CPU memory that says it is on `device`; only subclasses may."""
+    """Return a tensor of class `kind` over CPU memory that says it is on `device`; only subclasses may."""
     return torch.Tensor._make_subclass(
         kind, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -49,7 +49,7 @@ def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -
 
 @contextmanager
 def below_modes() -> Iterator[None]:
-    """Operators are torch's own inside: no mode sees them, and neither autograd nor autocast takes part."""
+    """Run operators as torch's own: no mode sees them, and neither autograd nor autocast takes part."""
     with (
         torch._C._DisableTorchDispatch(),
         torch.inference_mode(False),
@@ -76,18 +76,18 @@ def take_over(tensor: Tensor, other: Tensor) -> None:
 
 
 def wait_for_collective(tensor: Tensor) -> Tensor:
-    """What a functional collective returned, once it is there; the public form waits at other times too."""
+    """Wait for a functional collective's result and return it; the public form waits at other times too."""
     waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
     return waited
 
 
 def autograd_node() -> Any:
-    """The node that autograd runs now, None outside of backward; profilers have it, users have not."""
+    """Return the node that autograd runs now, None outside of backward; profilers have it, users have not."""
     return torch._C._current_autograd_node()
 
 
 def node_number(node: Any) -> int:
-    """The place of a node among all that forward made; a huge number for those that accumulate gradients."""
+    """Return the place of a node among all that forward made; huge for those that accumulate gradients."""
     return int(node._sequence_nr())
 
 
@@ -100,7 +100,7 @@ ENGINE = "_engine_run_backward"
 
 
 def nodes_of(outputs: Iterable[Any]) -> list[Any]:
-    """The nodes that backward begins with, or that it gives the gradients of these tensors or edges to."""
+    """Return the nodes where backward begins, or that receive the gradients of these tensors or edges."""
     edges = (
         one if isinstance(one, GradientEdge) else get_gradient_edge(one)
         for one in outputs
@@ -110,7 +110,7 @@ def nodes_of(outputs: Iterable[Any]) -> list[Any]:
 
 
 def next_node_number() -> int:
-    """What the next node that forward makes will have."""
+    """Return the sequence number that autograd will give the next node made in forward."""
     return int(torch._C._autograd._get_sequence_nr())
 
 

@@ -33,7 +33,7 @@ class OwnShard(Shard):
     """A `Shard` whose parts are not even; torch's redistribution of plain DTensors cannot serve it."""
 
     def local_rows(self, rows: int, ranks: int, rank: int) -> tuple[int, int]:
-        """How many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
+        """Return how many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
         raise NotImplementedError
 
     def refuse(self, what: str) -> Any:
@@ -88,7 +88,7 @@ class OwnDTensor(DTensor):
 
     @_spec.setter
     def _spec(self, spec: DTensorSpec) -> None:
-        """Nothing: `swap_tensors` assigns it, after it has swapped what it is computed from."""
+        """Do nothing: `swap_tensors` assigns it, after it has swapped what it is computed from."""
 
     @_spec.deleter
     def _spec(self) -> None:

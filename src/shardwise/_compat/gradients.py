@@ -18,12 +18,12 @@ from torch.utils import checkpoint as _checkpoint
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
 
 
-# Unless told otherwise, FSDP2 sums gradients as their parameters keep them since 2.15, before as they come.
+# By default FSDP2 sums gradients in their parameters' stored dtype since 2.15, before as they come.
 SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 
 def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
-    """What the user set as a leaf's `grad_dtype`, in a tuple; empty if nothing.
+    """Return the `grad_dtype` that the user set on a leaf, in a tuple; empty if none.
 
     Before 2.15 torch does not say whether it was set: then the tensor's own dtype is nobody's choice.
     """
@@ -65,7 +65,7 @@ is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
 
 def function_arguments() -> list[Any]:
-    """Arguments of the innermost `torch.autograd.Function` whose forward runs.
+    """Return arguments of the innermost `torch.autograd.Function` whose forward runs.
 
     No hook follows them: since 2.15 `apply` is C++, and users keep it under other names. So they are found on
     the stack, for callers that know by `is_forward_grad_enabled` that there may be any.

@@ -9,30 +9,46 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as bindings
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | None:
-    """The backend that allocates communication buffers for `group`, if it has an allocator."""
+    """Return the backend that allocates communication buffers for `group`, if it has an allocator."""
     backend = group._get_backend(device)
     return backend if backend.supports_tensor_alloc(device) else None
 
 
+# verify.streams: `new_group` waits for all ranks of the group with the process's own state half changed, and
+# names a group by its ranks and by how many of them exist, so two threads cannot make two at a time.
+def second_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Make a gloo group of the ranks of `group` that functional collectives find by `name`; all must call."""
+    store = bindings.PrefixStore(name, default_store())
+    kind = dist.ProcessGroup.BackendType.GLOO
+    made: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
+    made._set_default_backend(kind)
+    made._register_backend(torch.device("cpu"), kind, backend)
+    made._set_group_name(name)
+    bindings._register_process_group(cast(Any, name), made)
+    return cast(dist.ProcessGroup, made)
+
+
 def premultiplied_sum(factor: float) -> Any:
-    """NCCL's reduction that multiplies by `factor` first; before 2.13 torch has no public name for it."""
+    """Return NCCL's reduction that multiplies by `factor` first; it has no public name before 2.13."""
     made: Any = dist.ReduceOp.PREMUL_SUM
     return made(factor) if callable(made) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def default_store() -> Store:
-    """What the default process group's ranks met through; whoever has none raises ValueError."""
+    """Return the default process group's store; raises ValueError where there is no group."""
     return c10d._get_default_store()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of `group` waits for other ranks."""
+    """Return how long a collective of `group` waits for other ranks."""
     device = group._device_types[0]
     return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
 
@@ -69,7 +85,7 @@ def follow_timeout(group: dist.ProcessGroup) -> None:
 
 
 def device_type_of(group: dist.ProcessGroup) -> str:
-    """The kind of device whose tensors `group` moves."""
+    """Return the kind of device whose tensors `group` moves."""
     return group._device_types[0].type
 
 
@@ -81,7 +97,7 @@ def use_symmetric_memory(backend: str) -> None:
 
 
 def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """An uninitialised tensor registered with every rank of `group`. Collective."""
+    """Return an uninitialised tensor registered with every rank of `group`. Collective."""
     from torch.distributed import _symmetric_memory
 
     tensor = _symmetric_memory.empty(numel, dtype=dtype, device=device)

@@ -12,13 +12,13 @@ from torch.fx import GraphModule, Node
 
 
 def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any]:
-    """What `torch.compile(backend="inductor", options=options)` gives a graph to, for a backend around it."""
+    """Return the backend of `torch.compile(backend="inductor", options=options)`, to be wrapped."""
     wrapper: Any = torch._TorchCompileInductorWrapper
     return cast(Callable[..., Any], wrapper(None, options, dynamic))
 
 
 def inductor_pass(edit: Callable[[torch.fx.Graph], Any], uuid: str | None) -> Any:
-    """A pass over inductor's graphs; the `uuid` tells its caches of compiled graphs what the pass does.
+    """Make a pass over inductor's graphs; the `uuid` tells its caches of compiled graphs what it does.
 
     With a `uuid` of None graphs are compiled anew.
     """
@@ -35,11 +35,11 @@ def inductor_pass(edit: Callable[[torch.fx.Graph], Any], uuid: str | None) -> An
 
 
 def collectives_in_place() -> Any:
-    """A pass over what inductor is about to fuse: collectives stay where the graph has them.
+    """Return a pass over what inductor is about to fuse: collectives stay where the graph has them.
 
     Inductor fuses kernels that read the same memory, however far apart they stand. What one of them waits
     for then runs before all that follows the other: a reduction slipped behind the next block's products.
-    Each collective, and each wait, is told to follow the calls of libraries before it and to precede those
+    Each collective, and each wait, is made to follow the calls of libraries before it and to precede those
     behind it. Kernels that inductor generates may still move: fusing them is worth more than their place.
     """
     from torch._inductor import custom_graph_pass
@@ -82,7 +82,7 @@ Kernel = tuple[tuple[Node, ...], bool]
 
 
 def scheduled(keep: Callable[[GraphModule, bool, list[Kernel]], None]) -> Callable[[list[Any]], list[Any]]:
-    """A pass over what inductor has fused, which it leaves as it is: `keep` is called with every graph.
+    """Make a pass over what inductor has fused, which it does not change: `keep` is called with every graph.
 
     With the graph, whether it is a backward one, and its kernels in their order. No public hook shows it.
     """

@@ -47,14 +47,14 @@ def change_step_lists(
 
 
 def _fast_attributes(params: list[Tensor]) -> AbstractContextManager[Any]:
-    """`plain_attributes`, unless some of the parameters answer for their attributes, as a `ShardedTensor`."""
+    """Return `plain_attributes`, unless some parameter answers for its attributes, as a `ShardedTensor`."""
     kinds = set(map(type, params))
     are_plain = all(kind in (Tensor, Parameter) or issubclass(kind, DTensor) for kind in kinds)
     return plain_attributes() if are_plain else nullcontext()
 
 
 def in_compiled_call() -> bool:
-    """Has a compiled function called this, maybe through code that it does not compile?"""
+    """Return whether a compiled function is the caller, even through code that it does not compile."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False

@@ -24,6 +24,6 @@ _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
 def differentiates_twice_backward() -> bool:
-    """Does a transform that goes backward run around another that takes derivatives?"""
+    """Return whether a transform that runs backward is inside another that takes derivatives."""
     running = [one.key() for one in retrieve_all_functorch_interpreters()]
     return TransformType.Grad in [key for key in running if key in _DERIVATIVES][:-1]

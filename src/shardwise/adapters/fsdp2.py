@@ -93,7 +93,7 @@ def uninstall() -> None:
 
 
 def _twins() -> dict[str, Any]:
-    """Torch's public objects that have one of ours, by name."""
+    """Return those of torch's public objects that have a counterpart here, by name."""
     public = [importlib.import_module(name) for name in _PUBLIC]
     names = ("fully_shard", "DataParallelMeshDims", *fsdp.__all__)
     return {name: getattr(public[0], name) for name in names if hasattr(public[0], name)}
@@ -104,7 +104,7 @@ def _ours(name: str) -> Any:
 
 
 def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
-    """`Optimizer.add_param_group` that refuses rows where a step would."""
+    """Return `Optimizer.add_param_group` that refuses rows where a step would."""
 
     @functools.wraps(add)
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
 def _fully_shard(
     defaults: dict[str, Any], interleave: Collection[str], classes: dict[Any, Any]
 ) -> Callable[..., Any]:
-    """Our `fully_shard` for callers that know torch's."""
+    """Make a `fully_shard` of shardwise for callers that know torch's."""
     inputs = importlib.import_module(_PRIVATE_INPUTS)
     for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
         if hasattr(inputs, name):
@@ -165,6 +165,6 @@ def _fully_shard(
 
 
 def state(module: nn.Module) -> StateOfStage | None:
-    """`fully_shard.state`: None for a module that was not sharded."""
+    """Call `fully_shard.state`; return None for a module that was not sharded."""
     found = state_of(module)
     return None if found is None else StateOfStage(found)

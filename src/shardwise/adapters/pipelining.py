@@ -1,4 +1,4 @@
-"""What torch's pipeline stages look for in the state of a sharded module.
+"""The part of a sharded module's state that torch's pipeline stages look for.
 
 At the end of a schedule a stage walks the state's groups to reduce what its micro-batches accumulated, and
 ends backward. Here the end of backward does both.

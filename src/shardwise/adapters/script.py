@@ -57,7 +57,7 @@ def run_script(target: str, arguments: list[str], *, is_module: bool = False, **
 
 
 def what_was_sharded() -> str:
-    """How many modules this process sharded in which layout, in one line."""
+    """Describe how many modules this process sharded in which layout, in one line."""
     if not sharded_modules:
         return (
             "shardwise: WARNING: nothing was sharded: the script called neither shardwise's fully_shard, nor"

@@ -2,7 +2,7 @@
 
 Ranks meet in the staging folder instead: each leaves what it wrote, or why it could not, and rank 0 commits
 once all have. So nothing that the run sends can meet what the save sends, and no rank waits for another.
-How it went is told where all ranks come together anyway: at the next save, load, `wait` or `asked`.
+Its outcome is reported where all ranks meet anyway: at the next save, load, `wait` or `asked`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Saving:
         chunks: Sequence[tuple[Chunk, Tensor | bytes]],
         commit: Callable[[list[Part]], Location],
     ) -> None:
-        """Begin. Local.
+        """Begin a save. Local.
 
         Args:
             chunks: what this rank writes, in memory that nobody else changes.
@@ -75,7 +75,7 @@ class Saving:
 
     @property
     def failed(self) -> bool:
-        """Is it known on this rank that the save failed? Local."""
+        """Whether this rank knows that the save failed. Local."""
         return self._problem is not None
 
     def wait(self) -> Location:
@@ -139,7 +139,7 @@ class Saving:
         write_whole(self._staging / name.format(self._rank), json.dumps(content).encode())
 
     def _parts(self) -> list[Part]:
-        """All ranks' parts, once they are there; the files that told of them are gone then."""
+        """Return all ranks' parts, once they are there; deletes the files that describe them."""
         begun, parts = time.monotonic(), dict[int, Part]()
         look = _LOOK if isinstance(self._staging, Path) else _LOOK_IN_STORE
         while len(parts) < self._size:
@@ -185,12 +185,12 @@ def abandon() -> None:
 
 
 def failed_here() -> bool:
-    """Is it known on this rank that the save in flight failed? Local."""
+    """Return whether this rank knows that the save in flight failed. Local."""
     return any(saving.failed for saving in _in_flight)
 
 
 def _finish() -> None:
-    """At the end of a process that ends well: let the save in flight end, and say if it fails."""
+    """Wait for the save in flight at the end of a process that ends well, and log its failure."""
     if getattr(sys, "last_value", None) is None:
         for saving in _in_flight:
             saving._thread.join()

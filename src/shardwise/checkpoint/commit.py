@@ -1,4 +1,4 @@
-"""How a checkpoint becomes visible: all of it, or not at all.
+"""Commits of checkpoints: all of one becomes visible, or nothing.
 
     PATH/step-00000050/                 complete: tensor files, .metadata, manifest.json
     PATH/step-00000100.tmp-5f1c09/      being written, or left by a save that was killed
@@ -43,12 +43,12 @@ _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the last 
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of the default process group; (0, 1) without one."""
+    """Return rank and size of the default process group; (0, 1) without one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def checkpoints(path: At) -> list[tuple[int, int, At]]:
-    """(step, version, directory) of every complete checkpoint under `path`, oldest first."""
+    """Return (step, version, directory) of every complete checkpoint under `path`, oldest first."""
     return _complete(_named(path))
 
 
@@ -57,7 +57,7 @@ def _complete(named: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
 
 
 def _named(path: At) -> list[tuple[int, int, At]]:
-    """What has a checkpoint's name under `path`, complete or not, oldest first."""
+    """List what has a checkpoint's name under `path`, complete or not, oldest first."""
     found: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         if match := _COMPLETE.fullmatch(folder.name):
@@ -66,13 +66,13 @@ def _named(path: At) -> list[tuple[int, int, At]]:
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The newest complete checkpoint's step, or None. Asks this rank's file system, or the store, only."""
+    """Return the newest complete checkpoint's step, or None. Asks this rank's file system or store only."""
     found = checkpoints(location(path))
     return found[-1][0] if found else None
 
 
 def find(path: Location, step: int | None) -> tuple[list[Location], str]:
-    """The directories of `step`, newest version first; of all steps, newest first, for None.
+    """Return the directories of `step`, newest version first; of all steps, newest first, for None.
 
     And a warning of newer ones that lack their manifest, or "": in a file system that is damage.
     """
@@ -99,7 +99,7 @@ def find(path: Location, step: int | None) -> tuple[list[Location], str]:
 
 
 def open_staging(path: Location, step: int) -> Location:
-    """A fresh directory to write in. Also removes what killed saves left. One rank calls it."""
+    """Return a fresh directory to write in. Also removes what killed saves left. One rank calls it."""
     if isinstance(path, StorePath):
         whole = checkpoints(path)
         for folder in set(path.iterdir()).difference(folder for *_, folder in whole):
@@ -133,7 +133,7 @@ def publish(staging: Location, step: int, manifest: dict[str, Any]) -> Location:
 
 def discard(staging: Location) -> None:
     """Remove what a save that failed has written, unless it is a checkpoint by now. One rank calls it."""
-    with suppress(Exception):  # what went wrong before is told
+    with suppress(Exception):  # the earlier error is reported
         if isinstance(staging, Path):
             shutil.rmtree(staging, ignore_errors=True)
             unlock(staging.parent)
@@ -142,7 +142,7 @@ def discard(staging: Location) -> None:
 
 
 def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """`prune` after a save, which is complete whatever comes of it."""
+    """Call `prune` after a save, which is complete whatever happens here."""
     try:
         prune(path, keep, keep_every, written=written)
     except Exception as error:  # whatever a store raises
@@ -154,7 +154,7 @@ def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: L
 
 
 def prune(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """Remove older versions of a step, and all but what `save` says is kept. By one rank."""
+    """Remove older versions of a step, and all that `save` does not keep. By one rank."""
     newest = {step: folder for step, _, folder in checkpoints(path)}
     kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
     kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
@@ -175,7 +175,7 @@ def remove(folder: Location) -> None:
 
 
 def manifest_of(folder: Location) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked: see `files.manifest`. Of this format are
+    """Return the manifest of a checkpoint, checked: see `files.manifest`. Of this format are
 
     step, world_size             int
     tensors                      {name: {"shape": [int], "dtype": name of a torch dtype}}

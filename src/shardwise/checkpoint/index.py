@@ -1,4 +1,4 @@
-"""Which bytes of which file hold which box of which tensor: torch's `.metadata`, read and checked.
+"""The index of a checkpoint, torch's `.metadata`, read and checked: which bytes hold which box.
 
 A checkpoint is whole if its boxes cover every tensor once. What is checked here is handed on as numbers
 and texts alone; nothing else that the index may hold gets any further.
@@ -43,14 +43,14 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where the chunks of a checkpoint's tensors lie."""
+    """The position of every chunk of a checkpoint's tensors."""
 
     metadata: Metadata  # with what torch's planner reads: sizes and chunks
     places: Mapping[tuple[str, tuple[int, ...]], Place]  # by name and the chunk's offsets
 
 
 def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
-    """The index of a checkpoint, which must fit the manifest's `tensors` and `files`.
+    """Return the index of a checkpoint, which must fit the manifest's `tensors` and `files`.
 
     Raises:
         CheckpointError: an index that is damaged or none; other names, shapes or dtypes than the manifest's;
@@ -121,7 +121,7 @@ def _numbers(found: Any) -> tuple[int, ...]:
 
 
 def _find(module: str, name: str) -> Any:
-    """What the names in an index stand for: records of torch's index modules, sizes, dtypes, paths."""
+    """Return what a name in an index stands for: a record of torch's index modules, a size, dtype or path."""
     if module == "torch":
         found = getattr(torch, name, None)
         return found if name == "Size" or isinstance(found, torch.dtype) else None
@@ -141,7 +141,7 @@ def _is_known(found: Any) -> bool:
 
 
 def _pickled_layout() -> tuple[str, str]:
-    """Module and name of the function that torch's pickles of a layout call."""
+    """Return the module and name of the function that torch's pickles of a layout call."""
     function: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]
     return function.__module__, function.__name__
 

@@ -37,10 +37,10 @@ _LOST = f"A lost rank had what no living one has, or living ranks differ. {START
 
 
 class Training(Protocol):
-    """What `LivingRanks` keeps: a model, its optimizer and whatever else goes on with them."""
+    """The state that `LivingRanks` keeps: a model, its optimizer and whatever else goes on with them."""
 
     def state(self) -> dict[str, Any]:
-        """As `checkpoint.save` takes it. `PerRank` must be optional: a new rank has none. Local."""
+        """Return the state for `checkpoint.save`. `PerRank` must be optional: a new rank has none. Local."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Take what was filled of such a state."""
@@ -118,7 +118,7 @@ class LivingRanks(Generic[_T]):
 
     @contextmanager
     def attempt(self) -> Iterator[_T]:
-        """One step, which may end without being taken: ask `training` what it has reached. Collective.
+        """Attempt one step, which may not be taken: ask `training` what it has reached. Collective.
 
         What a lost rank makes others raise ends here, with ranks that have met anew. Random numbers that an
         attempt drew are drawn again. Any other error is raised.
@@ -213,7 +213,7 @@ class LivingRanks(Generic[_T]):
         return True
 
     def _forget(self) -> None:
-        """The others have gone on without this rank, which joins them as a new one."""
+        """Forget all state: the others went on without this rank, which joins them as a new one."""
         self._training = self._taken = None
         self._ready, self._random = (), []
 
@@ -263,7 +263,7 @@ class _NewRanks(Exception):  # noqa: N818 - a reason to meet, no error
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    """Is it what a lost rank makes others raise?"""
+    """Return whether the error is one that a lost rank makes others raise."""
     return isinstance(error, RankMismatchError) or (
         not isinstance(error, ShardwiseError) and of_transport(error)
     )

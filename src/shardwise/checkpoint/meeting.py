@@ -1,4 +1,4 @@
-"""Where ranks meet: in a store that outlives each of them, round by round.
+"""Meetings of ranks: in a store that outlives each of them, round by round.
 
     R/came, R/1, R/2 ...    who came, with the rank that each would be, and whether it has state
     R/closed                which of them belong to the round: all there are to be, or who was there in time
@@ -46,7 +46,7 @@ class Meeting:
     """
 
     def __init__(self, store: Store, *, ranks: int, wait_s: float, timeout: timedelta) -> None:
-        """Arguments as of `LivingRanks`."""
+        """Take the arguments of `LivingRanks`."""
         self._store = PrefixStore("shardwise/living", store)
         self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout
         self.round, self.size = -1, 0
@@ -56,7 +56,7 @@ class Meeting:
         _all.add(self)
 
     def come(self, rank: int | None, *, has_state: bool) -> tuple[int, bool]:
-        """Come to the next round; this process's rank there, and whether its state still counts.
+        """Come to the next round; return this process's rank there, and whether its state still counts.
 
         Returns once all are there or, to one that has state, once it has waited for long enough.
         """
@@ -92,13 +92,13 @@ class Meeting:
             has_state = False
 
     def _hear(self, told: dict[int, tuple[int | None, bool]]) -> None:
-        """Add who has come to the round and told of itself: by number, the rank and whether it has state."""
+        """Add members that have come to the round and described themselves: rank, and whether with state."""
         for number in range(1, self._store.add(f"{self.round}/came", 0) + 1):
             if number not in told and self._store.check([key := f"{self.round}/{number}"]):
                 told[number] = tuple(json.loads(self._store.get(key)))
 
     def _lacks_one_at_most(self, newest: int, told: Mapping[int, tuple[int | None, bool]]) -> bool:
-        """Have all members of the round before come with their state, but for one that a new one replaces?"""
+        """Return whether the previous round's members came back with state, but for one to be replaced."""
         return sum(has for _, has in told.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
@@ -119,16 +119,16 @@ class Meeting:
             time.sleep(_LOOK_S)
 
     def watched(self, name: str) -> Store:
-        """A part of the store, which ends waiting where a member of the round dies before it has held."""
+        """Return a part of the store; waiting on it ends if a member dies before the round has held."""
         self._stores.append(_Watched(self._store, self))
         return PrefixStore(f"{self.round}/{name}", self._stores[-1])
 
     def has_new(self) -> bool:
-        """Has anyone come to the next round?"""
+        """Return whether anyone has joined the next round."""
         return self._store.check([f"{self.round + 1}/came"])
 
     def hold(self) -> None:
-        """The round has held: nobody connects any more, and who dies is missed elsewhere."""
+        """Note that the round has held: nobody connects any more, and a death is noticed elsewhere."""
         if self._beating is not None:
             self._beating.set()
             self._thread.join()
@@ -140,11 +140,11 @@ class Meeting:
             self._store.set(f"{self.round}/broken", why)
 
     def pulses(self) -> _Pulses | None:
-        """The other members, while the round has yet to hold."""
+        """Return the other members, while the round has yet to hold."""
         return _Pulses(self._store, self.round, skip=self._number) if self._beating is not None else None
 
     def broken(self, pulses: _Pulses) -> str | None:
-        """Why the round has come to nothing, as far as is known."""
+        """Return why the round has failed, as far as is known; None if it has not."""
         if self._store.check([f"{self.round}/broken"]):
             return self._store.get(f"{self.round}/broken").decode()
         if not pulses.silent():
@@ -170,7 +170,7 @@ class Meeting:
     def _alone(
         self, rank: int | None, newest: int, told: Mapping[int, tuple[int | None, bool]], waited_s: float
     ) -> str:
-        """Why ranks that have no state do not begin: fewer than all have come, and none that has any."""
+        """Describe why ranks without state do not begin: fewer than all have come, and none with state."""
         here = {each for each, _ in told.values()}
         missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
         if newest < 0:
@@ -185,7 +185,7 @@ class Meeting:
 
 
 def seats(told: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
-    """Who belongs to a round, by number: those with state first, of others those that came last.
+    """Return the members of a round, by number: those with state first, of others those that came last.
 
     Args:
         told: by number, the rank that each had, and whether it has state.
@@ -194,7 +194,7 @@ def seats(told: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
 
 
 def _members(store: Store, round: int) -> list[int]:
-    """Who belongs to a round, by number; nobody before it is closed."""
+    """Return the members of a round, by number; nobody before it is closed."""
     if not store.check([f"{round}/closed"]):
         return []
     members: list[int] = json.loads(store.get(f"{round}/closed"))
@@ -202,7 +202,7 @@ def _members(store: Store, round: int) -> list[int]:
 
 
 def places(old: Sequence[int | None]) -> list[int]:
-    """The rank of each who came: the old one where it fits, else the lowest that is free.
+    """Return the rank of each who came: the old one where it fits, else the lowest that is free.
 
     Args:
         old: in the order in which they came, the rank that each had; None for a new one.
@@ -228,7 +228,7 @@ def _beat(store: Store, key: str, ended: threading.Event) -> None:
 
 
 class _Pulses:
-    """Which members of a round have given no sign of life for a while, as this process sees it."""
+    """Watches for members of a round that give no sign of life for a while, as this process sees it."""
 
     def __init__(self, store: Store, round: int, *, skip: int | None) -> None:
         self._store, self._looked = store, 0.0
@@ -298,7 +298,7 @@ _all: WeakSet[Meeting] = WeakSet()
 
 
 def _finish() -> None:
-    """A thread that is inside the store when the interpreter ends would abort the process."""
+    """End threads before the interpreter does: inside the store they would abort the process."""
     for meeting in list(_all):
         meeting.hold()
 

@@ -162,7 +162,7 @@ class HostMemory:
         return rank is not None and self._hosts[rank] == self._host
 
     def _send(self, job: Job, parts: list[Part]) -> None:
-        """What is left of a copy once every rank's part is on its own host. Runs in a thread."""
+        """Carry the parts of a copy to other hosts and publish it. Runs in a thread."""
         try:
             sizes = {name: file["bytes"] for part in parts for name, file in part["files"].items()}
             wanted: list[list[str]] = [[] for _ in self._hosts]
@@ -200,7 +200,7 @@ class HostMemory:
     # Loading
 
     def _listed(self) -> dict[str, dict[str, Any]]:
-        """This host's copies, or parts of such: by digest, what is there and what there should be."""
+        """List this host's copies, or parts of them: by digest, what is there and what there should be."""
         found = {}
         for step, version, folder in checkpoints(self._path):
             with suppress(CheckpointError, OSError):
@@ -212,7 +212,7 @@ class HostMemory:
         return found
 
     def _fetched(self, copy: _Copy, state: dict[str, Any]) -> Whole | None:
-        """The copy in this host's folder, with all files that its ranks read; None if one is damaged."""
+        """Fetch the copy into this host's folder, with all files that its ranks read; None if damaged."""
         what = f"loading step {copy.step} from {self._path}"
         lacks = self._rank == self._host and self._host not in copy.folders
         made = together(what, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
@@ -256,7 +256,7 @@ class HostMemory:
 
 
 def neighbours(hosts: Sequence[int]) -> list[int | None]:
-    """By rank, the rank of the next host that keeps a copy of its part; None on a host alone.
+    """Return, by rank, the rank of the next host that keeps a copy of its part; None on a host alone.
 
     Args:
         hosts: by rank, the first rank of its host.
@@ -275,7 +275,7 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
 def messages(
     wanted: Sequence[Sequence[str]], *, there: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
 ) -> list[Message]:
-    """Who sends which file to whom, so that every host has what its ranks want: equally on every rank.
+    """Return who sends which file to whom, so that every host has what its ranks want: equal on every rank.
 
     Args:
         wanted: by rank, names of files.
@@ -297,7 +297,7 @@ def messages(
 
 
 def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
-    """Those of the hosts' copies of which every file is somewhere, the newest first."""
+    """Yield the copies of which every file is on some host, the newest first."""
     known: dict[str, dict[int, Any]] = {}
     for host, copies in enumerate(listed):
         for digest, entry in copies.items():
@@ -317,7 +317,7 @@ def _check_index(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _sound(what: str, look: Callable[[], object]) -> bool:
-    """Does no rank find damage? Collective; what is found is said in a warning."""
+    """Return whether no rank finds damage; what is found is logged as a warning. Collective."""
 
     def looked() -> None:
         look()
@@ -349,7 +349,7 @@ _all: WeakSet[HostMemory] = WeakSet()
 
 
 def _finish() -> None:
-    """At the end of a process that ends well: let the copy under way end."""
+    """Wait for the copy under way at the end of a process that ends well."""
     if getattr(sys, "last_value", None) is None:
         for memory in list(_all):
             if memory._sending is not None:

@@ -19,7 +19,7 @@ from shardwise.optim.by_name import undo_step
 def optimizer_state(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], *, stages: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """The state by parameter name, to save or to load into; the optimizer is as before.
+    """Return the state by parameter name, to save or to load into; the optimizer is as before.
 
     It is what torch's `get_optimizer_state_dict(model, optimizer)` returns, of several optimizers one state
     of all; of `shardwise.optim.flat` and `ShardedOptimizer` their own. An optimizer without state, which has
@@ -80,7 +80,7 @@ def _of_all(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dic
 
 def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.state:
-        return _told(model, optimizer)
+        return _described(model, optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
     options = [dict(group) for group in optimizer.param_groups]
@@ -90,7 +90,7 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             param.grad = None
         if hasattr(optimizer, "allocate_state"):
             optimizer.allocate_state()
-        told = _told(model, optimizer)
+        told = _described(model, optimizer)
     finally:
         optimizer.state = state
         for group, before in zip(optimizer.param_groups, options, strict=True):
@@ -106,7 +106,7 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return told
 
 
-def _told(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _described(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if hasattr(optimizer, "allocate_state"):
         return optimizer.state_dict()
     return get_optimizer_state_dict(model, optimizer)

@@ -73,7 +73,7 @@ def write_values(staging: Location, values: Mapping[str, Any]) -> Part:
 
 
 def _walked(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a plain value, as torch names them: it walks dicts, and lists with dicts in them."""
+    """Yield the leaves of a plain value by torch's names: it walks dicts, and lists with dicts in them."""
     if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list) and _has_dicts(value):
@@ -109,7 +109,7 @@ def _digest(content: bytes) -> dict[str, Any]:
 
 
 def staged(tensor: Tensor) -> Tensor | bytes:
-    """A copy of its own of the numbers, in the CPU's memory.
+    """Return a copy of its own of the numbers, in the CPU's memory.
 
     Small ones come as their bytes in the file: those take more Python than time, and Python in a thread would
     hold up the run.
@@ -122,7 +122,7 @@ def staged(tensor: Tensor) -> Tensor | bytes:
 
 
 def _first_cause(error: BaseException) -> str:
-    """The first system error of a chain of errors, else what began it."""
+    """Return the first system error of a chain of errors, else what began it."""
     found = error
     while not isinstance(found, OSError) and (cause := found.__cause__ or found.__context__):
         found = cause

@@ -1,4 +1,4 @@
-"""Which rank writes which chunk of which tensor: the same on every rank, from what all ranks told.
+"""The plan of a save: which rank writes which chunk; equal on every rank, as all know what all hold.
 
 A chunk that several ranks hold, such as a replica's, is written by the one with the fewest bytes so far.
 """
@@ -29,13 +29,13 @@ Chunk = list[Any]  # as JSON: name, offsets, sizes, the tensor's sizes, dtype
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one save."""
+    """The chunks of one save, and the rank that writes each."""
 
     chunks: list[Chunk]  # of all ranks, each once
     writers: list[int]  # of each, the rank that writes it
 
     def of(self, rank: int) -> list[Chunk]:
-        """What a rank writes."""
+        """Return the chunks that `rank` writes."""
         return [chunk for chunk, writer in zip(self.chunks, self.writers, strict=True) if writer == rank]
 
 
@@ -58,7 +58,7 @@ class Held:
             check_dense(item.index.fqn, self._planner.lookup_object(item.index))
 
     def tensor(self, chunk: Chunk) -> Tensor:
-        """The numbers of one of the chunks, where they are."""
+        """Return the numbers of one of the chunks, where they are."""
         name, offsets = chunk[:2]
         found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
         plain: Tensor = found.resolve_conj().resolve_neg()
@@ -66,7 +66,7 @@ class Held:
 
 
 def plan(held: Sequence[Sequence[Chunk]]) -> Plan:
-    """Who writes what.
+    """Assign each chunk to one rank that writes it.
 
     Args:
         held: by rank, the chunks that each holds.
@@ -95,7 +95,7 @@ def bytes_of(chunk: Chunk) -> int:
 
 
 def metadata_of(chunks: Sequence[Chunk]) -> Metadata:
-    """What torch's index says of the tensors."""
+    """Return the entries of torch's index for the tensors."""
     entries: dict[str, TensorStorageMetadata] = {}
     for name, offsets, sizes, size, dtype in chunks:
         properties = TensorProperties(dtype=getattr(torch, dtype))

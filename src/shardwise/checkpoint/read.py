@@ -135,7 +135,7 @@ class _Checked:
 
 
 def _newest_whole(folders: Sequence[str]) -> Whole:
-    """The first of `folders` that is whole. Collective."""
+    """Return the first of `folders` that is whole. Collective."""
     damaged: list[str] = []
     for folder in folders:
         found: list[Whole] = []
@@ -152,7 +152,7 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
 
 
 def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], None]) -> Whole:
-    """What a checkpoint's manifest and index say, where `check` finds nothing wrong with its files. Local."""
+    """Read a checkpoint's manifest and index, after `check` finds nothing wrong with its files. Local."""
     manifest = manifest_of(folder)
     own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     check(folder, manifest["files"])
@@ -160,7 +160,7 @@ def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[st
 
 
 def files_for(whole: Whole, state: dict[str, Any]) -> list[str]:
-    """The names of the files that hold what this rank's state is filled from. Local; errors as of `load`."""
+    """Return the names of the files from which this rank's state is filled. Local; errors as of `load`."""
     _, tensors = _fitting(whole.manifest, state)
     items = create_default_local_load_plan(tensors, whole.index.metadata).items
     keys = [(item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items]
@@ -173,7 +173,7 @@ def _check(whole: Whole, state: dict[str, Any]) -> _Checked:
 
 
 def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, dict[str, Any]]:
-    """The state's leaves, all of which the checkpoint has, and the tensors among them."""
+    """Return the state's leaves, all of which the checkpoint has, and the tensors among them."""
     rank, size = rank_and_size()
     flat = flatten(state, rank=rank, ranks=size)
     saved = [name for kind in ("tensors", "values", "lists") for name in manifest[kind]]
@@ -191,7 +191,7 @@ def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, 
 
 
 def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | str]]:
-    """What each saved optimizer calls its parameters, by what the names of its state begin with."""
+    """Return the names of each saved optimizer's parameters, by the prefix of its state's names."""
     found: dict[str, set[int | str]] = {}
     for name, value in manifest["values"].items():
         begin, groups, rest = name.rpartition("param_groups")
@@ -210,7 +210,7 @@ def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | st
 def _stateless(
     begin: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
 ) -> list[Any]:
-    """The parameters in `state` that the saved optimizer, of `params`, had none of, but of others.
+    """Return the parameters in `state` that the saved optimizer, of `params`, had none of, but of others.
 
     They had no gradient yet. A new optimizer, which tells what it will have, cannot know.
     """
@@ -225,7 +225,7 @@ def _stateless(
 
 
 def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
-    """What all ranks' states have not, by rank; the same on every rank."""
+    """Return what the checkpoint has and no rank's state has, as errors by rank; the same on every rank."""
     other = next((rank for rank, (own, _) in enumerate(told) if own != told[0][0]), None)
     if other is not None:
         return {other: "found another checkpoint here than rank 0; PATH is a file system that all ranks see"}
@@ -263,7 +263,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
-    """All files are inside the folder; this rank's part of them is there and unchanged."""
+    """Check that all files are inside the folder, and that this rank's part of them is unchanged."""
     rank, size = rank_and_size()
     problems = []
     for number, name in enumerate(sorted(files)):
@@ -278,7 +278,7 @@ def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _check_leaves(flat: Flat, manifest: Mapping[str, Any]) -> None:
-    """Every entry of this rank's state is in the checkpoint, of the same kind, shape and dtype."""
+    """Check that every entry of this rank's state is in the checkpoint, of equal kind, shape and dtype."""
     found = {name: kind for kind in ("lists", "tensors", "values") for name in manifest[kind]}
     problems = [
         *(_wrong_list(name, length, manifest) for name, length in flat.lists.items()),
@@ -326,7 +326,7 @@ def _show(tensor: dict[str, Any]) -> str:
 
 
 def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
-    """What this rank is to read for `tensors`, each chunk checked in its file; by file and place."""
+    """List what this rank reads for `tensors`, each chunk checked in its file; by file and place."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata)
     found: list[_Read] = []
@@ -375,7 +375,7 @@ def _check_target(target: Tensor, stored: Stored, item: ReadItem) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """May elements of a tensor lie in one place? Not where each step is over all that smaller ones reach."""
+    """Return whether elements of a tensor may overlap: some stride is within the reach of smaller ones."""
     reached = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reached:

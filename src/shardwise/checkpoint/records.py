@@ -68,7 +68,7 @@ def read_records(
     records: tuple[type, ...] = (),
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """What the pickle `content` holds.
+    """Read what the pickle `content` holds.
 
     Args:
         find: what stands for a module and name, or None to refuse it.

@@ -25,7 +25,7 @@ _TUPLE, _DICT = "__tuple__", "__dict__"
 
 @dataclass
 class PerRank:
-    """In a state: something of which every rank has its own, such as its random state or place in the data.
+    """A value in a state of which every rank has its own, such as its random state or place in the data.
 
     `PerRank({"rng": torch.get_rng_state(), "samples": 5120})` is saved once for each rank. Loaded on as
     many ranks, each finds its own again in `value`; on another number of ranks whose it would be is
@@ -80,14 +80,14 @@ class Flat:
     )  # their states, by what names begin with
 
     def leave_out(self, begin: str) -> None:
-        """Everything whose name begins so."""
+        """Remove every entry whose name begins with `begin`."""
         for entries in (self.leaves, self.lists):
             for each in [each for each in entries if each.startswith(begin)]:
                 del entries[each]
 
 
 def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
-    """Every leaf of a nested state by its dotted name.
+    """Return every leaf of a nested state by its dotted name.
 
     Raises:
         CheckpointError: two leaves of one name; a plain tensor that is not dense, or has no numbers.
@@ -141,7 +141,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def describe(leaf: Leaf) -> dict[str, Any]:
-    """Logical shape (of the whole tensor, not this rank's part) and dtype, for the manifest."""
+    """Describe a leaf for the manifest: logical shape (of the whole tensor) and dtype."""
     return {"shape": list(leaf.value.shape), "dtype": str(leaf.value.dtype).removeprefix("torch.")}
 
 
@@ -173,7 +173,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a plain tensor, row by row."""
+    """Return the numbers of a plain tensor, row by row."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # Not view(-1), which leaves a single element with whatever stride it has.
     numbers: Any = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
@@ -181,7 +181,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def to_json(name: str, value: Any) -> Any:
-    """`value` as JSON can hold it; the error for anything else names the entry."""
+    """Return `value` as JSON can hold it; the error for anything else names the entry."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
@@ -197,7 +197,7 @@ def to_json(name: str, value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`; raises TypeError or ValueError for what that does not make."""
+    """Return the inverse of `to_json`; raises TypeError or ValueError for what that does not make."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

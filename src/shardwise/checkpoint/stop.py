@@ -24,7 +24,7 @@ _TWICE = 3.0  # seconds after which another signal means "at once": launchers pa
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C, on whichever rank, as a question that all ranks answer alike:
+    """SIGTERM and Ctrl-C, on whichever rank, as a question that all ranks answer equally:
 
         with StopSignals() as stop:
             for step in range(done, steps):
@@ -64,19 +64,19 @@ class StopSignals:
             dist.destroy_process_group(self._group)
 
     def __bool__(self) -> bool:
-        """What `asked` answered last."""
+        """Return the last answer of `asked`."""
         return self._answer != 0
 
     @property
     def status(self) -> int:
-        """For `sys.exit`: that of a process which the signal ended, 0 without one. Equal on all ranks.
+        """Exit status for `sys.exit`: of a process that the signal ended, or 0. Equal on all ranks.
 
         A launcher that restarts ranks takes 0 for the end of the whole run.
         """
         return 128 + self._answer if self._answer else 0
 
     def asked(self) -> bool:
-        """Has a rank been asked to stop? Equal on all ranks. Collective.
+        """Return whether a rank has been asked to stop. Equal on all ranks. Collective.
 
         Raises:
             CheckpointError: on all ranks, if a save in flight has failed.
@@ -97,7 +97,7 @@ class StopSignals:
         return self._answer != 0
 
     def _arrived(self) -> tuple[int, bool]:
-        """The signal that any rank had, and whether any knew of a failed save, when they asked last."""
+        """Return the signal of any rank, and whether any knew of a failed save, when they asked last."""
         if self._pending is None:
             return 0, False
         (work, flag), self._pending = self._pending, None

@@ -74,7 +74,7 @@ class Stored:
 
 
 def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
-    """The tensor whose archive is `length` bytes from `begin` on.
+    """Return the tensor whose archive is `length` bytes from `begin` on.
 
     Raises:
         CheckpointError: anything but one plain tensor whose bytes are there.
@@ -115,7 +115,7 @@ def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Return the elements from the first to the last of a tensor."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -132,7 +132,7 @@ class _Described:
 
 @functools.lru_cache(1024)
 def _described(content: bytes) -> _Described:
-    """What the pickle of a tensor says of it: tensors of one kind have equal ones."""
+    """Return the description of a tensor that its pickle holds; tensors of one kind have equal pickles."""
     found = read_records(content, find=_find, persistent=_storage)
     if not isinstance(found, _Described):
         raise CheckpointError(f"expected one plain tensor, found {type(found).__name__}")
@@ -151,7 +151,7 @@ def _storage(found: Any) -> tuple[str, Any]:
 
 
 def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> _Described:
-    """What such a pickle calls for dtypes that have storages of their own."""
+    """Describe a tensor whose dtype has a storage class of its own, in place of `_rebuild_tensor_v2`."""
     key, dtype = storage
     if len(rest) > 2 and rest[2]:
         raise CheckpointError(f"a tensor with {rest[2]!r:.100}, expected a plain one")
@@ -165,7 +165,7 @@ def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) 
 def _tensor_v3(
     storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> _Described:
-    """The same for later dtypes."""
+    """Describe a tensor of a later dtype, in place of `_rebuild_tensor_v3`."""
     return _tensor_v2((storage[0], dtype), offset, sizes, strides, grad, hooks, *rest)
 
 
@@ -174,7 +174,7 @@ def _are_sizes(*found: Any) -> bool:
 
 
 def _find(module: str, name: str) -> Any:
-    """What the names in the pickle of a tensor stand for."""
+    """Return what a name in the pickle of a tensor stands for."""
     if module == "torch":
         dtype = _STORAGES.get(name, getattr(torch, name, None))
         return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,4 +1,4 @@
-"""What ranks told each other before they write: alike wherever two tell of the same thing."""
+"""Merges ranks' descriptions of what they write; raises where two describe one thing differently."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shardwise.comm.agree import raise_all
 def alike(
     what: str, told: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """Everything of each of `kinds`, by name, that any rank told. Local.
+    """Merge the entries of each of `kinds`, by name, that ranks gave. Local.
 
     Args:
         what: is being done, for the error.
         told: by rank, for each kind what it has by name, as JSON; equal on every rank.
-        kinds: and how to mend a difference.
+        kinds: and how to fix a difference.
 
     Raises:
-        CheckpointError: on every rank, naming the higher of two ranks that tell different things.
+        CheckpointError: on every rank, naming the higher of two ranks whose entries differ.
     """
     found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     problems: dict[int, str | None] = {}

@@ -75,7 +75,7 @@ def save_async(
     keep: int | None = None,
     keep_every: int | None = None,
 ) -> Saving:
-    """The same as `save`, but return once this rank's part is copied to the CPU's memory.
+    """Save as `save` does, but return once this rank's part is copied to the CPU's memory.
 
     A thread writes the copy while the run goes on and changes `state`. One save is in flight at a time: the
     next waits for it. If it fails, the next save, load, `Saving.wait` or `StopSignals.asked` raises, on
@@ -104,7 +104,7 @@ class Job:
     keeper: int  # the rank that makes and removes the folder
 
     def mine(self) -> Iterator[tuple[Chunk, Tensor]]:
-        """What this rank writes, one after the other."""
+        """Yield the chunks that this rank writes, one after the other."""
         for chunk in self.plan.of(rank_and_size()[0]):
             yield chunk, self.held.tensor(chunk)
 
@@ -120,7 +120,7 @@ class Job:
         return publish(self.staging, self.step, manifest)
 
     def commit(self, parts: list[Part]) -> Location:
-        """Make the checkpoint of all ranks' parts, and remove what is not kept. One rank calls it."""
+        """Make the checkpoint of all ranks' parts, and remove old ones. One rank calls it."""
         if self.contents["values"]:
             parts = [*parts, write_values(self.staging, self.contents["values"])]
         final = self.publish(parts, self.index(parts))
@@ -150,7 +150,7 @@ def begun(
     hosts: Sequence[int] | None = None,
     fits: Callable[[Plan], None] = lambda plan: None,
 ) -> Job:
-    """What all ranks agree on, and a folder to write in. Collective.
+    """Agree on a save among all ranks, and make a folder to write in. Collective.
 
     Args:
         hosts: by rank, the one that makes its folder, where `path` is not the same folder on all ranks;
@@ -168,7 +168,7 @@ def begun(
         own.append(Held(tensors))
         call: dict[str, Any] = {"step": step, "keep": keep, "keep_every": keep_every}
         call |= {"path": os.fspath(path)} if hosts is None else {}
-        return {"call": call, "chunks": own[0].chunks, **_told(flat, compare=size > 1)}
+        return {"call": call, "chunks": own[0].chunks, **_described(flat, compare=size > 1)}
 
     told = together(what, tell)
     contents = _agreed(what, told)
@@ -230,7 +230,7 @@ def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:
 # ------------------------------------------------------------ what ranks tell
 
 
-def _told(flat: Flat, *, compare: bool) -> dict[str, Any]:
+def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
     tensors = {name: leaf for name, leaf in flat.leaves.items() if leaf.is_tensor}
     return {
         "tensors": {name: describe(leaf) for name, leaf in tensors.items()},
@@ -254,7 +254,7 @@ _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, 
 
 
 def _agreed(what: str, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's contents over all ranks. Raises on every rank where they differ."""
+    """Return the manifest's contents over all ranks. Raises on every rank where they differ."""
     found = alike(what, told, _KINDS)
     mixed = sorted(set(found["tensors"]) & set(found["values"]))
     if mixed:

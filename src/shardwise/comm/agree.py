@@ -1,12 +1,12 @@
-"""The one way in which ranks compare what they are about to do, and raise alike.
+"""Agreement: the one way in which ranks compare what they are about to do, and raise the same error.
 
     agree       all describe the same thing: 8 bytes to each rank, the texts only where they differ
-    Agreement   the same, begun before and settled after what else there is to do meanwhile
+    Agreement   the same, posted before other work and completed after it
     together    all do what one alone may fail at; what goes wrong on any raises on all
     gather_text every rank's text
 
-A rank that raised alone would leave the others waiting in their next collective. So every rank tells, every
-rank finds the same in what all told, and all raise the same error. What ranks tell each other is text and
+A rank that raised alone would leave the others waiting in their next collective. So ranks exchange
+descriptions, find the same in all of them, and all raise the same error. What they exchange is text and
 integers of fixed size: nothing that a peer sends is ever unpickled.
 
 Agreement on the order of collectives, which costs nothing while it repeats, is in `comm.order`.
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 def fingerprint(text: str) -> int:
-    """63 bits of a hash of `text`, the same in every process."""
+    """Return 63 bits of a hash of `text`, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
@@ -54,14 +54,14 @@ def agree(
     device: torch.device | None = None,
     advice: str = "Make the same call with the same arguments on every rank.",
 ) -> None:
-    """Make sure that all ranks of `group` describe alike what they are about to do. Collective over `group`.
+    """Raise unless all ranks of `group` describe equally what they are about to do. Collective over `group`.
 
     Nothing is sent in a group of one rank, nor on fake tensors, which have no values to compare.
 
     Args:
-        description: in words, equal on ranks that will communicate alike.
+        description: in words, equal on ranks that will communicate the same way.
         group: the ranks to compare. Of several groups, one after the other, such as the axes of a mesh, a
-            rank hears of what differs in any: what one group found is told in the next.
+            rank hears of what differs in any: what one group found is reported in the next.
         what: is described, for the error: "the boxes of w".
         device: as for `gather_text`.
         advice: what to do about a difference.
@@ -128,7 +128,7 @@ class Agreement:
             raise _mismatch(self._what, differences(texts))
 
     def differing(self) -> dict[int, str]:
-        """Every rank's description, if any two differ; else nothing. Equally on every rank of the group."""
+        """Return every rank's description if any two differ, else nothing; equal on every rank."""
         said = {peer: self._said(peer) for peer in self._words}
         for work in self._sends:
             work.wait(_GROUP_TIMEOUT)
@@ -207,7 +207,7 @@ def raise_all(
 
 
 def _said_by(error: Exception) -> str:
-    """Without the rank, so that ranks which fail alike say the same."""
+    """Return an error's text without the rank, so that ranks which fail the same way say the same."""
     text = str(error).removeprefix(f"{here()}: ")
     return text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
 
@@ -216,7 +216,7 @@ def _said_by(error: Exception) -> str:
 
 
 def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
-    """Every rank's `text`, by rank in `group`.
+    """Return every rank's `text`, by rank in `group`.
 
     Collective over `group`: two all-gathers, of lengths and of bytes padded to the longest; the second is
     left out where all texts are empty, both in a group of one rank.
@@ -254,7 +254,7 @@ def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that moves tensors on `device`. Raises ShardingError where the group has none."""
+    """Return the backend that moves tensors on `device`. Raises ShardingError where the group has none."""
     backends = _backends(group)
     if device.type not in backends:
         raise ShardingError(
@@ -265,12 +265,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backends of `group` by type of device."""
+    """Return the backends of `group` by type of device."""
     return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors `group` moves: the CPU where it can."""
+    """Return a device whose tensors `group` moves: the CPU where it can."""
     kinds = list(_backends(group))
     if "cpu" in kinds:
         return torch.device("cpu")

@@ -26,7 +26,7 @@ class AllGather(Protocol):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Collective over `group`. `input_tensor` may be this rank's slice of `output_tensor`.
+        """Gather `input_tensor`, which may be this rank's slice of `output_tensor`. Collective over `group`.
 
         Returns the work to wait for if `async_op`, else None once the current stream (or, on CPU,
         the caller) may read the output.
@@ -47,7 +47,7 @@ class ReduceScatter(Protocol):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Collective over `group`. `op` is a `torch.distributed.ReduceOp`."""
+        """Reduce by `op`, a `torch.distributed.ReduceOp`, and scatter. Collective over `group`."""
         ...
 
 

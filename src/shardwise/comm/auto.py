@@ -65,7 +65,7 @@ class AutoReduceScatter(DefaultReduceScatter):
 
 
 def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Who moves a buffer of so many bytes, and why, in words."""
+    """Return what moves a buffer of `nbytes` bytes, and the reason, in words."""
     if group is None or group.size() == 1:
         return "nobody: a rank alone"
     if not isinstance(comm, (AutoAllGather, AutoReduceScatter)):

@@ -4,7 +4,7 @@
         model(batch).sum().backward()
     counter.count("all_gather"), counter.bytes("reduce_scatter"), counter.wire_bytes()
 
-Collectives are seen as they pass torch's operator dispatcher, so any implementation counts alike:
+Collectives are seen as they pass torch's operator dispatcher, so any implementation counts equally:
 torch.distributed's functions, functional collectives, tensor subclasses, a compiled graph, on any
 backend, from forward or from backward. Values are never touched.
 
@@ -43,7 +43,7 @@ class Collective:
 
 
 def collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Collective]:
-    """Those that a call of the operator `namespace::name` issues."""
+    """Yield the collectives that a call of the operator `namespace::name` issues."""
     if name == "batch_p2p_ops":  # (operators, peers, tags, tensors, group name)
         for operator, tensor in zip(args[0], args[3], strict=True):
             yield from collectives(namespace, operator, (tensor, args[-1]))
@@ -56,7 +56,7 @@ def collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Co
 
 
 def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
-    """The collective of this form, over so many ranks."""
+    """Return the collective of this form, over so many ranks."""
     tensors = [] if form.argument is None else list(tensors_in(args[form.argument]))
     size = sum(t.numel() * t.element_size() for t in tensors)
     dtype = tensors[0].dtype if tensors else None
@@ -64,7 +64,7 @@ def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested lists and tuples."""
+    """Yield the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -73,18 +73,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _boxed_group_size(args: tuple[Any, ...]) -> int:
-    """The process group is the first boxed object among a native operator's arguments."""
+    """Return the size of the process group, the first boxed object among a native operator's arguments."""
     boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
     return dist.ProcessGroup.unbox(boxed).size()
 
 
 def _named_group_size(group: Any) -> int:
-    """A functional operator's last argument is its group's name, or, in the older form, its size."""
+    """Return the size of the group of this name; in older torch, an operator's argument is the size."""
     return group if isinstance(group, int) else resolve_process_group(group).size()
 
 
 def _issues_its_own(kind: type[torch.Tensor]) -> bool:
-    """Does this tensor class implement operators itself, perhaps with collectives? (Fake tensors cannot.)"""
+    """Return whether a tensor class implements operators itself, perhaps with collectives."""
     inherited = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not inherited and not issubclass(kind, FakeTensor)
 
@@ -104,19 +104,19 @@ class CommCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled under a counter; by default torch would run it eagerly."""
+        """Keep compiled code compiled under a counter; by default torch would run it eagerly."""
         return True
 
     def count(self, kind: str) -> int:
-        """Number of calls of `kind`."""
+        """Return the number of calls of `kind`."""
         return sum(call.kind == kind for call in self.calls)
 
     def bytes(self, kind: str | None = None) -> int:
-        """Full-buffer bytes of the calls of `kind`, or of all."""
+        """Return the full-buffer bytes of the calls of `kind`, or of all."""
         return sum(call.bytes for call in self.calls if kind in (None, call.kind))
 
     def wire_bytes(self, kind: str | None = None) -> int:
-        """Bytes this rank sends for the calls of `kind`, or for all, in the ideal ring algorithm.
+        """Return the bytes this rank sends for the calls of `kind`, or for all, in the ideal ring algorithm.
 
         On n ranks a ring moves (n-1)/n of the full buffer for an all-gather or a reduce-scatter
         and twice that for an all-reduce. A send counts whole, a recv nothing. See `comm.kinds`.

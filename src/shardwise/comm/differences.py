@@ -1,4 +1,4 @@
-"""Say in words what ranks disagree about. Ranks that say the same stand together.
+"""Describe what ranks disagree about, with ranks of equal text together.
 
 differences    {rank: text}       which lines only some ranks have
 by_ranks       {rank: problems}   each problem once, led by the ranks that have it
@@ -17,7 +17,7 @@ _BEFORE = 100  # of which so many lie before what differs
 
 
 def differences(texts: Mapping[int, str]) -> str:
-    """Which lines only some ranks have; those of the largest side come first.
+    """Return the lines that only some ranks have, those of the largest side first.
 
     Args:
         texts: by rank, of which at least two differ.
@@ -38,7 +38,7 @@ def differences(texts: Mapping[int, str]) -> str:
 
 
 def by_ranks(problems: Mapping[int, str]) -> str:
-    """Each line of the ranks' problems once."""
+    """List each line of the ranks' problems once."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in sorted(problems.items()):
         for line in dict.fromkeys(problem.splitlines()) or ["an error without text"]:
@@ -47,7 +47,7 @@ def by_ranks(problems: Mapping[int, str]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 2`."""
+    """Return `rank 1`, or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(placed, ranks))}"
 
 
@@ -72,7 +72,7 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 def _excerpt(line: str, other: str) -> str:
-    """`line`, or what stands around its first difference from `other` if it is long."""
+    """Return `line`, or what stands around its first difference from `other` if it is long."""
     if len(line) <= _SHOWN_CHARACTERS:
         return line
     same = min(len(line), len(other))

@@ -1,4 +1,4 @@
-"""By what, and when, summed gradients are divided.
+"""Division of summed gradients: by which factor, and when.
 
 Gradients become their mean over all data-parallel ranks (or their sum over `factor`):
 
@@ -43,7 +43,7 @@ def divide_factors(
     factor: float | None = None,
     force_sum: bool = False,
 ) -> DivideFactors:
-    """How to turn a sum over `shard_size * replicate_size` ranks into the wanted mean.
+    """Return how to turn a sum over `shard_size * replicate_size` ranks into the wanted mean.
 
     Args:
         shard_size: ranks of the reduce-scatter (1: there is none).
@@ -77,7 +77,7 @@ def divide_factors(
 
 
 def _near_square_root(total: float) -> float:
-    """The smallest power of two that divides `total` no further or is at least its root."""
+    """Return the smallest power of two that divides `total` no further or is at least its root."""
     before = 1.0
     while total % before == 0 and before * before < total:
         before *= 2

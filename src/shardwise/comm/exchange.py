@@ -65,7 +65,7 @@ def exchange(
             that do not overlap; all have one dtype, the same on all ranks, and one device. A target shares no
             memory with a source, unless at the same place of the logical tensor.
         group: messages name ranks within it. It may serve the tensors' device by gloo, through the CPU.
-        agreement: under way among all ranks of `group`, about these messages; settled here, between posting
+        agreement: under way among all ranks of `group`, about these messages; completed here, between posting
             messages and waiting for them. Messages of ranks that mean different ones never meet.
 
     Raises:
@@ -142,7 +142,7 @@ class AllToAll:
 def _end_to_end(
     messages: Sequence[Message], peers: Sequence[int], ranks: int, like: Tensor
 ) -> tuple[tuple[Tensor, list[int]], list[tuple[Message, Tensor]]]:
-    """A buffer of bytes with how many are for each peer, and the box of each message in it, by peer."""
+    """Return a buffer of bytes, how many are for each peer, and each message's box in it, by peer."""
     placed = sorted(zip(peers, messages, strict=True), key=lambda pair: pair[0])
     sizes = [message.box.numel for _, message in placed]
     buffer, counts = like.new_empty(sum(sizes)), [0] * ranks
@@ -194,7 +194,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
 
 
 def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
-    """The view of `tensor`, which holds `box`, that holds the part `of` it.
+    """Return the view of `tensor`, which holds `box`, that holds the part `of` it.
 
     Raises:
         ShardingError: `of` leaves `box`.
@@ -220,7 +220,7 @@ def _exchange_over_gloo(
     group: dist.ProcessGroup,
     agreement: Agreement | None,
 ) -> None:
-    """Sends, then receives; comm.gloo says why.
+    """Send, then receive; comm.gloo says why.
 
     A message that is not met writes nowhere, so an agreement may fail after messages are posted.
     """
@@ -257,7 +257,7 @@ def _exchange_in_batch(
     receives: dict[int, list[Tensor]],
     group: dist.ProcessGroup,
 ) -> None:
-    """All messages at once, as backends want them whose sends and receives wait for each other."""
+    """Exchange all messages at once, for backends whose sends and receives wait for each other."""
     operations, arriving = [], []
     for peer, pieces in sorted(sends.items()):
         wire, staged = _buffer(pieces, pieces[0].device)
@@ -275,7 +275,7 @@ def _exchange_in_batch(
 
 
 def _buffer(pieces: list[Tensor], device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """The memory, as flat uint8, that `pieces` travel in, and (piece, its view there) for what is staged."""
+    """Return flat uint8 memory in which `pieces` travel, and (piece, its view there) for staged ones."""
     first = pieces[0]
     lazy = first.is_conj() or first.is_neg() or _compat.is_lazily_zero(first)
     as_it_lies = first.is_contiguous() and not lazy
@@ -297,7 +297,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _check(source: _Held, target: _Held) -> None:
-    """Do tensors fit their boxes, and each other?"""
+    """Raise ShardingError unless each tensor fits its box and all agree in dtype and device."""
     if not source and not target:
         return
     like = (source or target)[0][1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool) -> Tensor:
-    """Elementwise, of every rank's `values`; `reduce` is the all-reduce by MAX, or by MIN if not `largest`.
+    """Reduce every rank's `values` elementwise by `reduce`, an all-reduce by MAX, or MIN if not `largest`.
 
     `reduce` gets memory of its own, in the dtype of `values`, and may write to it. Collective as it is.
     """

@@ -44,7 +44,7 @@ class AllGatherResult:
 
 
 def gather_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype that shards of `dtypes` travel as together: their own if they agree, else bytes."""
+    """Return the dtype that shards of `dtypes` travel as together: their own if they agree, else bytes."""
     return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else torch.uint8
 
 
@@ -157,7 +157,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a group reduces its gradients.
+    """The reduction of a group's gradients.
 
     Attributes:
         shard_group: ranks of the reduce-scatter; None without a shard axis.
@@ -201,7 +201,7 @@ class Reduction:
 
     @cached_property
     def ends_with_scatter(self) -> bool:
-        """Is what was reduce-scattered the result as it is, on the current stream?"""
+        """Whether the reduce-scattered tensor is the final result as it is, on the current stream."""
         more = (self.streams, self.replicate_group, self.hook)
         return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
@@ -218,7 +218,7 @@ class ReduceResult:
     inputs: Sequence[Input]  # accelerator: what it reads of other streams' memory
     staged: Tensor  # the shard in the reduction's dtype
     added: Tensor | None  # what an earlier reduction left, and was added to it
-    # On which `shard` was made. Whoever works on with it does so there, and records an event after that.
+    # On which `shard` was made. Later work on it runs there too, and records an event after that.
     stream: torch.Stream | None
 
 
@@ -341,7 +341,7 @@ def _divide(shard: Tensor, how: Reduction) -> Tensor:
 
 
 def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
-    """The gradients with the dim that is cut moved, piece by piece, to the front."""
+    """Return the gradients with the dim that is cut moved, piece by piece, to the front."""
     rows = list(grads)
     if not any(dims) or ranks == 1:
         return rows
@@ -358,7 +358,7 @@ def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> lis
 
 
 def _shard_numel(rows: Sequence[Tensor], ranks: int) -> int:
-    """Elements of one rank's pieces, padded to equal size."""
+    """Return the elements of one rank's pieces, padded to equal size."""
     return sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
 
 

@@ -152,7 +152,7 @@ class GlooReduceScatter(DefaultReduceScatter):
 
 @lru_cache(64)
 def combination(dtype: torch.dtype, op: Any) -> _Combine | None:
-    """How `GlooReduceScatter` combines two addends of this dtype; None if it does not."""
+    """Return how `GlooReduceScatter` combines two addends of this dtype; None if it does not."""
     known = op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
     return _COMBINE[op] if known else None
 
@@ -167,7 +167,7 @@ class _AllGatherWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Has `wait` returned? Point-to-point works of gloo do not tell before."""
+        """Return whether `wait` has returned; gloo's point-to-point works do not tell before."""
         return not self._works
 
 
@@ -187,7 +187,7 @@ class _ReduceScatterWork(dist.Work):
         slices = input.chunk(ranks)
         self._own = slices[rank]
         self._sums: list[tuple[slice, int, list[Tensor]]] = [
-            (part, later, []) for part, later in _begun_elsewhere(rank, ranks, numel, output.itemsize)
+            (part, later, []) for part, later in _started_elsewhere(rank, ranks, numel, output.itemsize)
         ]
         self._added = 0
         for peer in targets(rank, ranks):
@@ -238,16 +238,16 @@ class _ReduceScatterWork(dist.Work):
             output.div_(self._divisor)
 
     def is_completed(self) -> bool:
-        """Has `wait` returned? The sum is not complete before."""
+        """Return whether `wait` has returned; the sum is not complete before."""
         return not self._receives and not self._sends
 
 
 @lru_cache(256)
-def _begun_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
-    """What of slice `rank` gloo's ring begins to add at another rank: its first addends come last.
+def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
+    """Return the parts of slice `rank` whose sum gloo's ring starts elsewhere: first addends come last.
 
     The ring cuts the whole buffer into equal segments, equally many for each rank, at least two and of at
-    most `_SEGMENT_BYTES`. What it begins at one rank is so at times a few elements longer than a slice.
+    most `_SEGMENT_BYTES`. So a run that starts at one rank can be a few elements longer than a slice.
 
     Returns:
         Parts of the slice, and how many addends come last in each.
@@ -272,13 +272,13 @@ def _finish(works: list[dist.Work], timeout: timedelta) -> None:
 
 @cache
 def sources(rank: int, ranks: int) -> tuple[int, ...]:
-    """The other ranks, in the order in which one receives from them: backwards round the ring."""
+    """Return the other ranks, in the order in which one receives from them: backwards round the ring."""
     return tuple((rank - step) % ranks for step in range(1, ranks))
 
 
 @cache
 def targets(rank: int, ranks: int) -> tuple[int, ...]:
-    """The other ranks, in the order in which one sends to them, before one receives: round the ring.
+    """Return the other ranks, in the order in which one sends to them, before one receives: round the ring.
 
     A rank that comes late then writes at once to those who are there, who write nothing to it until it
     receives: while a caller writes, gloo's input thread can only spin.
@@ -307,7 +307,7 @@ _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyD
 
 
 def issued(group: dist.ProcessGroup) -> itertools.count[int]:
-    """Numbers what is issued in `group`, equally on all ranks as all issue it in one order."""
+    """Number what is issued in `group`, equally on all ranks as all issue it in one order."""
     counter = _counters.get(group)
     if counter is None:
         counter = _counters.setdefault(group, itertools.count())
@@ -315,7 +315,7 @@ def issued(group: dist.ProcessGroup) -> itertools.count[int]:
 
 
 def _check(what: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
-    """Are `whole` and `shard` buffers on CPU of one dtype, `whole` of `ranks` times `shard`'s elements?"""
+    """Raise ShardingError unless both are flat CPU buffers of one dtype, `whole` of `ranks` shards."""
     if whole.numel() != ranks * shard.numel() or whole.dtype is not shard.dtype:
         raise ShardingError(
             f"{here()}: the {what} over {ranks} ranks of a shard of {shard.numel()} elements of {shard.dtype}"

@@ -78,7 +78,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDict
 
 
 def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.device) -> str:
-    """The name by which a graph gathers or reduces over `group` as `transport` does. Local.
+    """Return the name by which a graph gathers or reduces over `group` as `transport` does. Local.
 
     `group`'s own, which stands for c10d's collectives, unless the direct exchange may have a part in it.
     """
@@ -97,5 +97,5 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
 
 
 def group_of(name: str) -> str:
-    """The name of the process group itself."""
+    """Return the name of the process group itself."""
     return name.partition(_DIRECT)[0]

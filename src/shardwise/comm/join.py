@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches end together.
+"""Batches of ranks that have different numbers of them, joined until all end together.
 
 A training step is collective. A rank that has run out goes over its last batch again, with a loss of weight
 zero: what it sends is what the others wait for, and adds nothing. Nothing of the model, the layout or the
@@ -21,7 +21,7 @@ _WHAT, _NONE = "taking the next batch", "has no batch; each rank needs one at le
 
 
 def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
-    """This rank's batches until no rank has one left, each with the weight of its loss:
+    """Yield this rank's batches until no rank has one left, each with the weight of its loss:
 
         for batch, weight in shardwise.join(loader):
             (loss_of(model, batch) * weight).backward()

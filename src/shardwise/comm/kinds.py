@@ -25,7 +25,7 @@ _NOT_COLLECTIVE = (WAIT, "_wrap_tensor_autograd", "check_for_nan", "mesh_get_pro
 
 
 class Form(NamedTuple):
-    """How an operator issues a collective."""
+    """The form in which an operator issues a collective."""
 
     kind: str
     argument: int | None  # position of the tensors that hold the bytes
@@ -69,7 +69,7 @@ _FUNCTIONAL = {
 
 
 def form_of(namespace: str, name: str) -> Form | None:
-    """The form of the operator `namespace::name`, overloads left out; None where it issues no collective.
+    """Return the form of the operator `namespace::name`, without overload; None if it is no collective.
 
     One that torch adds later has its own name as kind.
     """
@@ -83,7 +83,7 @@ def form_of(namespace: str, name: str) -> Form | None:
 
 
 def sent_bytes(kind: str, full_bytes: int, *, ranks: int) -> int:
-    """Bytes that each rank sends in the ideal ring algorithm, rounded up.
+    """Return the bytes that each rank sends in the ideal ring algorithm, rounded up.
 
     The least that any algorithm can (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations", 2009; nccl-tests' PERFORMANCE.md has the factors for the other kinds).

@@ -1,4 +1,4 @@
-"""Do the ranks of a process group issue the same collectives in the same order?
+"""The order of a process group's collectives: do ranks issue the same ones in the same order?
 
 Ranks that differ would exchange garbage of equal size, abort, or wait for each other until a timeout. So
 every collective is announced here before it is issued:
@@ -37,7 +37,7 @@ from shardwise.comm.stacks import calls_of
 from shardwise.errors import RankMismatchError, here
 
 _PASSES_KEPT = 64  # how far back a waiting rank may ask where its peers left this one
-_LONGEST_PASS = 100_000  # events; one that is longer, without a forward, begins anew
+_LONGEST_PASS = 100_000  # events; a longer one, without a forward, starts again
 _LARGEST_TREE = 1_000_000  # events; it is forgotten beyond that, on all ranks at the same one
 _DIGEST = 64  # characters
 TIME_TO_READ = timedelta(seconds=2)
@@ -49,13 +49,13 @@ Record = dict[str, Any]
 
 
 class Event:
-    """What a rank is about to do, in words equal on ranks that do it alike. `event_for` makes it."""
+    """A rank's next operation, in words equal on ranks that do the same. `event_for` makes it."""
 
     __slots__ = ("__weakref__", "advice", "digest", "text")
 
     def __init__(self, text: str, advice: str) -> None:
         self.text = text
-        self.advice = advice  # for who does something else
+        self.advice = advice  # for a rank that does something else
         self.digest = hashlib.sha256(text.encode()).digest()
 
 
@@ -69,7 +69,7 @@ _ADVICE = (
 
 
 def event_for(text: str, *, advice: str = _ADVICE) -> Event:
-    """The event of these words: one object for equal words."""
+    """Return the event of these words: one object for equal words."""
     return _events.setdefault(text, Event(text, advice))
 
 
@@ -88,7 +88,7 @@ class Node:
         self.likely: Node | None = None  # what followed last time
 
     def before(self, depth: int) -> Node:
-        """The event at `depth` on the way here."""
+        """Return the event at `depth` on the way here."""
         node = self
         while node.depth > depth:
             assert node.parent is not None
@@ -143,7 +143,7 @@ class Order:
         self.cut_from: set[int] = set()
         self.gone: list[int] = []
         self._posted: str | None = None
-        self._told: Node | None = None
+        self._posted_at: Node | None = None
         self._posts = itertools.count()
 
     def advance(self, event: Event) -> None:
@@ -166,13 +166,13 @@ class Order:
         self._end_pass()
 
     def begin_backward(self, end: Callable[[], None]) -> None:
-        """A backward runs in this thread, and calls `end` when it has finished; only autograd holds `end`."""
+        """Note a backward in this thread, which calls `end` when it finishes; only autograd holds `end`."""
         self.backward = Backward(threading.get_ident(), ref(end))
         if self.left is not None:
             self.stay()
 
     def stay(self) -> None:
-        """This rank goes on with its pass after all: what raised was caught."""
+        """Go on with this rank's pass after all: what raised was caught."""
         self.left = None
         self.post()
 
@@ -212,7 +212,7 @@ class Order:
             texts = {rank: word[_DIGEST:] for rank, word in zip(self.ranks, words, strict=True)}
             self._let_read(place)
             self.left = "found that ranks disagree about what to do next"
-            self._end_pass()  # on all ranks, which may begin another one alike
+            self._end_pass()  # on all ranks, which may then begin the same next one
             raise RankMismatchError(
                 f"{here()}: ranks disagree about what to do next, so their collectives would not match.\n"
                 f"{differences(texts)}\n{event.advice}"
@@ -226,7 +226,7 @@ class Order:
             self._end_pass()
 
     def _let_read(self, place: str) -> None:
-        """Before this rank raises, and maybe ends with the store: wait a moment until all have read."""
+        """Wait a moment until all ranks have read the store, which this rank may end with when it raises."""
         keys = [f"{place}read/{rank}" for rank in range(self.size)]
         with suppress(RuntimeError):
             self.store.set(keys[self.rank], "")
@@ -251,8 +251,8 @@ class Order:
 
     def post(self) -> None:
         """Tell the other ranks where this one stands."""
-        if self.at is not self._told:  # at length, as where ranks differ it is shown
-            self._told = self.at
+        if self.at is not self._posted_at:  # in full, since errors print it where ranks differ
+            self._posted_at = self.at
             self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
         record = {
             "passes": self.passes,
@@ -268,7 +268,7 @@ class Order:
         self.store.set(f"{self.prefix}at/{self.rank}", json.dumps(record))
 
     def read(self) -> dict[int, Record]:
-        """Where the other ranks said they stand, by rank in the group."""
+        """Return the latest record of each other rank, by rank in the group."""
         keys = {rank: f"{self.prefix}at/{rank}" for rank in range(self.size) if rank != self.rank}
         if not self.store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
@@ -276,15 +276,15 @@ class Order:
         return {rank: json.loads(record) for rank, record in zip(keys, said, strict=True)}
 
     def text_of(self, rank: int) -> str:
-        """What a rank of the group has announced last, as of its last post."""
+        """Return the text of the event that a rank of the group announced last, as of its last post."""
         return str(self.store.get(f"{self.prefix}text/{rank}").decode())
 
     def doing(self) -> str:
-        """What this rank announced last, in a line."""
+        """Return this rank's last announcement, in one line."""
         return first_line(self.at.event.text) or "begin"
 
     def account(self, what: str) -> str:
-        """Where every rank stands, after something that nothing explains."""
+        """Describe where every rank stands, after a failure that nothing explains."""
         me = f"rank {self.ranks[self.rank]}"  # others hear of it too
         lines = [f"{me} {what}; it was about to {self.doing()}. The others, when last heard of:"]
         with suppress(RuntimeError):
@@ -303,7 +303,7 @@ class Order:
         return "\n".join(lines)
 
     def _left_backward(self) -> str | None:
-        """Has backward been left before its end? Autograd calls nothing then, but drops `end`."""
+        """Return why backward ended early, if it did; autograd calls nothing then, but drops `end`."""
         backward = self.backward
         if backward is None or backward.end() is not None or self.backward is not backward:
             return None
@@ -315,7 +315,7 @@ def first_line(text: str) -> str:
 
 
 def _frame() -> str:
-    """The line of the user's that the main thread is at."""
+    """Return the line of the user's that the main thread is at."""
     calls = calls_of(threading.main_thread().ident or 0)
     if calls is None:
         return "a compilation"

@@ -1,4 +1,4 @@
-"""What each rank was at when a run stood still, in a file a rank, and what the files say together.
+"""Reports of where each rank was when a run stood still: a file a rank, and a verdict from all.
 
 Nothing is recorded for it while the run goes on: a pass is a path in a tree that `comm.order` keeps anyway,
 so the last events, with modules and sizes, are read off when they are asked for.
@@ -70,7 +70,7 @@ def write_report(order: Order, why: str) -> None:
 
 
 def _record(order: Order) -> Iterator[dict[str, Any]]:
-    """What this rank announced, the latest first."""
+    """Yield the events that this rank announced, the latest first."""
     paths = [(order.passes, order.at), *reversed(order.ended.items())]
     for number, node in paths:
         while node.parent is not None:
@@ -88,7 +88,7 @@ def check_folder() -> None:
 
 
 def read_reports(folder: str | os.PathLike[str]) -> tuple[dict[int, Report], dict[str, str]]:
-    """The files that ranks wrote to a folder, maybe copied to an `fsspec` URL since.
+    """Return the files that ranks wrote to a folder, maybe copied to an `fsspec` URL since.
 
     Returns:
         Reports by rank; and what is wrong with those that cannot be used, by name of the file.
@@ -131,7 +131,7 @@ def _wrong(report: Any) -> str:
 
 
 def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = None) -> list[str]:
-    """Who waits for whom, in lines; `damaged` are files of which nothing is known, with why."""
+    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason."""
     damaged = damaged or {}
     ranks = max((report["ranks"] for report in reports.values()), key=len)
     places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
@@ -177,7 +177,7 @@ def _who(ranks: list[int]) -> str:
 
 
 def _at(report: Report) -> str:
-    """The user's own line, else the innermost, of the main thread."""
+    """Return the user's own line, else the innermost, of the main thread."""
     calls = report["stacks"].get("MainThread") or ["?"]
     return str(
         next((call for call in calls if "site-packages" not in call and "/shardwise/" not in call), calls[0])

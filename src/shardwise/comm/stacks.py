@@ -1,9 +1,9 @@
-"""Where another thread stands.
+"""The stack of another thread.
 
 `sys._current_frames` reads the list of threads under its lock. `faulthandler` takes no lock: it can meet a
 thread that C++ code is just adding, and end the process. A frame leads to its caller while both run. Compiled
 code has frames of its own, whose callers may not be known any more once they end, so a stack is read in one
-turn of the interpreter, in which no other thread goes on. While torch compiles nothing is told.
+turn of the interpreter, in which no other thread goes on. While torch compiles, there is no stack.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def calls_of(thread: int) -> list[Call] | None:
-    """What a thread is in, innermost first; None while torch compiles."""
+    """Return the stack of a thread, innermost call first; None while torch compiles."""
     found = []
     with _compat.no_compilation() as quiet:
         if not quiet:
@@ -46,7 +46,7 @@ def calls_of(thread: int) -> list[Call] | None:
 
 @contextmanager
 def _one_turn() -> Iterator[None]:
-    """Other threads stand still, also for finalizers that a collection of garbage would run."""
+    """Stop other threads, also in finalizers that garbage collection would run."""
     with _reading:
         interval, collects = sys.getswitchinterval(), gc.isenabled()
         sys.setswitchinterval(_TURN_S)
@@ -58,4 +58,4 @@ def _one_turn() -> Iterator[None]:
             sys.setswitchinterval(interval)
             if collects:
                 gc.enable()
-    time.sleep(1e-6)  # whoever waits has set out to wait that long
+    time.sleep(1e-6)  # a thread that waits began with that interval

@@ -24,12 +24,12 @@ class CommStreams:
     all_gather: torch.Stream
     reduce_scatter: torch.Stream
     all_reduce: torch.Stream
-    # Gathered memory nobody shows any more, oldest first: whose, what, and when computation is done with it.
+    # Gathered memory that no module shows any more, oldest first: owner, memory, event after its last use.
     _freed: list[tuple[Any, list[torch.UntypedStorage], torch.Event]] = field(default_factory=list)
 
     @staticmethod
     def create(device: torch.device) -> CommStreams | None:
-        """New streams on `device`; None on devices without streams."""
+        """Return new streams on `device`; None on devices without streams."""
         if device.type in ("cpu", "meta"):
             return None
 
@@ -73,6 +73,6 @@ class CommStreams:
 
 
 def record_event(stream: torch.Stream) -> torch.Event:
-    """An event that marks the work issued to `stream` so far."""
+    """Return an event that marks the work issued to `stream` so far."""
     event: torch.Event = stream.record_event()
     return event

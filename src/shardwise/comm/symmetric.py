@@ -43,7 +43,7 @@ class SymmetricAllGather(DefaultAllGather):
         key = (math.prod(size), dtype)
         buffers = self.buffers.setdefault(key, [])
         free = next((place for place, (_, given) in enumerate(buffers) if given() is None), None)
-        if free is None:  # on all ranks alike, as they gather alike
+        if free is None:  # on all ranks at once, as they gather the same
             buffer = _compat.symmetric_empty(key[0], dtype, device, self.group)
         else:
             buffer, _ = buffers.pop(free)

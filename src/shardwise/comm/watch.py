@@ -1,4 +1,4 @@
-"""Who waits for whom in vain? A thread that finds out, so that no rank waits for a timeout.
+"""A thread that finds out who waits for whom in vain, so that no rank waits for a timeout.
 
 While a rank gets on with its work, this thread does nothing but look whether it does. Once the rank has
 stood still for a moment, in a collective or anywhere else, the thread posts where it stands and reads where
@@ -41,7 +41,7 @@ from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
-_NEARLY = 0.9  # of the timeout: before those who wait give up, and end
+_NEARLY = 0.9  # of the timeout: before ranks that wait give up, and end
 STUCK = 70  # status of a process that is ended because it is stuck
 _TO_RAISE = 2.0  # seconds from a verdict until a rank that waits has raised it
 _LAST_LOOK = 5.0  # seconds that the end of a process may wait for
@@ -56,7 +56,7 @@ _orders: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
 
 
 def order_of(group: dist.ProcessGroup | None) -> Order | None:
-    """The order of `group`'s collectives; None where it is not compared.
+    """Return the order of `group`'s collectives; None where it is not compared.
 
     It is compared over gloo, and on other backends if the environment sets SHARDWISE_CHECK_ORDER=1; 0 turns
     it off. A rank alone has nobody to differ from, and plans on fake tensors send nothing.
@@ -90,10 +90,10 @@ def leave_all(why: str) -> None:
 
 
 def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> RuntimeError:
-    """What a transport's failure means, in words: which rank has left, ended, or means something else.
+    """Return an error that explains a transport's failure: which rank has left, ended, or diverged.
 
-    Takes up to a few seconds, in which ranks tell each other where they are. Any other error is returned
-    as it is.
+    Waits up to a few seconds for ranks to tell each other where they are. Returns any other error
+    unchanged.
 
     Args:
         error: what a collective raised.
@@ -120,7 +120,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
 
 
 def of_transport(error: RuntimeError) -> bool:
-    """Is it a transport's failure?"""
+    """Return whether the error is a transport's failure."""
     return any(word in str(error) for word in _OF_TRANSPORTS)
 
 
@@ -129,7 +129,7 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """Announce a collective of `group` before it is issued within, and explain its failure.
 
     Args:
-        what: will be done, in words equal on ranks that do it alike.
+        what: will be done, in words equal on ranks that do the same.
     """
     order = order_of(group)
     if order is None:
@@ -144,7 +144,7 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 
 @contextmanager
 def watched_stages(stages: DeviceMesh) -> Iterator[None]:
-    """Around a step of a pipeline: whoever waits for a stage that raises or ends is told which, in seconds.
+    """Run a step of a pipeline: whoever waits for a stage that raises or ends is told which, in seconds.
 
         with watched_stages(mesh["pp"]):
             schedule.step(inputs, target=targets)
@@ -178,7 +178,7 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
 
 
 def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
-    """Why this rank will wait in vain, or None."""
+    """Return why this rank would wait in vain, or None."""
     for rank, record in sorted(records.items()):
         # A peer with a verdict has closed its connections.
         found = record["verdict"] or _mismatch(order, rank, record) or _departure(order, rank, record)
@@ -212,7 +212,7 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
 
 
 def _roll_call(order: Order, *, closed: bool = False) -> str | None:
-    """After a failure: who is wrong, or gone? `closed`: by a connection, which whoever gave up closes too."""
+    """Return which rank is wrong or gone after a failure. `closed`: the failure was a closed connection."""
     begun, silent = time.monotonic(), set(range(order.size)) - {order.rank}
     gone = {rank for each in list(_orders.values()) if each.store is order.store for rank in each.gone}
     known = {rank for rank in silent if order.ranks[rank] in gone}
@@ -242,7 +242,7 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
 
 
 def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
-    """The one rank that all others have lost, though it lives. Of two, nobody can say which it is."""
+    """Return the one rank that all others have lost, though it lives. Of two, nobody can say which it is."""
     cut = {order.rank: order.cut_from} | {rank: set(record["cut from"]) for rank, record in records.items()}
     lost = [
         rank
@@ -258,7 +258,7 @@ def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
 
 
 def _broken(order: Order) -> set[int]:
-    """Peers whose connection has ended. gloo says so to whoever sends; nobody receives this."""
+    """Return the peers whose connection has ended. gloo says so to whoever sends; nobody receives this."""
     found = set()
     for group in list(order.groups):
         for peer in set(range(group.size())) - {group.rank()}:
@@ -305,7 +305,7 @@ class _Watch(threading.Thread):
             self._look()
 
     def end(self) -> None:
-        """Before the interpreter does: a thread that is inside the store then would abort the process."""
+        """End the thread before the interpreter does: inside the store it would abort the process."""
         self.ended.set()
         self.join(_LAST_LOOK)
         if any(order.verdict or order.left for order in list(self.stood)):

@@ -42,7 +42,7 @@ def lock(folder: Path) -> None:
             raise CheckpointError(f"{folder}: {_holder(opened)}") from error
         except OSError:
             break
-        os.close(opened)  # whoever had it has removed the file meanwhile
+        os.close(opened)  # its holder has removed the file meanwhile
     me = {"host": socket.gethostname(), "process": os.getpid(), "since": _now()}
     os.truncate(opened, 0)
     os.pwrite(opened, json.dumps(me).encode(), 0)
@@ -59,7 +59,7 @@ def unlock(folder: Path) -> None:
 
 
 def _holder(opened: int) -> str:
-    """Who has the lock, in words; closes the file."""
+    """Describe the process that has the lock; closes the file."""
     said: dict[str, object] = {}
     with suppress(ValueError):
         said = json.loads(os.pread(opened, 4096, 0))

@@ -1,4 +1,4 @@
-"""What a folder's manifest says, checked: JSON of the expected types, and digests that fit the files.
+"""The manifest of a folder, checked: JSON of the expected types, and digests that fit the files.
 
     format     what the folder is, by name or number
     files      {name: {"bytes": int, "sha256" or "xxh3_128": hexadecimal digits}} of the others
@@ -33,7 +33,7 @@ def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
-    """The manifest of `folder`, of this format or one of these, without its own digest.
+    """Return the manifest of `folder`, of this format or one of these, without its own digest.
 
     Raises:
         CheckpointError: one that is missing, damaged, of another format, or has entries of other types.
@@ -50,7 +50,7 @@ def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], type
 
 
 def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
-    """The file `name` of `folder`, which must be inside it and have the digest expected.
+    """Return the file `name` of `folder`, which must be inside it and have the digest expected.
 
     Raises:
         CheckpointError: one that is missing, damaged or outside.
@@ -75,7 +75,7 @@ def _kind(entry: Mapping[str, Any]) -> str:
 
 
 def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
-    """Size in bytes and hash of a file, of one of the kinds in `HASHES`."""
+    """Return size in bytes and hash of a file, of one of the kinds in `HASHES`."""
     found, size = HASHES[kind](), 0
     chunk = bytearray(_REQUEST_BYTES if isinstance(file, StorePath) else _CHUNK_BYTES)
     with file.open("rb") as stream:
@@ -86,7 +86,7 @@ def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
 
 
 def read_json(file: Location) -> Any:
-    """What a file of JSON holds. Raises CheckpointError for one that is missing or damaged."""
+    """Return the parsed content of a JSON file. Raises CheckpointError for one that is missing or damaged."""
     try:
         return json.loads(regular(file).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -112,7 +112,7 @@ def is_count(value: Any) -> bool:
 
 
 def all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Is a value a list, or a dict by name, of values that fit?"""
+    """Make a check that a value is a list, or a dict by name, whose items all pass `fits`."""
 
     def fit(found: Any) -> bool:
         return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))

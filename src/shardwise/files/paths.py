@@ -1,4 +1,4 @@
-"""Which files a checkpoint may have read: those inside its folder.
+"""The files that a checkpoint may have read: those inside its folder.
 
 A checkpoint from elsewhere names files: in a manifest, in an index, by being links. Wherever the library
 follows such a name it does so by `inside`, so that no checkpoint can have anything else on the machine
@@ -15,7 +15,7 @@ from shardwise.files.stores import At
 
 
 def inside(folder: At, name: Any) -> At:
-    """The file `name` of `folder`, which may be missing.
+    """Return the file `name` of `folder`, which may be missing.
 
     Raises:
         CheckpointError: a name that is no text or leaves the folder, by itself or through links.
@@ -43,7 +43,7 @@ def _check_links(folder: Path, name: str) -> None:
 
 
 def regular(file: At) -> At:
-    """`file`, which must be there. Of anything else, a pipe say, reading might never end."""
+    """Return `file`, which must be there. Of anything else, a pipe say, reading might never end."""
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; expected a file. Copy it again, or use another checkpoint")
     return file

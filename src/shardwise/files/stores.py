@@ -1,10 +1,10 @@
-"""Where checkpoints lie: a folder of the file system, or objects in a store that an `fsspec` URL names.
+"""The place of checkpoints: a folder of the file system, or objects in a store that an `fsspec` URL names.
 
     a path, file://...      a `Path`: renames are atomic, files are synced
     s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is there whole or not at all
 
 Both are asked in the words of `Path`. What differs is here: how a file is written so that it is whole or
-absent, how it is known to be kept, how a folder goes.
+absent, how a written one is confirmed, how a folder is removed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StorePath:
         return StorePath(self.path.parent, self.system)
 
     def iterdir(self) -> Iterator[StorePath]:
-        """What is directly in it, as the store says now; nothing where it is no folder."""
+        """Yield the entries of this folder, as the store lists them now; none if it is no folder."""
         self.system.invalidate_cache()
         try:
             found = self.system.ls(str(self.path), detail=False)
@@ -71,7 +71,7 @@ class StorePath:
         return self.read_bytes().decode()
 
     def open(self, mode: str = "rb") -> Any:
-        """A stream: `rb` asks for the places that are read; `wb` makes the object when it is closed."""
+        """Open a stream: `rb` requests the ranges that are read; `wb` makes the object when it is closed."""
         if mode == "rb":
             return io.BufferedReader(_Ranges(self), _SMALL_BYTES)
         return self.system.open(str(self.path), mode)
@@ -85,7 +85,7 @@ At = TypeVar("At", bound=Location)
 
 
 def location(path: str | os.PathLike[str]) -> Location:
-    """Where a path or an `fsspec` URL leads. Keys and endpoints are from the store's own environment.
+    """Return the location of a path or `fsspec` URL; keys and endpoints are from the store's environment.
 
     Raises:
         CheckpointError: a protocol that `fsspec` does not know, or whose client is not installed.
@@ -108,7 +108,7 @@ def location(path: str | os.PathLike[str]) -> Location:
 
 
 def on_disk(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads, for what reads and writes no store.
+    """Return a path of the file system, for code that reads and writes no store.
 
     Raises:
         CheckpointError: a URL of a store.
@@ -124,7 +124,7 @@ def on_disk(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def new_file(file: Location) -> Iterator[Any]:
-    """An unbuffered stream into a new file; it is on disk, or in the store, when the context ends well."""
+    """Open an unbuffered stream into a new file, which is stored when the context ends well."""
     if isinstance(file, StorePath):
         with file.open("wb") as stream:
             yield stream

@@ -62,7 +62,7 @@ class StoredTensor:
     _stored: Any
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """The elements from `begins` to `ends`, an index for each dim; maybe a view of the mapped file."""
+        """Read elements from `begins` to `ends`, an index for each dim; maybe a view of the mapped file."""
         found: Tensor = self._stored[tuple(map(slice, begins, ends)) or ...]
         return found
 
@@ -90,14 +90,14 @@ class TensorFiles:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """All of them. Raises CheckpointError as `find` does."""
+        """List all tensors' names. Raises CheckpointError as `find` does."""
         for listed, path in self._listed:
             for each in listed:
                 self.known.setdefault(each, path)
         return list(self.known)
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor `name`; None where no file has it.
+        """Return the tensor `name`; None where no file has it.
 
         Raises:
             CheckpointError: no such file or folder, a damaged file or index, files outside the folder; a
@@ -129,7 +129,7 @@ def _stored(path: Path, file: Any, name: str) -> StoredTensor:
 
 
 def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
-    """Names of tensors, and the file that has them, which may be missing; a file may come several times."""
+    """Yield names of tensors and their files, which may be missing; a file may come several times."""
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         if len(indexes) > 1:
@@ -154,7 +154,7 @@ def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
 
 
 def _open(file: Path) -> Any:
-    """A safetensors file, opened: a context manager."""
+    """Open a safetensors file, as a context manager."""
     try:
         from safetensors import safe_open
     except ImportError as error:

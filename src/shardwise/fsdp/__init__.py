@@ -1,4 +1,4 @@
-"""When parameters are gathered and freed: `fully_shard` and what it makes of a module."""
+"""`fully_shard` and what it makes of a module: when parameters are gathered and freed."""
 
 from shardwise.fsdp.finalization import GradientReductionHandle
 from shardwise.fsdp.fully_shard import fully_shard

@@ -1,4 +1,4 @@
-"""What autograd calls on a module's way through backward: with the gradients of its outputs and inputs."""
+"""Hooks that autograd calls in a module's backward: with gradients of its outputs and inputs."""
 
 from __future__ import annotations
 

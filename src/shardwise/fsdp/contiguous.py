@@ -43,7 +43,7 @@ _POST_FORWARD = Form.POST_FORWARD
 
 
 class _Works:
-    """Several asynchronous gathers, waited for as one."""
+    """A set of asynchronous gathers, waited for as one."""
 
     def __init__(self, *works: Any) -> None:
         self.works = works
@@ -111,7 +111,7 @@ class ContiguousGroup(ParamGroup):
         super().pack(device)
 
     def _lay_out(self, params: Sequence[ShardedParam]) -> None:
-        """Which rows lie where is chosen once, since optimizer state follows the rows."""
+        """Lay parameters out in the buffers; done once, since optimizer state follows the rows."""
         specs = [param.layout_spec() for param in params]
         self.resident, self._changes = [], -1
         if not self.shards:
@@ -235,7 +235,7 @@ class ContiguousGroup(ParamGroup):
             elif self._in_place:
                 work = comm(buffer.full, source, group, async_op)
                 running = work if running is None else _Works(running, work)
-            else:  # parameters cannot be views of what a user's communication allocates anew each time
+            else:  # parameters cannot be views of what a user's communication allocates each time
                 full, size = buffer.full, source.numel()
                 output = comm.allocate((full.numel(),), dtype=full.dtype, device=self.device)
                 mine = output.narrow(0, group.rank() * size, size).copy_(source)

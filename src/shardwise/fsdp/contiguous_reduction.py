@@ -125,7 +125,7 @@ class ContiguousReducer(GradReducer):
         return collected
 
     def reduce(self, collected: list[_Collected], *, streams: CommStreams | None) -> list[ReduceResult]:
-        """One reduction for each segment with a gradient."""
+        """Reduce gradients: one reduction for each segment that has one."""
         if is_grad_enabled():
             with torch.no_grad():
                 return self.reduce(collected, streams=streams)
@@ -184,7 +184,7 @@ class ContiguousReducer(GradReducer):
         return result
 
     def _assign(self, members: _Members, params: list[RowsParam], shard: Tensor) -> None:
-        """Views of the reduced shard become, or add to, the gradients."""
+        """Make views of the reduced shard gradients, or add them to gradients."""
         if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:
@@ -235,7 +235,7 @@ class ContiguousReducer(GradReducer):
                 )
 
     def _own_part(self, shard: Tensor) -> Tensor:
-        """This rank's part of a gradient that was reduced whole though optimizer state is cut."""
+        """Return this rank's part of a gradient that was reduced whole though optimizer state is cut."""
         group = self.group.refresh_group
         assert group is not None
         size = shard.numel() // group.size()
@@ -268,7 +268,7 @@ class ContiguousReducer(GradReducer):
         return shard
 
     def _staging(self, members: _Members, plan: Reduction) -> _Staging:
-        """The reduction's input, and the gradients' places in it; or of a slice of it, if it is large.
+        """Return the reduction's input, and the gradients' places in it; or of a slice of it, if it is large.
 
         Kept from step to step, without its memory, where the reduction has ended with the call and its
         result is another buffer.
@@ -308,7 +308,7 @@ class ContiguousReducer(GradReducer):
 def _fill_slice(
     out: Tensor, sources: dict[int, Tensor], *, ranks: int, width: int, begin: int, size: int
 ) -> None:
-    """Elements [begin, begin + size) of every rank's range of the gradients, one after another.
+    """Copy elements [begin, begin + size) of each rank's range of the gradients, one after another.
 
     A gradient that lies over the slices of many ranks is copied to all of them at once.
     """

@@ -30,7 +30,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def stays_out_of_buffer(param: EvenParam) -> bool:
-    """Must `param` keep memory of its own: is its local tensor a subclass, or one given the hooks?"""
+    """Return whether `param` keeps memory of its own: its local tensor is a subclass, or has the hooks."""
     local = param.local
     return not _compat.is_plain(type(local)) or hasattr(local, PRE) or hasattr(local, POST)
 
@@ -65,7 +65,7 @@ class ExtendedParam:
         self.inner: list[Tensor] = []  # further memory of the unsharded tensor
 
     def _hook(self, name: str, shard: Tensor) -> Callable[..., Any]:
-        """A hook of the local tensor, its class's or its own, with `shard` for its `self`."""
+        """Return a hook of the local tensor, its class's or its own, with `shard` for its `self`."""
         local = self.param.local
         hook = getattr(local, name)
         if getattr(hook, "__self__", None) is local:
@@ -73,7 +73,7 @@ class ExtendedParam:
         return cast(Callable[..., Any], hook)
 
     def inputs(self) -> list[Tensor]:
-        """What this rank sends: 1-D tensors; made on the current stream, where they are copied in."""
+        """Return the 1-D tensors that this rank sends; made on the current stream, which copies them in."""
         shard, local = self.padded, self.param.local
         if shard is not local and local.numel():
             shard.narrow(0, 0, local.size(0)).copy_(local)
@@ -99,7 +99,7 @@ class ExtendedParam:
                 f"{here()}: {PRE} of '{param.name}' takes {count} arguments; expected (mesh) or"
                 " (mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        # Checked on every rank alike, so that the ranks without padding do not wait for the others.
+        # Checked on every rank, so that the ranks without padding do not wait for the others.
         uneven = param.shape[param.placement.dim] % param.ranks != 0
         wrong = [tuple(t.shape) for t in inputs if tuple(t.shape) != self.padded_shape]
         if uneven and wrong:
@@ -111,7 +111,7 @@ class ExtendedParam:
         return inputs, metadata
 
     def allocate(self, inputs: Sequence[Tensor], ranks: int) -> list[Tensor]:
-        """Memory for the gathered inputs, kept between gathers and refilled."""
+        """Return memory for the gathered inputs, kept between gathers and refilled."""
         if not self.outputs:
             with torch.inference_mode(False):
                 self.outputs = [
@@ -149,7 +149,7 @@ class ExtendedParam:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """`tensor` as 1-D plain memory, which is what collectives take."""
+    """Return `tensor` as 1-D plain memory, which is what collectives take."""
     if not _compat.is_plain(type(tensor)):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.reshape(-1)

@@ -1,4 +1,4 @@
-"""What is there for host time alone. Without any of it every number is the same.
+"""Code that only saves host time. Without any of it every number is the same.
 
 Python calls a block in a steady step, with it and without (`benchmarks/host_cost.py`: 8 ranks, blocks of 12
 parameters; forward and backward unless it says otherwise):
@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.rows.piece import Piece
 
 
 class _Seen:
-    """What groups and parameters look at in every step, as attributes, which cost no call.
+    """Values that groups and parameters read in every step, as attributes, which cost no call.
 
     Attributes:
         steps: how many optimizer steps this process has made since the first `fully_shard`.
@@ -56,7 +56,7 @@ seen = _Seen()
 
 
 def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
-    """A copy of a function with a code object of its own, in which compilers keep its graphs.
+    """Return a copy of a function with a code object of its own, in which compilers keep its graphs.
 
     They keep so many for one, not more; functions made anew in each call of another share theirs.
 
@@ -70,13 +70,13 @@ def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> Func
 
 
 def allocates_as(comm: object, default: type[Any]) -> bool:
-    """Does it leave allocation to torch? Then its buffers may be used again from step to step."""
+    """Return whether `comm` leaves allocation to torch, so that buffers may be reused from step to step."""
     allocate: Any = type(comm).allocate  # type: ignore[attr-defined]
     return allocate is default.allocate
 
 
 def own_storage(piece: Tensor) -> Tensor:
-    """The memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
+    """Return the memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
 
     A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
     fails in torch; besides, saving a part of a buffer would save all of it.
@@ -111,16 +111,16 @@ class _LocalSteps:
     """Lets a step of one optimizer work on the memory behind its sharded parameters, gradients and state.
 
     Attributes:
-        alike: pairs of descriptions, by identity, that cut alike.
+        same_cuts: pairs of descriptions, by identity, of the same cut.
         moved: of a step that writes its state by parameter: parameters, their local memory, what it was.
     """
 
     def __init__(self) -> None:
-        self.alike: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.same_cuts: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.moved: list[tuple[list[Any], list[Any], list[Any]]] = []
 
     def take(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> None:
-        """Put local memory in place of all DTensors, if each has its gradient and state cut alike."""
+        """Put local memory in place of all DTensors, if each has its gradient and state cut the same way."""
         params = lists[0]
         if not params or group.get("differentiable"):
             return
@@ -128,7 +128,7 @@ class _LocalSteps:
         kinds = [*zip(map(type, params), map(type, lists[2] or params), strict=True)]
         _, *others = {*kinds}
         if not others:
-            self._take_alike(optimizer, group, lists)
+            self._take_kind(optimizer, group, lists)
             return
         taken, known = [], len(self.moved)
         for kind in dict.fromkeys(kinds):
@@ -136,7 +136,7 @@ class _LocalSteps:
                 continue
             places = [place for place, found in enumerate(kinds) if found == kind]
             own = tuple([values[place] for place in places] if values else [] for values in lists)
-            if not self._take_alike(optimizer, group, own):
+            if not self._take_kind(optimizer, group, own):
                 del self.moved[known:]
                 return
             taken.append((places, own))
@@ -145,14 +145,14 @@ class _LocalSteps:
                 for place, value in zip(places, changed, strict=False):  # none in lists without any
                     values[place] = value
 
-    def _take_alike(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
-        """The same of parameters of one kind, all or none with momentum; False if they are left."""
+    def _take_kind(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
+        """Take parameters of one kind, all or none with momentum; return False if they are left."""
         params = lists[0]
         cut = _cuts[isinstance(params[0], ShardedRows)]
         try:
             cuts = list(map(cut, params))
             sharded = [values for values in lists if self._is_sharded(values)]
-            if not all(self._cut_alike(cuts, list(map(cut, values))) for values in sharded):
+            if not all(self._have_same_cut(cuts, list(map(cut, values))) for values in sharded):
                 return False
         except AttributeError:  # some are plain, or sharded in another way
             return False
@@ -169,19 +169,19 @@ class _LocalSteps:
             raise AttributeError
         return isinstance(first, DTensor)
 
-    def _cut_alike(self, cuts: list[Any], others: list[Any]) -> bool:
-        if all(map(self.alike.__contains__, zip(map(id, cuts), map(id, others), strict=True))):
+    def _have_same_cut(self, cuts: list[Any], others: list[Any]) -> bool:
+        if all(map(self.same_cuts.__contains__, zip(map(id, cuts), map(id, others), strict=True))):
             return True
-        if len(self.alike) > 16 * len(cuts) + 1000:  # gradients that are made anew in each step
-            self.alike.clear()
+        if len(self.same_cuts) > 16 * len(cuts) + 1000:  # gradients are new objects in each step
+            self.same_cuts.clear()
         for one, other in zip(cuts, others, strict=True):
             if not (_same_cut(one, other) and one.shape == other.shape):
                 return False
-            self.alike[id(one), id(other)] = one, other
+            self.same_cuts[id(one), id(other)] = one, other
         return True
 
     def settle(self, optimizer: Optimizer) -> None:
-        """State that was written by local memory is the parameters'."""
+        """Store under the parameters the state that was written by local memory."""
         for params, locals_, before in self.moved:
             for param, local, old in zip(params, locals_, before, strict=True):
                 made = optimizer.state.pop(local, None)  # None of a step that raised
@@ -223,7 +223,7 @@ def step_in_graphs(optimizer: Optimizer) -> None:
 
 
 def settle_state(optimizer: Optimizer) -> None:
-    """After a step."""
+    """Write back the state that a step replaced."""
     if (steps := _local_steps.get(optimizer)) is not None and steps.moved:
         steps.settle(optimizer)
 
@@ -239,7 +239,7 @@ class _Bystander(NamedTuple):
 
 @dataclass
 class _Bystanders:
-    """Those of one optimizer.
+    """The bystanders of one optimizer.
 
     Attributes:
         state: the optimizer's, when these were found; loading replaces it.
@@ -255,7 +255,7 @@ _bystanders: weakref.WeakKeyDictionary[Optimizer, _Bystanders] = weakref.WeakKey
 
 
 def put_aside(optimizer: Optimizer) -> None:
-    """Before a step: put gradients of bystanders aside, which spares their dispatch, and count the step."""
+    """Put gradients of bystanders aside before a step, which spares their dispatch, and count the step."""
     known = _bystanders.get(optimizer)
     if known is None or known.state is not optimizer.state:
         known = _find_bystanders(optimizer)
@@ -276,7 +276,7 @@ def put_aside(optimizer: Optimizer) -> None:
 
 
 def put_back(optimizer: Optimizer) -> None:
-    """After a step: their gradients come back."""
+    """Return the gradients of bystanders after a step."""
     if (known := _bystanders.get(optimizer)) is not None:
         for param, grad in known.aside:
             param.grad = grad
@@ -289,7 +289,7 @@ def forget_bystanders(optimizer: Optimizer) -> None:
 
 
 def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
-    """Remembered once each of them has its state, which the optimizer makes in their first step."""
+    """Find the bystanders of an optimizer; remembered once each has its state, made in its first step."""
     found = _Bystanders(optimizer.state)
     kind = type(optimizer)
     groups = optimizer.param_groups if is_elementwise(kind) and kind.__name__ not in _MORE_THAN_STEPS else []

@@ -43,7 +43,7 @@ class GradientReductionHandle:
 
 
 def set_manual(state: State, enabled: bool) -> None:
-    """See `FSDPModule.set_manual_backward_finalization`."""
+    """Implement `FSDPModule.set_manual_backward_finalization`."""
     schedule = state.schedule
     if schedule is not None:
         state.check_is_root("set_manual_backward_finalization")
@@ -56,7 +56,7 @@ def set_manual(state: State, enabled: bool) -> None:
 
 
 def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
-    """See `FSDPModule.finalize_backward`."""
+    """Implement `FSDPModule.finalize_backward`."""
     schedule = state.schedule
     if schedule is None:
         return GradientReductionHandle(None) if async_op else None

@@ -51,7 +51,7 @@ sharded_modules: Counter[LayoutName] = Counter()  # by every call in this proces
 
 
 class Options(TypedDict, total=False):
-    """What `fully_shard` takes besides modules."""
+    """The arguments of `fully_shard` besides modules."""
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
@@ -171,7 +171,7 @@ def fully_shard(
 def _runs(
     modules: list[nn.Module], least: int, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
 ) -> list[list[nn.Module]]:
-    """Consecutive modules that gather at least `least` bytes together; the last run may be smaller."""
+    """Return runs of modules that gather at least `least` bytes together; the last may be smaller."""
     runs: list[list[nn.Module]] = []
     gathered = least
     for one in modules:
@@ -254,7 +254,7 @@ def _shard_together(
 
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The given modules without those inside others of them."""
+    """Return the given modules without those inside others of them."""
     if isinstance(module, nn.Module):
         return [module]
     given = list(dict.fromkeys(module))
@@ -280,7 +280,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 
 def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
-    """Every module inside `roots` that no earlier call manages, inner ones first."""
+    """Return every module inside `roots` that no earlier call manages, inner ones first."""
     ordered: dict[nn.Module, None] = {}
     for root in roots:
         _visit(root, ordered, set())
@@ -374,7 +374,7 @@ Placed = tuple[_Found, ParamPlacement | None, DataParallelMeshInfo]
 def _by_mesh(
     found: list[_Found], placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
 ) -> list[list[Placed]]:
-    """Parameters by the process groups they travel over, in order of first appearance."""
+    """Return parameters by the process groups they travel over, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[Placed]] = {}
     for one in found:
         answer = None if placement_fn is None else placement_fn(one.param)
@@ -397,7 +397,7 @@ def _by_mesh(
 
 
 def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -> FSDPMeshInfo | None:
-    """The axes over which parameters are cut after forward; None keeps them whole."""
+    """Return the axes over which parameters are cut after forward; None keeps them whole."""
     if reshard is False or not isinstance(info, FSDPMeshInfo):
         return None
     if reshard is None or reshard is True:
@@ -417,7 +417,7 @@ def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -
 
 
 def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
-    """What was grouped and how, for the log."""
+    """Describe what was grouped and how, for the log."""
     classes = dict.fromkeys(type(one).__name__ for one in modules)
     after = "are freed (not the root's, by default)" if group.post_forward_mesh else "stay gathered"
     return (
@@ -428,7 +428,7 @@ def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
 
 
 def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None:
-    """State dicts hold sharded parameters, whenever they are taken or loaded."""
+    """Reshard, so that state dicts hold sharded parameters whenever they are taken or loaded."""
     ref = _WeakGroup(group)
     owned = {id(owner.parameters) for param in group.params for owner in param.owners}
     for one in managed:

@@ -46,7 +46,7 @@ ACCELERATOR_ALIGN_BYTES = 16
 
 
 class Form(Enum):
-    """In which form a group's parameters are registered."""
+    """The form in which a group's parameters are registered."""
 
     SHARDED = auto()
     POST_FORWARD = auto()
@@ -151,35 +151,35 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def traced_cut(self, index: int) -> Cut:
-        """For a compiler: how the parameters of a segment lie."""
+        """Return how the parameters of a segment lie, for a compiler."""
 
     @abstractmethod
     def _whole_memory(self, index: int) -> Tensor:
-        """The unsharded memory of a segment."""
+        """Return the unsharded memory of a segment."""
 
     def _buffer(self, index: int, full: Tensor) -> Buffer:
         return Buffer(full, full.untyped_storage(), full.nbytes)
 
     def _make_room(self, streams: CommStreams) -> None:  # noqa: B027
-        """Before a gather: give back what computation is done with, or take it up again."""
+        """Prepare memory before a gather: give back what computation is done with, or take it up again."""
 
     @abstractmethod
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult: ...
 
     @abstractmethod
     def _finish_gather(self, result: AllGatherResult) -> AllGatherResult | None:
-        """Returns the gather, if its buffer is apart and streams may still read it."""
+        """Return the gather, if its buffer is separate and streams may still read it."""
 
     @abstractmethod
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:
-        """This rank's pieces over a smaller mesh, by segment; modules show them."""
+        """Return this rank's pieces over a smaller mesh, by segment; modules show them."""
 
     def packed_params(self) -> Sequence[ShardedParam]:
-        """Those that lie in the buffers."""
+        """List the parameters that lie in the buffers."""
         return [one for one in self.params if one not in self.extended] if self.extended else self.params
 
     def untraceable(self) -> str | None:
-        """Why a compiler cannot trace how the group is gathered; None if it can."""
+        """Return why a compiler cannot trace how the group is gathered; None if it can."""
         return None
 
     @property
@@ -193,16 +193,16 @@ class ParamGroup(ABC):
 
     @property
     def shard_bytes(self) -> int:
-        """What this rank keeps, padding included."""
+        """Bytes that this rank keeps, padding included."""
         return sum(shard.nbytes for shard in self.shards)
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """By segment: the whole parameters in the dtype of computation, padding included."""
+        """Bytes of each segment's whole parameters in the dtype of computation, padding included."""
         return [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
 
     def transport(self) -> str:
-        """Who gathers, and why, in words."""
+        """Describe what gathers, and why."""
         largest = max(self.gathered_bytes, default=0)
         return transport(self.settings.all_gather, largest, self.shard_group, self.device)
 
@@ -248,7 +248,7 @@ class ParamGroup(ABC):
                 )
 
     def describe(self) -> str:
-        """The group in words, equal on ranks that will communicate alike."""
+        """Return the group in words, equal on ranks that communicate the same way."""
         if self.layout_words is None:
             self.layout_words = self.layout.describe()
         after = self.post_forward_mesh
@@ -262,7 +262,7 @@ class ParamGroup(ABC):
             ]
         )
 
-    # What other ranks must do alike
+    # What other ranks must do too
 
     def join_orders(self) -> Sequence[Order]:
         """Find with whom the group's collectives are compared from now on."""
@@ -279,7 +279,7 @@ class ParamGroup(ABC):
         return orders
 
     def announce_gather(self) -> None:
-        """Before an all-gather; see `comm.order`."""
+        """Announce an all-gather before it starts; see `comm.order`."""
         if self.gather_event is None:
             sizes = ", ".join([f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments])
             trained = [f"trained: {p.name}" for p in self.params if p.sharded.requires_grad]
@@ -297,7 +297,7 @@ class ParamGroup(ABC):
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         if isinstance(self.info, FSDPMeshInfo):
-            if self.form is Form.POST_FORWARD:  # cut over ranks that nobody would know of
+            if self.form is Form.POST_FORWARD:  # cut over ranks that nothing would record
                 self.reshard()
             self.post_forward_mesh = self.info if reshard else None
 
@@ -481,7 +481,7 @@ class ParamGroup(ABC):
             self.reshard()
 
     def reshard_to_smaller(self, mesh: FSDPMeshInfo, *, streams: CommStreams | None) -> None:
-        """After forward: register this rank's pieces over a smaller mesh. Local."""
+        """Register this rank's pieces over a smaller mesh, after forward. Local."""
         if self.form is _UNSHARDED:
             self.smaller_shards = self._smaller(mesh)
             if streams is not None:

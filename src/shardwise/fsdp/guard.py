@@ -61,7 +61,7 @@ class Guard:
 
 
 def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[Guard]:
-    """Guards for those of `modules` that own parameters of `groups`.
+    """Return the guards for those of `modules` that own parameters of `groups`.
 
     An instance's own `forward` stays.
     """

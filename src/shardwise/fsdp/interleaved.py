@@ -29,7 +29,7 @@ from shardwise.mesh import FSDPMeshInfo, HSDPMeshInfo
 
 @dataclass
 class Exchange:
-    """How the unsharded buffers are filled from the shards of some ranks."""
+    """The plan that fills the unsharded buffers from the shards of some ranks."""
 
     layout: InterleavedLayout
     ranks: int
@@ -54,7 +54,7 @@ class InterleavedGroup(ParamGroup):
         self.smaller: Exchange | None = None  # over the post-forward mesh
         for param in params:
             if stays_out_of_buffer(param):
-                self._settle_alone(param)
+                self._lay_out_alone(param)
                 param.move(param.local)
         self.extended = self._extend()
         self.pack()
@@ -101,11 +101,11 @@ class InterleavedGroup(ParamGroup):
                 param.settle(slot)
         for param in self.params if self.extended else ():
             if param in self.extended:
-                self._settle_alone(param)
+                self._lay_out_alone(param)
         self.main = self.smaller = None
 
-    def _settle_alone(self, param: EvenParam) -> None:
-        """For who keeps memory of its own, but is reduced with the others."""
+    def _lay_out_alone(self, param: EvenParam) -> None:
+        """Give a parameter with memory of its own a layout of its own; it is reduced with the others."""
         layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
         param.settle(layout.segments[0].slots[0])
 
@@ -125,7 +125,7 @@ class InterleavedGroup(ParamGroup):
                 self.smaller = self._exchange(layout, info.shard_process_group)
 
     def _exchange(self, layout: InterleavedLayout, group: dist.ProcessGroup | None) -> Exchange:
-        """How the unsharded buffers are filled from shards cut as `layout` says."""
+        """Plan how the unsharded buffers are filled from shards cut as `layout` says."""
         ranks = layout.ranks
         plan = Exchange(layout, ranks, group, [s.gather_dtype for s in layout.segments], [], [], [])
         for segment, buffer, members in zip(layout.segments, self.buffers, self.members, strict=True):
@@ -172,7 +172,7 @@ class InterleavedGroup(ParamGroup):
         )
 
     def _finish_gather(self, result: AllGatherResult) -> AllGatherResult:
-        """Copies out."""
+        """Copy the gathered parameters out."""
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
         if not self.holds_memory:

@@ -115,7 +115,7 @@ def leave(orders: Iterable[Order], why: str) -> None:
 
 
 def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
-    """From now on tell other ranks of errors in backward, in better words, and let no gradient be lost."""
+    """Watch every backward from now on: tell other ranks of errors, explained, and lose no gradient."""
     if _watching:
         return
 
@@ -161,7 +161,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where this rank's part lies; the tensor's own identity where there is none, as of a `ShardedTensor`."""
+    """Return the address of this rank's part, or the tensor's identity if it has none (a `ShardedTensor`)."""
     local = _compat.local_of(tensor)
     is_plain = type(local) in (Tensor, Parameter)
     return (local.untyped_storage().data_ptr() if is_plain else 0) or id(tensor)
@@ -171,12 +171,12 @@ _watching: list[RemovableHandle] = []
 
 
 def left_gradients(state: ModuleState) -> bool:
-    """Did gradients come after the last reduction? They do where backward entered a module unseen."""
+    """Return whether gradients came after the last reduction, as where backward entered a module unseen."""
     return any(param.has_unreduced for group in state.groups for param in group.params)
 
 
 def forget_forward(state: ModuleState) -> None:
-    """A forward raised: leave no trace of it."""
+    """Leave no trace of a forward that raised."""
     schedule = state.schedule
     assert schedule is not None
     if schedule.forward_root is not state.myself:

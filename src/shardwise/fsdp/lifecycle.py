@@ -21,7 +21,7 @@ from shardwise.errors import LifecycleError
 
 
 class TrainingState(Enum):
-    """Where a sharded module stands in its iteration."""
+    """The state of a sharded module in its iteration."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -84,7 +84,7 @@ TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
 
 
 def advance(state: TrainingState, event: Event, *, module: str) -> tuple[Action, TrainingState]:
-    """What `event` does to a module in `state`, and the state it is in afterwards."""
+    """Return what `event` does to a module in `state`, and the state it is in afterwards."""
     try:
         return TABLE[event][state]
     except KeyError:

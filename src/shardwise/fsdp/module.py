@@ -41,7 +41,7 @@ class FSDPModule(ModuleSettings):
     _fsdp_use_orig_params = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the class that was sharded: slicing an `FSDPSequential` gives a `Sequential`."""
+        """Make a module of the class that was sharded: slicing an `FSDPSequential` gives a `Sequential`."""
         original = cls.__bases__[1]
         return original(*args, **kwargs)
 
@@ -117,7 +117,7 @@ class FSDPModule(ModuleSettings):
         interrupted.reset(state)
 
     def host_bound_groups(self, *, bytes_per_second: float, host_seconds: float = 100e-6) -> dict[str, int]:
-        """The groups here and inside whose gather takes the network less time than it takes the host.
+        """Return the groups here and inside whose gather takes the network less time than it takes the host.
 
         Their modules wait for the host, whatever the network: shard several in one call, or pass a list of
         them with `group_small`.
@@ -141,7 +141,7 @@ class FSDPModule(ModuleSettings):
         return found
 
     def shard_report(self) -> ShardReport:
-        """The groups here and inside: their parameters, bytes and placements. Local; print it for a table."""
+        """Report the groups here and inside: parameters, bytes and placements. Local; prints as a table."""
         return shard_report.report(self._states(True))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ _CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
 
 
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
-    """The subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
+    """Return the subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
     if cls not in _CLASSES:
         call = _compat.only_inlined(own_code(vars(FSDPModule)["__call__"]))
         own = {"__module__": cls.__module__, "__call__": call}
@@ -240,7 +240,7 @@ def _run_gathered(module: FSDPModule, forward: Callable[..., Any], /, *args: Any
 
 
 def _of_equal_modules(method: str, module: FSDPModule) -> Callable[..., Any]:
-    """A method of `module`, of which modules of its class with equal parameters share the code: one graph."""
+    """Return a method of `module` whose code modules of its class with equal parameters share: one graph."""
     parameters = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
     return cast(Callable[..., Any], _code_for(method, cast(Any, type(module)), parameters).__get__(module))
 
@@ -301,7 +301,7 @@ def _prepare(context: Any) -> None:
 
 @functools.cache
 def _outside_graphs(why: str) -> Callable[..., Any]:
-    """What a tracer leaves a graph for; the forward inside is compiled again."""
+    """Return the call for which a tracer leaves its graph; the forward inside is compiled again."""
     why = f"a sharded module has {why}, which only runs eagerly"
     return _compat.runs_outside_graphs(cast(FunctionType, _run), why)
 

@@ -1,4 +1,4 @@
-"""What one `fully_shard` call made of its modules: groups, names, settings, and how they are gathered.
+"""The state that one `fully_shard` call made of modules: groups, names, settings, how they are gathered.
 
 What happens to it in a pass through the model is the business of `state.py`.
 """
@@ -35,17 +35,17 @@ gathers_begun: list[weakref.ref[ParamGroup]] = []  # by users, since the last op
 
 
 def live_states() -> list[ModuleState]:
-    """The states of all sharded modules of the process."""
+    """Return the states of all sharded modules of the process."""
     return list(_alive)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """The state of a module that `fully_shard` was applied to, else None."""
+    """Return the state of a module that `fully_shard` was applied to, else None."""
     return module.__dict__.get(_KEY)
 
 
 class ModuleState:
-    """What one `fully_shard` call made, and how its groups are gathered; its modules own it.
+    """The state that one `fully_shard` call made, and how its groups are gathered; its modules own it.
 
     Args:
         groups: one per pair of shard and replicate groups.
@@ -86,7 +86,7 @@ class ModuleState:
         self.running = 0  # forwards entered and not left, as a method may call its own module
         self.schedule: Schedule | None = None
         self.is_root = False
-        self.ignored: Set[tuple[int, str]] = frozenset()  # places of parameters that it was told to leave
+        self.ignored: Set[tuple[int, str]] = frozenset()  # places of ignored parameters
         self.inside = False  # some module around this one is sharded too
         self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
         self.all_groups = list(zip(groups, reducers, strict=True))  # of a root: those of all below it too
@@ -126,7 +126,7 @@ class ModuleState:
                 setattr(self.schedule, name, value)
 
     def settings_changed(self) -> None:
-        """What was made of the groups' settings is made again when it is needed."""
+        """Drop what was made of the groups' settings; it is made again when needed."""
         for reducer in self.reducers:
             reducer.forget_plans()
         self.stays_gathered = not all(group.settings.reshard_after_backward for group in self.groups)
@@ -248,14 +248,14 @@ class ModuleState:
         return output if dtype is None else cast(output, dtype)
 
     def lift_guards(self) -> None:
-        """At the beginning of a pass, root only."""
+        """Lift the guards of all modules at the beginning of a pass. Root only."""
         self.guards_lifted = True
         for state in (self, *self.below):
             if state.guards:
                 guard.lift(state.guards)
 
     def install_guards(self) -> None:
-        """At its end."""
+        """Install the lifted guards again at the end of a pass. Root only."""
         if self.guards_lifted:
             self.guards_lifted = False
             for state in (self, *self.below):
@@ -263,7 +263,7 @@ class ModuleState:
                     guard.install(state.guards)
 
     def is_larger_than_most(self, schedule: Schedule) -> bool:
-        """Does it gather more than the middle one of all under its root, by size? Equal on ranks."""
+        """Return whether the module gathers more than the median under its root, by size. Equal on ranks."""
         if self.larger_than_most is None and (root := schedule.root()) is not None:
             sizes = [sum(map(sum, (g.gathered_bytes for g in one.groups))) for one in (root, *root.below)]
             own = sum(map(sum, (group.gathered_bytes for group in self.groups)))
@@ -313,7 +313,7 @@ class ModuleState:
             return
         if (
             state is None or state.schedule is None
-        ):  # under a root that has not run, which settles its streams
+        ):  # under a root that has not run, which chooses its streams
             return
         if state.schedule is not schedule:
             schedule = state.schedule

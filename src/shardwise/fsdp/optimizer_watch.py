@@ -1,4 +1,4 @@
-"""What optimizers do to sharded models, seen through torch's global step hooks.
+"""Watches what optimizers do to sharded models, through torch's global step hooks.
 
     before a step   an optimizer that was built before `fully_shard` holds the whole parameters that
                     sharding replaced, and one built between forward and backward may hold gathered
@@ -57,7 +57,7 @@ _watching = False
 
 
 def look_for_compiler(optimizer: Optimizer | None = None) -> None:
-    """From when a function is compiled, let gradients be such as tracers take.
+    """Let gradients be such as tracers take, from when a function is compiled.
 
     Optimizers of other libraries may compile what they do to a parameter, inside their step.
     """
@@ -85,7 +85,7 @@ def watch_gathered(name: str, param: nn.Parameter) -> None:
 
 
 def was_replaced(param: Tensor) -> bool:
-    """Has a sharded parameter taken this one's place?"""
+    """Return whether a sharded parameter has replaced this one."""
     return id(param) in _replaced.alive
 
 

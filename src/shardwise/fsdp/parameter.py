@@ -159,11 +159,11 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
-        """Where this rank's piece lies in its group's shard buffer."""
+        """Return the view of this rank's piece in its group's shard buffer."""
 
     @abstractmethod
     def whole_in(self, full: Tensor) -> Tensor:
-        """Where the whole parameter lies in its group's unsharded buffer."""
+        """Return the view of the whole parameter in its group's unsharded buffer."""
 
     @abstractmethod
     def move(self, piece: Tensor) -> None:
@@ -171,7 +171,7 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
-        """What replaced the sharded form, as a sharded form; None if it cannot be one."""
+        """Return what replaced the sharded form, as a sharded form; None if it cannot be one."""
 
     def adopt(self) -> None:
         """Take over a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
@@ -189,7 +189,7 @@ class ShardedParam(ABC):
         self.settle_form()
 
     def replaced_by(self, found: nn.Parameter | None) -> ShardingError:
-        """What to raise where the user put `found` in the parameter's place."""
+        """Make the error for a parameter that the user replaced by `found`."""
         what = f"{type(found).__name__} {tuple(found.shape)}" if found is not None else "nothing"
         return ShardingError(
             f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of shape"
@@ -220,7 +220,7 @@ class ShardedParam(ABC):
         return ParamSpec(self.name, self.shape, self.dtype, self.gather_dtype, placement, trains)
 
     def wrap_unsharded(self, whole: Tensor) -> nn.Parameter:
-        """The unsharded form over memory `whole`, made once."""
+        """Return the unsharded form over memory `whole`, made once."""
         if self.tp_spec is not None:
             whole = _compat.dtensor(whole, _compat.spec_as(self.tp_spec, whole.dtype))
         made = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
@@ -275,17 +275,17 @@ class ShardedParam(ABC):
 
     @property
     def has_unreduced(self) -> bool:
-        """Is there an unsharded gradient?"""
+        """Whether there is an unsharded gradient."""
         leaf = self.unsharded
         return self.accumulated is not None or (leaf is not None and leaf.grad is not None)
 
     @property
     def has_grad_hooks(self) -> bool:
-        """Has the user registered hooks on the sharded parameter's gradient?"""
+        """Whether the user has registered hooks on the sharded parameter's gradient."""
         return bool(_compat.grad_hooks(self.sharded) or _compat.post_accumulate_grad_hooks(self.sharded))
 
     def plain_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
+        """Return the local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
 
         Collective over the tensor-parallel mesh where the gradient's placements differ (partial
         sums of sequence-parallel norms, say). Data-parallel dims stay for the reduce-scatter.
@@ -301,11 +301,11 @@ class ShardedParam(ABC):
                 wanted[names.index(name)] = grad.placements[names.index(name)]
         if tuple(wanted) != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
-        return _compat.local_tensor(grad)  # which whoever reads it waits for, if it is on its way
+        return _compat.local_tensor(grad)  # its reader waits for it, if it is under way
 
     @abstractmethod
     def as_grad(self, piece: Tensor) -> Tensor:
-        """A part of a reduced buffer as a gradient of the sharded form."""
+        """Return a part of a reduced buffer as a gradient of the sharded form."""
 
     def assign_grad(self, piece: Tensor) -> None:
         """Set the sharded gradient, or add to it, with all that torch does for a leaf's.
@@ -393,7 +393,7 @@ class EvenParam(ShardedParam):
         return [*replicate, shard] if isinstance(self.info, FSDPMeshInfo) else replicate
 
     def _outer_shard(self, inner: _compat.DTensorSpec, axes: Iterable[int]) -> Placement:
-        """Cutting the pieces of an inner cut over these axes: strided, seen from the whole tensor."""
+        """Return the placement of pieces that inner `axes` cut: strided, seen from the whole tensor."""
         dim, splits = self.placement.dim, 1
         for axis in axes:
             placement = inner.placements[axis]
@@ -402,7 +402,7 @@ class EvenParam(ShardedParam):
         return Shard(dim) if splits == 1 else _compat.StridedShard(dim, split_factor=splits)
 
     def _spmd_spec(self, whole: _compat.DTensorSpec) -> _compat.DTensorSpec:
-        """Data parallelism over named dims of the mesh that the parameter already lives on."""
+        """Return the spec of data parallelism over named dims of the mesh that the parameter lives on."""
         dims, mesh, names = self.info.dp_mesh_dims, whole.mesh, whole.mesh.mesh_dim_names
         assert dims is not None
         if mesh != self.info.spmd_mesh or names is None:
@@ -452,7 +452,7 @@ class EvenParam(ShardedParam):
             )
 
     def piece_of(self, whole: Tensor, info: DataParallelMeshInfo) -> Tensor:
-        """This rank's piece of the whole parameter, cut over the shard axis of `info`."""
+        """Return this rank's piece of the whole parameter, cut over the shard axis of `info`."""
         if not isinstance(info, FSDPMeshInfo):
             return whole
         rank, ranks, dim = info.shard_mesh_rank, info.shard_mesh_size, self.placement.dim

@@ -1,4 +1,4 @@
-"""What the user decides: dtypes, where state lives, and what may change between steps."""
+"""The user's choices: dtypes, where state lives, and what may change between steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MixedPrecisionPolicy:
         output_dtype: floating-point outputs of forward are cast to it; None leaves them.
         cast_forward_inputs: cast floating-point inputs of forward to `param_dtype`.
         param_dtype_override_fn: called with each parameter that `fully_shard` manages; returns the stored
-            dtype, to gather and compute in that, or None for `param_dtype`. Ranks must answer alike.
+            dtype, to gather and compute in that, or None for `param_dtype`. Equal on all ranks.
     """
 
     param_dtype: MaybeDtype = None
@@ -41,7 +41,7 @@ class MixedPrecisionPolicy:
     )
 
     def for_param(self, param: nn.Parameter, *, name: str) -> MixedPrecisionPolicy:
-        """The policy of one parameter, which has its `param_dtype` and no more function."""
+        """Return the policy of one parameter, which has its `param_dtype` and no more function."""
         if self.param_dtype_override_fn is None:
             return self
         dtype = self.param_dtype_override_fn(param)
@@ -53,13 +53,13 @@ class MixedPrecisionPolicy:
         return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
 
     def sum_dtype(self, *, stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are accumulated and reduced if their parameter has no `grad_dtype`."""
+        """Return the dtype in which gradients are summed if their parameter has no `grad_dtype`."""
         return self.reduce_dtype or (stored if _compat.SUMS_AS_KEPT else computed)
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offloading: sharded parameters, gradients and optimizer state stay on the device."""
+    """The policy of no offloading: sharded parameters, gradients and optimizer state stay on the device."""
 
     on_host: ClassVar[bool] = False  # where sharded parameters are
 
@@ -87,7 +87,7 @@ _ALL_GATHER, _REDUCE_SCATTER = AutoAllGather(), AutoReduceScatter()
 
 @dataclass(slots=True)
 class GroupSettings:
-    """What a user may change between steps; see the `FSDPModule` method of the same name."""
+    """The settings that a user may change between steps; see the `FSDPModule` method of the same name."""
 
     all_gather: AllGather = _ALL_GATHER
     reduce_scatter: ReduceScatter = _REDUCE_SCATTER
@@ -108,7 +108,7 @@ class GroupSettings:
 
 
 def chosen(policy: MixedPrecisionPolicy, offload: OffloadPolicy, settings: GroupSettings) -> list[str]:
-    """What is not as it is by default, in words that ranks compare."""
+    """List the settings that are not at their defaults, in words that ranks compare."""
     words = [] if type(offload) is OffloadPolicy else [type(offload).__name__]
     for one, default in ((policy, MixedPrecisionPolicy()), (settings, GroupSettings())):
         for option in fields(one):

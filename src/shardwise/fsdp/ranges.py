@@ -40,7 +40,7 @@ def end(states: Sequence[ModuleState]) -> None:
 
 
 def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str]]:
-    """Groups and reducers, with their methods that are one range each."""
+    """Yield groups and reducers, with their methods that are one range each."""
     for owner in (*state.groups, *state.reducers):
         for method in _RANGED:
             if hasattr(owner, method):
@@ -69,7 +69,7 @@ def _ranged(title: str) -> Wrapper:
 
 
 def _forward(title: str, opened: list[record_function]) -> Wrapper:
-    """From the end of `pre_forward` to the beginning of what comes after the forward."""
+    """Wrap calls from the end of `pre_forward` to the beginning of what comes after the forward."""
 
     def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begins = method.__name__ == "pre_forward"

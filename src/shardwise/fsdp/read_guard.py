@@ -27,7 +27,7 @@ from shardwise.errors import LifecycleError, here
 
 
 class Gathers(Protocol):
-    """What is asked of a group: its module in words, and whether its memory may be read."""
+    """A group as the guard sees it: its module in words, and whether its memory may be read."""
 
     @property
     def title(self) -> str: ...
@@ -58,7 +58,7 @@ class ReadGuard:
 
 
 def explain(error: Exception) -> Exception | None:
-    """What to raise in place of an error of autograd; None if it has another reason."""
+    """Return the error to raise in place of one of autograd; None if that has another reason."""
     found = _VERSION.search(str(error))
     group = _groups.get(int(found.group(1))) if found is not None else None
     if group is None or group.is_unsharded:  # then a parameter was changed in place

@@ -1,4 +1,4 @@
-"""How a parameter group's unsharded gradients become sharded gradients.
+"""Reduction of a parameter group's unsharded gradients to sharded gradients.
 
 collect   what autograd left on the unsharded parameters; without synchronisation it stays there,
           an accumulated gradient, for a later backward
@@ -58,7 +58,7 @@ class GradReducer(ABC):
     keeps_apart: bool = False  # are there accumulated gradients beside the leaves'?
 
     def forget_plans(self) -> None:
-        """The group's settings or streams changed."""
+        """Drop plans and events, since the group's settings or streams changed."""
         self._plans.clear()
         self._events.clear()
         if self._synced is not self.group.settings.reduce_grads:
@@ -69,7 +69,7 @@ class GradReducer(ABC):
                     param.settle_leaf(param.unsharded)
 
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
-        """Before a reduction of gradients of `params`, which are of one segment or of equal dtypes (`of`)."""
+        """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
         complete = len(params) == len(self.group.params)
         key = (of, None if complete else tuple([param.name for param in params]))
         found = self._events.get(key)
@@ -86,7 +86,7 @@ class GradReducer(ABC):
         self.group.announce(found)
 
     def store_unreduced(self) -> None:
-        """Without synchronisation: keep gradients unsharded, in the dtype in which they are summed."""
+        """Keep gradients unsharded, in the dtype of their sums: no synchronisation this time."""
         for param in self.group.params:
             leaf, wanted = param.unsharded, param.sum_dtype
             if leaf is None or leaf.grad is None or wanted == leaf.dtype:
@@ -100,7 +100,7 @@ class GradReducer(ABC):
             param.settle_leaf(leaf)
 
     def _store_apart(self, param: ShardedParam, leaf: nn.Parameter) -> None:
-        """Autograd may add to a leaf several times in one backward: their sum comes first."""
+        """Add up a leaf's gradients first, as autograd may add to it several times in one backward."""
         assert leaf.grad is not None
         if param.accumulated is None:
             param.accumulated = leaf.grad.to(param.sum_dtype or leaf.grad.dtype)
@@ -110,7 +110,7 @@ class GradReducer(ABC):
         self.keeps_apart = True
 
     def collect_from(self, param: ShardedParam) -> Tensor | None:
-        """The gradient of one parameter, which is left without."""
+        """Return the gradient of one parameter, which is left without."""
         unsharded = param.unsharded
         if unsharded is None:
             return None
@@ -127,17 +127,17 @@ class GradReducer(ABC):
         return None
 
     def plan_for(self, stored: torch.dtype, computed: torch.dtype) -> Reduction:
-        """How gradients of these dtypes are reduced, without streams."""
+        """Plan how gradients of these dtypes are reduced, without streams."""
         kind = (self.group.policy.sum_dtype(stored=stored, computed=computed), stored)
         return self._plans.get(kind) or self._plan(kind, None)
 
     @abstractmethod
     def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
-        """What hands a reduced shard of a segment, as `reduce` would leave it, to those of its parameters."""
+        """Return a function that hands a segment's reduced shard, as `reduce` leaves it, to `params`."""
 
     @abstractmethod
     def collect(self) -> Any:
-        """The gradients of this backward and of those before it that were not synchronised.
+        """Return the gradients of this backward and of those before it that were not synchronised.
 
         For `reduce`; false if there are none.
         """
@@ -190,7 +190,7 @@ class GradReducer(ABC):
         return plan
 
     def _to_home(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
-        """The reduced shard where the sharded parameters live."""
+        """Return the reduced shard where the sharded parameters live."""
         offload = self.group.offload
         if not isinstance(offload, CPUOffloadPolicy) or shard.device.type == "cpu":
             return shard
@@ -202,7 +202,7 @@ class GradReducer(ABC):
         return shard
 
     def wait_for_offload(self) -> None:
-        """At the end of the last backward: wait for gradients on their way to CPU."""
+        """Wait for gradients on their way to CPU, at the end of the last backward."""
         for event in self.offload_events:
             event.synchronize()
         self.offload_events.clear()
@@ -229,7 +229,7 @@ def check_grad_dtypes(group: ParamGroup) -> None:
 
 
 def kind_of(params: Sequence[ShardedParam]) -> Kind:
-    """How the gradients of parameters are reduced in one reduction: in the dtype that holds all of theirs."""
+    """Return the dtypes of one reduction of these parameters' gradients: of sums, and stored."""
     sums = {param.sum_dtype or param.gather_dtype for param in params}
     kept = {param.kept_dtype for param in params}
     return functools.reduce(torch.promote_types, sums), kept.pop() if len(kept) == 1 else None
@@ -273,7 +273,7 @@ class InterleavedReducer(GradReducer):
         return [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
 
     def reduce(self, collected: Collected, *, streams: CommStreams | None) -> list[ReduceResult]:
-        """One reduction for each stored dtype and dtype of summing, in order of first appearance."""
+        """Reduce gradients: one reduction for each stored dtype and dtype of sums, as they first appear."""
         batches: dict[Kind, Collected] = {}
         if self._one_kind is not None:
             batches[self._one_kind] = collected
@@ -284,7 +284,7 @@ class InterleavedReducer(GradReducer):
         results = []
         for kind, batch in batches.items():
             plan = self._plans[kind] if kind in self._plans else self._plan(kind, streams)
-            if kind[1] is None:  # those that are kept alike side by side, as in FSDP2
+            if kind[1] is None:  # those of one stored dtype side by side, as in FSDP2
                 kept = list(dict.fromkeys(param.kept_dtype for param, _ in batch))
                 batch.sort(key=lambda pair: kept.index(pair[0].kept_dtype))
             results.append(self._reduce_batch(batch, plan))

@@ -83,12 +83,12 @@ class RowsParam(ShardedParam):
         rows = place.box
         self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
         box_of = partial(layout.box, place.index)
-        cuts, mesh = even_cuts_of(self.tp_spec), self._shown_mesh()
+        cuts, mesh = even_cuts_of(self.tp_spec), self._mesh_of_dtensor()
         shown = self.info.mesh_groups if mesh is self.info.mesh else ()
         self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, shown)
 
-    def _shown_mesh(self) -> DeviceMesh:
-        """The mesh of the DTensor that the sharded form is to others."""
+    def _mesh_of_dtensor(self) -> DeviceMesh:
+        """Return the mesh of the DTensor that the sharded form is to others."""
         if self.tp_spec is None:
             return self.info.mesh
         mesh, dims = self.tp_spec.mesh, self.info.dp_mesh_dims
@@ -107,7 +107,7 @@ class RowsParam(ShardedParam):
         return full.narrow(0, self.place.start, self.numel).view(self.shape)
 
     def rows_in(self, shard: Tensor) -> Tensor:
-        """This rank's rows in a reduced shard, which may be a part of a larger buffer."""
+        """Return this rank's rows in a reduced shard, which may be a part of a larger buffer."""
         place = self.place
         begin = shard.storage_offset() + place.shard_offset
         return shard.as_strided(place.box.sizes, place.rows_stride, begin)
@@ -153,7 +153,7 @@ class RowsParam(ShardedParam):
 
     @torch.no_grad()
     def _our_rows(self, other: DTensor) -> ShardedParameter:
-        """The same object, as this rank's rows of what it was. Collective where it was cut otherwise."""
+        """Turn `other`, in place, into this rank's rows. Collective where it was cut otherwise."""
         if isinstance(other, ShardedParameter) and other.piece == self.piece:
             return other
         rows = ShardedRows.from_dtensor(cast(DTensor, other.detach()), self.piece)

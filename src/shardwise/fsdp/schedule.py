@@ -1,4 +1,4 @@
-"""What the sharded modules under one root share during an iteration.
+"""The schedule that sharded modules under one root share during an iteration.
 
 The first module to run forward is the root. Its schedule knows in which order modules ran, so that
 backward can gather one module ahead; which module's release is put off, because it may be the last
@@ -30,10 +30,10 @@ class Schedule:
     device: torch.device
     streams: CommStreams | None
     root: weakref.ref[State]
-    forward_root: weakref.ref[State] | None = None  # who entered forward first in this pass; None outside
+    forward_root: weakref.ref[State] | None = None  # first to enter forward in this pass; None outside
     order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once a call
     order_before: int = 0  # how many they were when this pass began
-    pending_release: weakref.ref[State] | None = None  # who ended forward last and was not released yet
+    pending_release: weakref.ref[State] | None = None  # last to end forward, not released yet
     # What that returned, if that is one tensor, and whose backward its hook ends before it begins another.
     latest_output: tuple[weakref.ref[torch.Tensor], list[State]] | None = None
     callback_queued: bool = False  # the end of this backward is awaited
@@ -107,7 +107,7 @@ class Schedule:
         self.copying_gather = None
 
     def free_gathered(self) -> None:
-        """Give back all gathered memory that is shown no more: no gather follows that would."""
+        """Free all gathered memory that no parameter shows: no later gather would."""
         if self.streams is not None:
             self.streams.reclaim(keep=0)
 

@@ -1,4 +1,4 @@
-"""What users may set on a sharded module between steps; every rank must set the same."""
+"""The settings that users may change on a sharded module between steps; every rank must set the same."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class ModuleSettings(nn.Module):
     # When gradients are synchronised
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last before the optimizer step.
+        """Set whether the next backward is the last before the optimizer step.
 
         Only the last one waits for reductions. Set it on the root.
         """
         self._shardwise_state.set_schedule(is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether `finalize_backward()` ends backward, in place of autograd and `set_is_last_backward`.
+        """Set whether `finalize_backward()` ends backward, in place of autograd and `set_is_last_backward`.
 
         Set it on the root, before backward begins.
 
@@ -99,17 +99,17 @@ class ModuleSettings(nn.Module):
         return finalization.finalize(self._shardwise_state, async_op=async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. False accumulates them unsharded, without communication."""
+        """Set whether backward reduces gradients. False accumulates them unsharded, without communication."""
         self._set(recurse, reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over the replicate axis (HSDP). False accumulates shards."""
+        """Set whether backward all-reduces over the replicate axis (HSDP). False accumulates shards."""
         self._set(recurse, all_reduce_grads=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters without a gradient join the reduction, as zeros.
+        """Set whether parameters without a gradient join the reduction, as zeros.
 
         Needed where ranks use different parameters, whose reductions would not match.
         """
@@ -118,7 +118,7 @@ class ModuleSettings(nn.Module):
     # When parameters are freed and gathered
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the parameters, from now on."""
+        """Set whether forward frees the parameters, from now on."""
         if not isinstance(reshard_after_forward, bool):
             raise ShardingError(
                 f"{here()}: set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; sizes are"
@@ -132,30 +132,30 @@ class ModuleSettings(nn.Module):
             trace_plan.refresh(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the parameters. False saves gathers between accumulation steps."""
+        """Set whether backward frees the parameters. False saves gathers between accumulation steps."""
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether resharding leaves the memory of whole parameters allocated, for the next gather to refill.
+        """Set whether resharding leaves the memory of whole parameters allocated, for the next gather.
 
         Their addresses then stay the same from step to step, as CUDA graphs need. Costs that memory.
         """
         self._set(recurse, keep_unsharded_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this module's parameters; False if it does not need them."""
+        """Set whether backward gathers this module's parameters; False if it does not need them."""
         self._set(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
-        """Modules whose gathers this module's forward starts, after its own gather."""
+        """Set the modules whose gathers this module's forward starts, after its own gather."""
         self._shardwise_state.prefetch_in_forward = [state.myself for state in states_of(modules)]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[ModuleSettings]) -> None:
-        """Modules whose gathers this module's backward starts, instead of the one before it in forward."""
+        """Set the modules whose gathers this module's backward starts, not the one before it in forward."""
         self._shardwise_state.prefetch_in_backward = [state.myself for state in states_of(modules)]
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """An event that the next forward's gathers wait for, instead of all work on the current stream.
+        """Set an event that the next forward's gathers wait for, not all work on the current stream.
 
         It is used once: set a new one after each optimizer step, on the root.
         """
@@ -191,15 +191,15 @@ class ModuleSettings(nn.Module):
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, of which this is the older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether to reduce by SUM only, dividing apart from the collective."""
+        """Set whether to reduce by SUM only, dividing apart from the collective."""
         self._set(False, force_sum=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatter inputs may be in flight on an accelerator (1 by default)."""
+        """Set how many reduce-scatter inputs may be in flight on an accelerator (1 by default)."""
         if max_input_buffers < 1:
             raise ShardingError(f"{here()}: max_input_buffers must be at least 1, got {max_input_buffers}")
         self._set(recurse, max_input_buffers=max_input_buffers)
@@ -208,7 +208,7 @@ class ModuleSettings(nn.Module):
                 state.schedule.max_reduce_inputs = max(state.schedule.max_reduce_inputs, max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reductions use a process group of their own, to overlap with gathers.
+        """Set whether reductions use a process group of their own, to overlap with gathers.
 
         Collective over each shard group: creates one group per set of shard ranks.
         """
@@ -220,7 +220,7 @@ class ModuleSettings(nn.Module):
                     reducer.forget_plans()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether communication buffers come from the process group's allocator, where it has one."""
+        """Set whether communication buffers come from the process group's allocator, where it has one."""
         for group in self._groups():
             self._refuse_custom(group, "set_allocate_memory_from_process_group_for_comm")
             if not isinstance(group.info, FSDPMeshInfo):
@@ -249,7 +249,7 @@ class ModuleSettings(nn.Module):
                 group.settings.all_gather = SymmetricAllGather(group.shard_group, backend, group.device)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether gathers in forward and backward allocate on the current stream (explicit prefetching)."""
+        """Set whether gathers allocate on the current stream (explicit prefetching)."""
         self._set(True, unshard_async_op=async_op)
 
 

@@ -1,4 +1,4 @@
-"""What `FSDPModule.shard_report` says of every group: what it holds and how it communicates."""
+"""`FSDPModule.shard_report`: what every group holds and how it communicates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShardReport:
 
     @property
     def shard_bytes(self) -> int:
-        """What this rank keeps of all parameters."""
+        """Bytes that this rank keeps of all parameters."""
         return sum(group.shard_bytes for group in self.groups)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class ShardReport:
 
 
 def report(states: Iterable[ModuleState]) -> ShardReport:
-    """The groups of these modules. Local."""
+    """Return the groups of these modules. Local."""
     return ShardReport(tuple(_group(state, group) for state in states for group in state.groups))
 
 

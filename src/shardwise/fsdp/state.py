@@ -1,4 +1,4 @@
-"""What happens when: one sharded module (or list of modules) going through its iterations.
+"""The order of events: one sharded module (or list of modules) going through its iterations.
 
 Which event does what in which state is `lifecycle.TABLE`. How parameters change form is the group's
 business, how gradients are reduced the reducer's.
@@ -53,7 +53,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before `module`'s forward: returns its arguments, cast and marked."""
+        """Prepare `module`'s forward; return its arguments, cast and marked."""
         schedule = self.schedule or self.become_root()
         action, after = _PRE_FORWARD[self.training_state]
         if action is not _GATHER:
@@ -126,7 +126,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """After `module`'s forward: returns its output, marked and cast."""
+        """Finish `module`'s forward; return its output, marked and cast."""
         schedule = self.schedule
         assert schedule is not None
         self.running -= 1
@@ -149,7 +149,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def abandon_forward(self) -> None:
-        """A forward raised; so that it may be tried again, leave no trace of it.
+        """Leave no trace of a forward that raised, so that it may be tried again.
 
         Recomputation inside backward raises on purpose, when it has what it needs; backward goes on.
         """
@@ -158,7 +158,7 @@ class FSDPState(ModuleState):
             interrupted.forget_forward(self)
 
     def report_failure(self, error: Exception) -> None:
-        """A forward, or what it gathers, raised: ranks that wait for this one in the same pass need not."""
+        """Report that a forward or its gather raised: ranks need not wait for this one in the same pass."""
         schedule = self.schedule
         inside = schedule is not None and schedule.forward_root not in (None, self.myself)
         if inside or _compat.in_backward():
@@ -191,7 +191,7 @@ class FSDPState(ModuleState):
         return output
 
     def _end_pass(self, schedule: Schedule, output: Any) -> Any:
-        """The pass's first module has ended: complete unfinished lists; keep what backward needs first.
+        """End a pass when its first module has: complete unfinished lists; keep what backward needs first.
 
         Whoever lets the root reshard wants the memory between forward and backward, and without
         gradients there is no backward; then nothing is kept.
@@ -231,7 +231,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def enter_by_base(self, grad: Tensor) -> Tensor:
-        """As `pre_backward`, called with the gradient of what an output is a view of."""
+        """Run `pre_backward` with the gradient of the tensor that an output is a view of."""
         return self.pre_backward((), grad) if self.training_state in _BEFORE_BACKWARD else grad
 
     @_compat.runs_eagerly
@@ -280,7 +280,7 @@ class FSDPState(ModuleState):
         _compat.queue_backward_callback(end)
 
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
-        """The state whose forward ended before this one's latest: the one backward reaches next."""
+        """Return the state whose forward ended before this one's latest: the one backward reaches next."""
         order = schedule.order
         if order and order[-1] is self.myself:
             del order[-1]
@@ -335,13 +335,13 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def end_of_backward(self) -> None:
-        """Root only, when autograd has finished: reduce what it skipped, and rest."""
+        """Reduce what autograd skipped, when it has finished, and rest. Root only."""
         schedule = self.schedule
         assert schedule is not None
         schedule.callback_queued = False
         schedule.forward_root = None
         schedule.pending_release = None
-        unseen = [ref() for ref in schedule.order]  # who ran forward once more than it entered backward
+        unseen = [ref() for ref in schedule.order]  # with a forward more than backwards entered
         for state in (self, *self.below):
             if state.still_to_run:
                 state.still_to_run.clear()
@@ -361,7 +361,7 @@ class FSDPState(ModuleState):
             order.advance(_END_OF_PASS)
 
     def leave_to_finalization(self) -> None:
-        """Autograd passed this module by, and the user will say when backward has ended."""
+        """Leave this module, which autograd passed by, until the user says that backward has ended."""
         for group, reducer in self.in_reverse:
             reducer.unsynced = True
             if not group.settings.reduce_grads:
@@ -370,7 +370,7 @@ class FSDPState(ModuleState):
                     group.reshard()
 
     def end_iteration(self, schedule: Schedule) -> None:
-        """Root only: wait for what the last backward began."""
+        """Wait for what the last backward began. Root only."""
         schedule.unfinished = False
         schedule.order.clear()
         schedule.wait_for_reductions()

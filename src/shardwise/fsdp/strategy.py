@@ -1,4 +1,4 @@
-"""What data parallelism cuts over a mesh axis: one table, from which the collectives follow.
+"""The table of what data parallelism cuts over a mesh axis, from which the collectives follow.
 
     row      parameters   gradients   optimizer state    communication on that axis, a step
     ddp      replicate    replicate   replicate          all-reduce gradients
@@ -29,7 +29,7 @@ StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fs
 
 
 class StatePlacement(Enum):
-    """What each rank of an axis holds of a state."""
+    """The part of a state that each rank of an axis holds."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -79,7 +79,7 @@ def _usual(replicates: bool, shards: bool) -> Strategy:
 
 
 def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strategy:
-    """The strategy of that name on the axes of `info`; None is FSDP on a shard axis, DDP on a replicate one.
+    """Return the named strategy on the axes of `info`; None: FSDP on a shard axis, DDP on a replicate one.
 
     Raises:
         ShardingError: an unknown name, or one for a mesh of other dims.

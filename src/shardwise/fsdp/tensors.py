@@ -21,7 +21,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed."""
+    """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, (list, tuple)):
@@ -60,12 +60,12 @@ def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors cast to `dtype`."""
+    """Return `value` with its floating-point tensors cast to `dtype`."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)
 
 
 def grad_tensors(value: Any) -> list[Tensor]:
-    """The tensors in `value` that require grad, as autograd knows them, in order of appearance."""
+    """Return the tensors in `value` that require grad, as autograd knows them, in order of appearance."""
     found: list[Tensor] = []
 
     def see(tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def grad_tensors(value: Any) -> list[Tensor]:
 
 
 def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """`value` with the next of `tensors` in place of each of its `grad_tensors`."""
+    """Return `value` with the next of `tensors` in place of each of its `grad_tensors`."""
 
     def replace(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -95,12 +95,12 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _shards(sharded: ShardedTensor) -> list[Tensor]:
-    """What of it requires grad on this rank: shards, or what takes their place where there are none."""
+    """List the shards that require grad on this rank, or the anchor where there are none."""
     return [tensor for tensor in sharded.tensors or [sharded.anchor] if tensor.requires_grad]
 
 
 def reachable_grad_tensors(value: Any) -> list[Tensor]:
-    """As `grad_tensors`, with those in attributes of objects of any class but modules; each once."""
+    """List tensors as `grad_tensors` does, with those in attributes of any objects but modules; each once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     left = [value]

@@ -1,4 +1,4 @@
-"""What a tracer may read of a sharded module, made when the first graph is traced.
+"""The part of a sharded module that a tracer may read, made when the first graph is traced.
 
 A tracer reads attributes one by one and guards each: a graph is used again where it finds the same values.
 So everything that differs from block to block, process groups and layouts with their names, stays here, and
@@ -62,7 +62,7 @@ def prepare(state: ModuleState) -> None:
                 if segment.assign is None:
                     _frozen[segment] = tuple(params)
     for one in live_states():
-        with suppress(ValueError):  # the process group of a model that nobody runs any more was destroyed
+        with suppress(ValueError):  # the process group of a model no longer in use was destroyed
             _prepare(one)
 
 
@@ -81,7 +81,7 @@ def _prepare(state: ModuleState) -> None:
 
 
 def _trains_otherwise(group: ParamGroup) -> bool:
-    """Than when its segments were made, which is before `torch.compiler.reset()`."""
+    """Return whether other parameters train than when the segments were made."""
     return isinstance(group.traced, list) and any(
         [param.sharded.requires_grad for param in params] != segment.cut.trains
         for segment, params in zip(group.traced, group.members, strict=True)
@@ -89,7 +89,7 @@ def _trains_otherwise(group: ParamGroup) -> bool:
 
 
 def refresh(state: ModuleState) -> None:
-    """Settings changed: let graphs see it, whose guards hold where constants are what they were."""
+    """Let graphs see changed settings; their guards hold where constants are what they were."""
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         refusal = None if group.traced is None else _refusal(group, reducer)
         if group.traced is None or isinstance(group.traced, str) or refusal is not None:
@@ -101,7 +101,7 @@ def refresh(state: ModuleState) -> None:
 
 
 def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
-    """Why a compiler cannot trace the group; its module then leaves the graph to gather and to reduce."""
+    """Return why a compiler cannot trace the group; its module then leaves the graph to communicate."""
     settings = group.settings
     if type(settings.all_gather) not in (AutoAllGather, DefaultAllGather):
         return f"the custom all-gather {type(settings.all_gather).__name__}"
@@ -149,7 +149,7 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
 
 
 def _reshards(state: ModuleState, group: ParamGroup) -> bool:
-    """Does forward free the parameters? Known before the root is, by which modules lie in others."""
+    """Return whether forward frees the parameters; the nesting of modules tells, before the root is known."""
     return group.post_forward_mesh is not None and (state.inside or not state.reshard_is_automatic)
 
 
@@ -159,7 +159,7 @@ def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) ->
 
 @_compat.runs_eagerly
 def _assign_reduced(segment: weakref.ref[Segment], state: weakref.ref[ModuleState], leaf: Tensor) -> None:
-    """A backward reduced: what it left on the leaf is for the parameters."""
+    """Hand parameters the reduced gradient that a backward left on the leaf."""
     _note_backward(state())
     alive, grad = segment(), leaf.grad
     leaf.grad = None
@@ -206,7 +206,7 @@ def _keep(
     group: weakref.ref[ParamGroup],
     leaf: Tensor,
 ) -> None:
-    """A backward without synchronisation, or the first with it again: keep, or reduce, the sum of them."""
+    """Keep the sum of unsynchronised backwards; reduce it with the first that synchronises again."""
     _note_backward(state())
     alive, owner, grad = segment(), group(), leaf.grad
     leaf.grad = None

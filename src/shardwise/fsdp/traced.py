@@ -10,7 +10,7 @@ freed after forward, the gather *and the views* are checkpointed: they come agai
 
 A graph's inputs are the shard buffers and, for each segment, a leaf without memory whose gradient is the
 reduced shard; a hook on the leaf hands it to the sharded parameters (`trace_plan.py`, which makes what is
-read here). Sharded parameters are no inputs of a graph, and the graphs of all ranks are alike.
+read here). Sharded parameters are no inputs of a graph, and all ranks have equal graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter stands, and t
 
 @dataclass(frozen=True)
 class Cut:
-    """How parameters lie in a gathered buffer, one after another or in pieces row by row.
+    """The position of parameters in a gathered buffer, one after another or in pieces row by row.
 
     A compiler that meets other numbers at the same place later, in another block, makes symbols of them, and
     fails over some. Text it takes as it is, and compares at once where it would look at each item of a list
@@ -48,7 +48,7 @@ class Cut:
 
     @property
     def trains(self) -> list[bool]:
-        """By parameter, does it?"""
+        """Whether each parameter trains."""
         return [flag == "1" for flag in self.flags]
 
     @classmethod
@@ -64,12 +64,13 @@ class Cut:
         trains: tuple[bool, ...],
         reduced: Sequence[int],
     ) -> Cut:
-        """
+        """Describe a cut by its parts.
+
         Args:
             ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
             sizes: of the parts of a row, in elements: a part of a parameter or padding.
             parts: by parameter, which part.
-            pieces: by parameter, the shape of its part, padded alike on all ranks.
+            pieces: by parameter, the shape of its part, padded equally on all ranks.
             shapes: by parameter, its whole shape.
             dims: by parameter, along which pieces follow each other.
             trains: by parameter, does it?
@@ -88,7 +89,7 @@ class Cut:
         return ranks * sum(-item if item < 0 else math.prod(params[item][2]) for item in reduced)
 
     def views(self, full: Tensor) -> list[Tensor]:
-        """The parameters in a gathered buffer: views of it if it has one row, else copies."""
+        """Return the parameters in a gathered buffer: views of it if it has one row, else copies."""
         ranks, sizes, params, _ = _read(self.numbers)
         if ranks == 1:
             split = torch.split(full, sizes)
@@ -104,13 +105,13 @@ class Cut:
         return found
 
     def staged(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The staging buffer of a reduction, in its dtype: the gradients laid out as in a gathered buffer."""
+        """Return a reduction's staging buffer, in its dtype: gradients laid out as in a gathered buffer."""
         reduced = [grads[item] for item in _read(self.numbers)[3] if item >= 0]
         return cast_type(Tensor, torch.ops.shardwise.staged(reduced, self.numbers, dtype))
 
 
 def _read(numbers: str) -> tuple[int, list[int], list[_Param], list[int]]:
-    """Ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
+    """Return ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
     tables = [[int(number) for number in table.split()] for table in numbers.split("/")]
     (ranks,), sizes, parts, dims, reduced = tables[:5]
     middle = 5 + len(parts)
@@ -206,7 +207,7 @@ class Collectives:
 
 @dataclass(eq=False)
 class Segment:
-    """What a graph needs of a segment."""
+    """The tensors and settings that a graph needs of a segment."""
 
     cut: Cut
     how: Collectives

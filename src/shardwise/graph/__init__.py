@@ -1,4 +1,4 @@
-"""What compilers make of sharded models: graphs whose collectives can be seen, moved and checked."""
+"""Compiled sharded models: graphs whose collectives can be seen, moved and checked."""
 
 from __future__ import annotations
 

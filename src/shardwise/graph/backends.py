@@ -22,11 +22,11 @@ def with_passes(
     options: dict[str, Any] | None,
     first: Callable[[Graph], None] | None = None,
 ) -> dict[str, Any]:
-    """What `torch.compile` is told of `backend`, for `passes` to run over its graphs.
+    """Return the arguments of `torch.compile` with which `passes` run over the graphs of `backend`.
 
     Args:
-        backend: names other than inductor's and "aot_eager"'s, and functions without `first`, stand as they
-            are: they get no graphs of operators.
+        backend: names other than inductor's and "aot_eager"'s, and functions without `first`, are passed on
+            as they are: they get no graphs of operators.
         options: inductor's, beside those that are set here.
         first: edits graphs with backward in them before the passes do.
 
@@ -58,7 +58,7 @@ def with_passes(
 
 
 def inductor_options(edit: Callable[[Graph], Any], uuid: str | None) -> dict[str, Any]:
-    """Inductor's options for it to run `edit` last, and to leave collectives where that puts them.
+    """Return inductor's options for it to run `edit` last, and to leave collectives where that puts them.
 
     Args:
         uuid: tells caches of compiled graphs what `edit` does; None: graphs are compiled anew.

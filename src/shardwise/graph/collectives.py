@@ -74,7 +74,7 @@ class Collective:
 
 
 def collectives(graph: Graph) -> list[Collective]:
-    """All collectives of `graph`, in the order in which it issues them.
+    """List all collectives of `graph`, in the order in which it issues them.
 
     Works on forward and backward graphs of AOTAutograd, and on what inductor makes of these before it
     generates code. Nodes need the fake tensors that tracing leaves in `meta`.
@@ -87,7 +87,7 @@ def collectives(graph: Graph) -> list[Collective]:
 
 
 def kind_of(node: Node) -> str | None:
-    """The kind of collective that `node` issues, or None if it issues none."""
+    """Return the kind of collective that `node` issues, or None if it issues none."""
     namespace, _, name = operator_name(node).partition("::")
     form = form_of(namespace, name) if namespace == FUNCTIONAL else None
     return form.kind if form is not None and form.kind in _KINDS else None
@@ -98,12 +98,12 @@ def is_wait(node: Node) -> bool:
 
 
 def is_coalesced(node: Node) -> bool:
-    """Does the collective that `node` issues take a list of tensors?"""
+    """Return whether the collective that `node` issues takes a list of tensors."""
     return not isinstance(node.args[0], Node)
 
 
 def operator_name(node: Node) -> str:
-    """`"namespace::name"` of the operator that a node calls, without its overload; "" if it calls none."""
+    """Return `"namespace::name"` of the operator that a node calls, without overload, or ""."""
     target: Any = node.target
     if node.op != "call_function":
         return ""
@@ -114,12 +114,12 @@ def operator_name(node: Node) -> str:
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of the tensor or tensors that a node puts out; sizes that vary count as they were traced."""
+    """Return the bytes of a node's tensor or tensors; sizes that vary count as they were traced."""
     return sum(_numel(value) * value.element_size() for value in values(node))
 
 
 def values(node: Node) -> list[Tensor]:
-    """The fake tensors that a node puts out, as tracing left them.
+    """Return the fake tensors that a node puts out, as tracing left them.
 
     Raises ShardingError where it left none.
     """
@@ -154,7 +154,7 @@ def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """What a node gives its operator, by the names in the operator's schema."""
+    """Return the arguments that a node gives its operator, by the names in the operator's schema."""
     target: Any = node.target
     schema: Any = _compat.schema(target if _compat.is_operator(target) else target.default)
     names = [argument.name for argument in schema.arguments]

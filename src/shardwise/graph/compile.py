@@ -1,4 +1,4 @@
-"""`shardwise.compile`: `torch.compile` of a sharded model whose graphs communicate early, alike on all ranks.
+"""`shardwise.compile`: `torch.compile` of a sharded model whose graphs communicate early, in one order.
 
 Around a backend it does two things. Before a graph is compiled, ranks compare the collectives in it: ranks
 that traced different graphs raise instead of waiting for each other. And the graphs of operators that
@@ -149,7 +149,7 @@ def _fail(error: Exception, *args: Any) -> Any:
 
 
 def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str], torch.device]:
-    """The groups that ranks compare over, the names of all that carry parameters, the groups' device."""
+    """Return the groups over which ranks compare, the names of all with parameters, and their device."""
     groups: dict[ProcessGroup, None] = {}
     names: list[str] = []
     states = [state for module in sharded if (state := state_of(module)) is not None]

@@ -35,7 +35,7 @@ def inspect_graph(
 ) -> GraphReport | ModelReport:
     """Count what a graph holds: collectives, what overlaps them, copies, unsharded parameters.
 
-    Given a graph, it is measured as it is, and nothing is run; `graph_report` can be told more about it.
+    Given a graph, it is measured as it is, and nothing is run; `graph_report` takes more about it.
 
     Given a model, sharded or not, and example inputs, the model is compiled by `torch.compile` with a backend
     that runs graphs operator by operator, and called once. If grad is enabled and an output requires it, the
@@ -86,7 +86,7 @@ def _calling(model: nn.Module) -> Any:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """The same values, whose gradients go nowhere."""
+    """Detach `tensor`: the same values, whose gradients go nowhere."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -117,7 +117,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
 
 
 def _segments(model: nn.Module) -> list[Any]:
-    """The segments that compiled sharded modules have; none before the first compilation."""
+    """Return the segments that compiled sharded modules have; none before the first compilation."""
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     groups = [group for state in states for group in state.groups]
     return [segment for group in groups if isinstance(group.traced, list) for segment in group.traced]

@@ -1,4 +1,4 @@
-"""What a graph of operators holds: collectives, copies, compute, and how many bytes of unsharded parameters.
+"""Measures of a graph of operators: collectives, copies, compute, and bytes of unsharded parameters.
 
 Memory is followed through views: what a gather brings lives from the node that issues it to the last node
 that reads it. A copy of nothing but unsharded parameters (the interleaved layout makes one of each) is
@@ -95,7 +95,7 @@ class _Reading:
         )
 
     def _take_over(self, forward: GraphReport | None) -> None:
-        """Inputs that forward saved unsharded: AOTAutograd passes its last tensors in their order."""
+        """Find inputs that forward saved unsharded: AOTAutograd passes its last tensors in their order."""
         if forward is None:
             return
         inputs = [node for node in self.inputs if _is_tensor(node) and not node.name.startswith("tangents")]
@@ -139,12 +139,12 @@ class _Reading:
             known.gathers = tuple(dict.fromkeys((*known.gathers, *gathers)))
 
     def _note_filled(self, roots: Iterable[Node]) -> None:
-        """Inputs that a gather, or an operator that reads unsharded parameters, writes to; not shards."""
+        """Note inputs, not shards, that a gather or a reader of unsharded parameters writes to."""
         shards = {self.root[node] for one in self.found for node in one.inputs if node in self.root}
         self.filled += [root.name for root in roots if root.op == "placeholder" and root not in shards]
 
     def _sort(self, node: Node, shared: Node | None) -> str:
-        """The name in `Counts` of a node; "" for inputs, constants and the output."""
+        """Return the name in `Counts` of a node; "" for inputs, constants and the output."""
         if node.op in ("placeholder", "get_attr", "output"):
             return ""
         if node.op != "call_function":
@@ -220,7 +220,7 @@ _WORK = ("computes", "copies", "parameter_copies")
 
 
 def _given(node: Node) -> list[Node]:
-    """A node's inputs; of the output node with repetitions, in order."""
+    """Return a node's inputs; of the output node with repetitions, in order."""
     if node.op != "output":
         return node.all_input_nodes
     returned: Any = node.args[0]
@@ -233,7 +233,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _runs(places: Iterable[int]) -> Sequence[tuple[int, int]]:
-    """The first and last of each run of places that follow each other."""
+    """Return the first and last of each run of places that follow each other."""
     runs: list[tuple[int, int]] = []
     for place in sorted(places):
         if runs and runs[-1][1] == place - 1:

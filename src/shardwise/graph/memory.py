@@ -1,4 +1,4 @@
-"""In which tensor's memory a node's output lies, and to which it writes, as operators' schemas say."""
+"""Memory of nodes: the tensor in which an output lies, and those written, by operators' schemas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.graph.collectives import is_wait, operator_name
 
 
 def aliased(node: Node) -> Node | None:
-    """The input in whose memory a node's output lies, as its operator's schema says."""
+    """Return the input in whose memory a node's output lies, as its operator's schema says."""
     if node.op != "call_function":
         return None
     # The first makes a tuple's part, the others share memory though their schemas do not say so.
@@ -30,12 +30,12 @@ def aliased(node: Node) -> Node | None:
 
 
 def is_view(node: Node) -> bool:
-    """Does a node compute nothing, as its output lies in an input's memory, as it was?"""
+    """Return whether a node computes nothing: its output is an input's memory, unchanged."""
     return aliased(node) is not None and not written(node)
 
 
 def written(node: Node) -> list[Node]:
-    """The inputs that a node's operator writes to."""
+    """Return the inputs that a node's operator writes to."""
     return [
         one
         for argument, nodes in _arguments(node)
@@ -45,7 +45,7 @@ def written(node: Node) -> list[Node]:
 
 
 def read_by(node: Node) -> list[Node]:
-    """The inputs of an operator that it does not write to."""
+    """Return the inputs of an operator that it does not write to."""
     targets = written(node)
     return [one for one in node.all_input_nodes if one not in targets and not _is_size(one)]
 
@@ -55,7 +55,7 @@ def _is_size(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> list[tuple[Any, list[Node]]]:
-    """The arguments in the schema of a node's operator, and the nodes given for each."""
+    """Return the arguments in the schema of a node's operator, and the nodes given for each."""
     schema = _compat.schema(node.target)
     if schema is None:
         return []

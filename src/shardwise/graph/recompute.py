@@ -51,7 +51,7 @@ def recompute(graph: Graph) -> list[Node]:
 
 
 def _missing(needed: list[Node], again: set[Node], copies: dict[Node, Node]) -> set[Node]:
-    """What `needed` is computed from and has no copy yet."""
+    """Return the nodes that `needed` is computed from and that have no copy yet."""
     found: set[Node] = set()
     todo = list(needed)
     while todo:
@@ -63,7 +63,7 @@ def _missing(needed: list[Node], again: set[Node], copies: dict[Node, Node]) -> 
 
 
 def _is_marked(node: Node) -> bool:
-    """Does `node` lie in a checkpointed region that may be computed twice?"""
+    """Return whether `node` lies in a checkpointed region and may be computed twice."""
     if node.op != "call_function" or node.meta.get("recompute") not in _AGAIN:
         return False
     schema = _compat.schema(node.target)

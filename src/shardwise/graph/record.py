@@ -88,7 +88,7 @@ class Recorder:
 
     @property
     def graph_breaks(self) -> int:
-        """How often tracers of this process have left a graph since this recorder was made."""
+        """Number of times that tracers of this process left a graph since this recorder was made."""
         return _compat.graph_breaks() - self._breaks_before
 
     def report(self) -> ModelReport:
@@ -111,7 +111,7 @@ class Recorder:
 
 
 def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], ...] = ()) -> Recorder:
-    """A backend that does what `backend` does and keeps the graphs of operators it is given.
+    """Return a backend that does what `backend` does and keeps the graphs of operators it is given.
 
         recorder = shardwise.graph.record()
         step = torch.compile(model, backend=recorder, fullgraph=True)
@@ -135,7 +135,7 @@ def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], 
 
 
 def in_order(graph: Graph, kernels: Sequence[_compat.Kernel]) -> Graph:
-    """A copy of a graph of operators in the order in which kernels compute its nodes.
+    """Return a copy of a graph of operators in the order in which kernels compute its nodes.
 
     A kernel names what is computed for it, in graph order, which may be computed again elsewhere: a node
     stands where it is computed first. A call of a library computes the last of its nodes, from all it names.

@@ -1,4 +1,4 @@
-"""What was found in graphs of operators, as numbers, as plain-text tables and as a picture.
+"""Reports on graphs of operators: numbers, plain-text tables and a picture.
 
 `measure.py` finds it. Places are positions in a graph's list of nodes; bytes are those of traced shapes. The
 picture has a row of compute, a row for each collective and a line of bytes; `timeline.svg` is its look.
@@ -24,7 +24,7 @@ _TITLE, _ROW, _BYTES, _GAP = 34.0, 16.0, 70.0, 28.0
 
 @dataclass(frozen=True)
 class Counts:
-    """How many nodes of each sort: every operator of a graph is one of these.
+    """The number of nodes of each sort: every operator of a graph is one of these.
 
     Attributes:
         gathers, reduce_scatters, all_reduces, other_collectives: those issued.
@@ -104,7 +104,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What one graph holds.
+    """The contents of one graph.
 
     Attributes:
         kind: "forward" or "backward".
@@ -139,11 +139,11 @@ class GraphReport:
         return sum({one.buffer: one.bytes for one in self.saved}.values())
 
     def of(self, kind: str) -> tuple[CollectiveReport, ...]:
-        """The collectives of one kind ("all_gather", ...), in the order in which they are issued."""
+        """Return the collectives of one kind ("all_gather", ...), in the order in which they are issued."""
         return tuple(one for one in self.collectives if one.kind == kind)
 
     def table(self) -> str:
-        """Every collective, and the counts, as plain text."""
+        """Return every collective, and the counts, as plain text."""
         from rich.console import Console  # tables cost an import that training does not need
         from rich.table import Table
 
@@ -178,7 +178,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What the graphs of a compiled model hold.
+    """The contents of the graphs of a compiled model.
 
     Attributes:
         graphs: each forward graph with the backward graph of it behind it.
@@ -211,7 +211,7 @@ class ModelReport:
         return max((graph.peak_unsharded_bytes for graph in self.graphs), default=0)
 
     def table(self) -> str:
-        """The tables of all graphs, and what they hold together, as plain text."""
+        """Return the tables of all graphs, and what they hold together, as plain text."""
         return "\n".join([*(graph.table() for graph in self.graphs), self._totals()])
 
     def _totals(self) -> str:
@@ -230,7 +230,7 @@ class ModelReport:
 
 
 def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:
-    """Graphs below each other, on one scale of places."""
+    """Draw graphs below each other, on one scale of places."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # an import that training does not need
 
     top, most = 8.0, max((len(graph.unsharded_bytes) for graph in graphs), default=1)
@@ -255,7 +255,7 @@ def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:
 
 
 def _panel(graph: GraphReport, top: float, most: int) -> dict[str, Any]:
-    """Coordinates of a graph whose picture begins at `top`; `most` places fill the width."""
+    """Return the coordinates of a graph whose picture begins at `top`; `most` places fill the width."""
     step = (_WIDTH - _LEFT - _RIGHT) / max(most, 1)
     held = graph.unsharded_bytes
 

@@ -61,7 +61,7 @@ def compile_step(
     max_unsharded: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> CompiledStep:
-    """One training step of `model` as a callable `step(*batch) -> loss`, compiled when it is first called.
+    """Make a training step of `model`, a callable `step(*batch) -> loss`, compiled when first called.
 
     Calling it is collective over the ranks of the sharded modules, as forward and backward are. This is not.
 
@@ -114,7 +114,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 class CompiledStep:
-    """What `compile_step` returns.
+    """A training step, as `compile_step` returns it.
 
     Attributes:
         graphs: by part of the step, how it runs: "one graph", "eager", ..., with the reason. Empty before the
@@ -183,11 +183,11 @@ class CompiledStep:
         return loss
 
     def describe(self) -> str:
-        """What runs how, a line for each part of the step. Empty before the first call."""
+        """Describe how each part of the step runs, a line for each. Empty before the first call."""
         return "\n".join(f"{part}: {how}" for part, how in self.graphs.items())
 
     def _prepared(self, states: list[ModuleState]) -> list[Segment]:
-        """The segments that take part; notes why there can be no graph of them."""
+        """Return the segments that take part; notes why there can be no graph of them."""
         groups = [group for state in states for group in state.groups]
         for state in states:
             if state.schedule is None or any(group.traced is None for group in state.groups):
@@ -220,7 +220,7 @@ class CompiledStep:
         return [param.sharded if isinstance(param, ShardedParam) else param for param in self._params]
 
     def _backward(self, segments: list[Segment], batch: Any, named: Any) -> Tensor:
-        """The loss; its gradients are left on the parameters."""
+        """Return the loss; its gradients are left on the parameters."""
         if self._why_not is None:
             plain = [p for p in self._params if not isinstance(p, ShardedParam) and p.requires_grad]
             try:
@@ -268,7 +268,7 @@ class CompiledStep:
 
 
 def _edit(graph: Graph, *, found: Counter[str]) -> None:
-    """Called with each graph that has backward in it, before the backend compiles it."""
+    """Edit a graph with backward in it, before the backend compiles it."""
     recompute(graph)
     found.clear()
     found.update(one.kind for one in collectives(graph))
@@ -293,13 +293,13 @@ def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
 
 
 def _states(model: nn.Module) -> list[ModuleState]:
-    """Of all sharded modules, outer ones first."""
+    """Return the states of all sharded modules, outer ones first."""
     found = [state for module in model.modules() if (state := state_of(module)) is not None]
     return list(dict.fromkeys(found))
 
 
 def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | nn.Parameter]:
-    """In the order of `model.parameters()`, whichever form of them modules hold now."""
+    """List parameters in the order of `model.parameters()`, whichever form of them modules hold now."""
     owned = {
         (id(owner.parameters), owner.name): param
         for state in states
@@ -319,7 +319,7 @@ def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | 
 
 @torch.no_grad()
 def _assign(segments: list[Segment], plain: list[nn.Parameter], grads: Any) -> None:
-    """Gradients that a graph returned become the parameters', as after a backward."""
+    """Assign gradients that a graph returned to the parameters, as after a backward."""
     for segment, grad in zip(segments, grads, strict=False):
         if grad is not None and segment.assign is not None:
             segment.assign(grad)

@@ -25,10 +25,10 @@ aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """What has values."""
+    """A readable tensor of which any box can be had."""
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """The elements from `begins` to `ends`, an index for each dim."""
+        """Read the elements from `begins` to `ends`, an index for each dim."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Piece:
     dims: tuple[int | None, ...]  # for each dim of the source that of the tensor; None: it has one element
 
     def within(self, box: Box) -> Piece | None:
-        """The part that lies in `box`."""
+        """Return the part that lies in `box`."""
         common = self.box.intersect(box)
         if common is None:
             return None
@@ -54,7 +54,7 @@ class Piece:
         return Box(self.origin, tuple(1 if dim is None else self.box.sizes[dim] for dim in self.dims))
 
     def here(self, box: Box) -> Box:
-        """A box of the source within `source_box`, as one of the tensor."""
+        """Return a box of the source within `source_box`, as one of the tensor."""
         offsets, sizes = list(self.box.offsets), list(self.box.sizes)
         for source_dim, dim in enumerate(self.dims):
             if dim is not None:
@@ -63,7 +63,7 @@ class Piece:
         return Box(tuple(offsets), tuple(sizes))
 
     def turned(self, values: Tensor) -> Tensor:
-        """A box of the source, as a box of the tensor: a view."""
+        """Return a box of the source, as a box of the tensor: a view."""
         order = [source_dim for dim in range(len(self.box.sizes)) for source_dim in self._from(dim)]
         dropped = [source_dim for source_dim, dim in enumerate(self.dims) if dim is None]
         turned = values.permute(*dropped, *order)[(0,) * len(dropped)]
@@ -78,7 +78,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """What an operation makes that does not only move boxes; `index` where it makes several."""
+    """The result of an operation that does not only move boxes; `index` where it makes several."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -87,7 +87,7 @@ class Computed:
 
     @property
     def nbytes(self) -> int:
-        """Of what it is computed from."""
+        """Bytes of what it is computed from."""
         sizes: list[int] = []
         each_tensor((self.args, self.kwargs), lambda found: sizes.append(found.nbytes))
         return sum(sizes)
@@ -117,7 +117,7 @@ class Boxes(Tensor):
 
     @staticmethod
     def of(source: Source, shape: Sequence[int], dtype: torch.dtype) -> Boxes:
-        """All of `source`."""
+        """Return all of `source` as one tensor."""
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return Boxes._made(like, [_all_of(source, like)])
 
@@ -130,7 +130,7 @@ class Boxes(Tensor):
         return made
 
     def read(self, box: Box | None = None, into: Tensor | None = None) -> Tensor:
-        """The values in `box`, by default all, converted to its dtype."""
+        """Read the values in `box`, by default all, converted to its dtype."""
         box = box or Box.whole(self.shape)
         out = torch.empty(box.sizes, dtype=self.dtype) if into is None else into
         for piece in self.pieces:
@@ -166,7 +166,7 @@ class Boxes(Tensor):
 
 
 def each_tensor(found: Any, change: Callable[[Tensor], Any]) -> Any:
-    """`found`, with every tensor in it changed."""
+    """Return `found` with every tensor in it changed."""
     if isinstance(found, Tensor):
         return change(found)
     if isinstance(found, (list, tuple)):
@@ -181,7 +181,7 @@ def _like(found: Tensor) -> Tensor:
 
 
 def _equal(first: Tensor, second: Tensor, rows: int = 1024) -> bool:
-    """Are the values the same? Read a number of rows at a time."""
+    """Return whether the values are equal, reading a number of rows at a time."""
     if first.shape != second.shape or not first.ndim:
         return first.shape == second.shape and torch.equal(*each_tensor((first, second), _read))
     parts = zip(first.split(rows), second.split(rows), strict=True)
@@ -273,7 +273,7 @@ def _transpose(found: Tensor, first: int, second: int) -> list[Piece]:
 
 
 def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
-    """With the dims in `order`; those left out have one element."""
+    """Return `piece` with its dims in `order`; those left out have one element."""
     box = Box(tuple(piece.box.offsets[d] for d in order), tuple(piece.box.sizes[d] for d in order))
     dims = tuple(order.index(d) if d in order else None for d in piece.dims)
     return replace(piece, box=box, dims=dims)

@@ -32,7 +32,7 @@ Strategies = Mapping[str, Any] | Literal["auto"] | None
 def cut_folder(
     folder: str | Path, prompt: Tensor, tokens: int, rank: int, world_size: int, strategies: Strategies = None
 ) -> Programs:
-    """What `cut_steps` makes of the model in a folder, which is nowhere whole. Local.
+    """Cut the model in a folder as `cut_steps` does, without ever holding it whole. Local.
 
     Raises:
         CheckpointError: weights that are missing, damaged or of another shape, by name.
@@ -53,7 +53,7 @@ def cut_folder(
 
 
 def _initialised_buffers(model: Any) -> dict[str, Tensor]:
-    """Buffers that no file has, by name: by the model's own rules."""
+    """Return buffers that no file has, by name: by the model's own rules."""
     made: dict[str, Tensor] = {}
 
     def give_memory(name: str, tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _initialised_buffers(model: Any) -> dict[str, Tensor]:
 
 
 def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
-    """Weights from the files; caches begin as zeros."""
+    """Fill weights from the files; caches begin as zeros."""
     shapes = {name: entry["shape"] for name, entry in record_of(program)["parameters"].items()}
 
     def find(name: str) -> Any:
@@ -138,7 +138,7 @@ def generate_command(
 
 
 def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, Tensor, Any]:
-    """The config in a folder, a prompt [1, length], and the tokenizer for a text. Nothing is fetched."""
+    """Read a folder's config, a prompt [1, length], and the tokenizer for a text. Nothing is fetched."""
     transformers, tokenizer = library(), None
     try:
         found = list(map(int, ids.split()))
@@ -155,7 +155,7 @@ def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, T
 
 
 def _ends(folder: str | Path) -> list[int]:
-    """The tokens that end a text, as the folder says."""
+    """Return the tokens that end a text, as the folder says."""
     transformers = library()
     try:
         found = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id

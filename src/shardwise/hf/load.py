@@ -66,7 +66,7 @@ class HostMemory:
 
 
 def host_memory(model: nn.Module) -> HostMemory:
-    """What loading `model` took on this rank. Local."""
+    """Return the host memory that loading `model` took on this rank. Local."""
     found: HostMemory | None = model.__dict__.get("_shardwise_host_memory")
     if found is None:
         raise ShardingError(f"{here()}: hf.load has not made this {type(model).__name__}")
@@ -82,7 +82,7 @@ def load(
     adapt: Callable[[Any], Any] | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """A transformers model, cut over the ranks block by block, with a folder's weights; in evaluation mode.
+    """Load a transformers model, cut over the ranks block by block, from a folder; in evaluation mode.
 
     Collective over all ranks. The blocks are the modules of the classes in the model's `_no_split_modules`.
 
@@ -127,7 +127,7 @@ def load(
 
 
 def library() -> Any:
-    """transformers, which only this package needs."""
+    """Import transformers, which only this package needs."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -138,7 +138,7 @@ def library() -> Any:
 
 
 def _weights(what: str, found: Any) -> list[Path]:
-    """The file or index with a folder's weights. Collective."""
+    """Return the file or index with a folder's weights. Collective."""
     if not isinstance(found, (str, os.PathLike)):
         return []
 
@@ -158,7 +158,7 @@ def _weights(what: str, found: Any) -> list[Path]:
 
 
 def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
-    """The model with `Boxes` for the weights of files, and what files lack on the meta device."""
+    """Return the model with `Boxes` for the weights of files, and what files lack on the meta device."""
     transformers = library()
     from_files = isinstance(found, (str, os.PathLike))
     if not from_files and not isinstance(found, transformers.PreTrainedConfig):
@@ -222,7 +222,7 @@ def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """What transformers tells of weights is checked and raised instead."""
+    """Silence transformers' warnings of weights, which are checked and raised instead."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -235,7 +235,7 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 
 class _NothingAllocated(_compat.TorchDispatchMode):
-    """What is to get memory in place of a tensor without any stays without."""
+    """Keeps on the meta device what would get memory in place of a tensor without any."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -261,12 +261,12 @@ def _is_undrawn(value: Boxes) -> bool:
 
 
 def _claim_values(model: nn.Module) -> None:
-    """What is on the meta device looks like the rest, for those who put adapters where weights are."""
+    """Replace tensors on the meta device by `Boxes` without values, for adapters that read weights."""
     replace_tensors(model, lambda _, one: Boxes.of(_UNDRAWN, one.shape, one.dtype) if one.is_meta else one)
 
 
 def take_values(model: nn.Module) -> dict[str, Boxes]:
-    """What parameters and buffers are to hold, by name. The former go to the meta device."""
+    """Return what parameters and buffers are to hold, by name. The former go to the meta device."""
     values: dict[str, Boxes] = {}
 
     def take(name: str, tensor: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -
 
 
 def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
-    """`fully_shard` of every block, inner ones first, and of the model, with what is tied to others."""
+    """Apply `fully_shard` to every block, inner ones first, and to the model, with what is tied to others."""
     owners = _owners(model)
     for block in reversed([one for one in model.modules() if type(one).__name__ in classes]):
         own = _owners(block)
@@ -312,7 +312,7 @@ def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
 
 
 def _owners(model: nn.Module) -> Counter[int]:
-    """How often each parameter is registered, by its id."""
+    """Count how often each parameter is registered, by its id."""
     return Counter(
         id(param)
         for one in model.modules()
@@ -339,7 +339,7 @@ def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
 
 
 def _held_whole(value: Boxes) -> int:
-    """Bytes that are whole in memory while a value is made."""
+    """Return the bytes that are whole in memory while a value is made."""
     if _is_undrawn(value):
         return value.nbytes
     computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]
@@ -347,7 +347,7 @@ def _held_whole(value: Boxes) -> int:
 
 
 def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) -> None:
-    """By the model's own rules, whatever has no value. Collective."""
+    """Initialise what has no value, by the model's own rules. Collective."""
     drawn = {name for name, value in values.items() if _is_undrawn(value)}
     tensors = _tensors(model)
     for name in values.keys() - drawn:
@@ -370,7 +370,7 @@ def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) ->
 
 @contextmanager
 def _untied(skeleton: Any) -> Iterator[None]:
-    """Parameters tied to others are not initialised a second time."""
+    """Keep parameters tied to others from being initialised a second time."""
     placed = []
     for name in skeleton.all_tied_weights_keys:
         prefix, _, last = name.rpartition(".")

@@ -94,7 +94,7 @@ class _Parameter:
         self.tensor = tensor.detach()
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Collective: a conversion that computes needs it whole."""
+        """Read the whole, as a conversion that computes needs. Collective."""
         whole = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
         return whole[tuple(map(slice, begins, ends))]
 
@@ -107,7 +107,7 @@ class _Parameter:
 
 
 def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
-    """Weights by the names that files have; of those that are tied one."""
+    """Return the weights by the names that files have; of those that are tied one."""
     tied, ignored = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
     names: dict[int, str] = {}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in ignored}
@@ -121,7 +121,7 @@ def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
 
 
 def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str) -> dict[str, Any] | None:
-    """The files, all ranks side by side; their index if there are several."""
+    """Write the files, all ranks side by side; return their index if there are several."""
     split = _split({name: one.like for name, one in weights.items()}, max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_slices({n: _to_write(weights[n]) for n in names}, folder / file, metadata={"format": "pt"})
@@ -129,14 +129,14 @@ def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str
 
 
 def _split(like: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
-    """Which tensors go to which file."""
+    """Return which tensors go to which file."""
     return importlib.import_module("huggingface_hub").split_torch_state_dict_into_shards(
         dict(like), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 
 
 def _to_write(value: Boxes) -> ShardedTensor | Tensor:
-    """A tensor of a file as boxes that ranks hold."""
+    """Return a tensor of a file as boxes that ranks hold."""
     sources = [piece.source for piece in value.pieces]
     tensors = [source.tensor for source in sources if isinstance(source, _Parameter)]
     if len(tensors) < len(sources) or not all(isinstance(tensor, DTensor) for tensor in tensors):
@@ -162,7 +162,7 @@ def _to_write(value: Boxes) -> ShardedTensor | Tensor:
 
 
 def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
-    """What is computed, or lies whole on every rank. Collective."""
+    """Cut evenly over ranks a value that is computed, or lies whole on every rank. Collective."""
     whole, group = value.read(), cast(dist.ProcessGroup, dist.group.WORLD)
     if not whole.ndim:
         return whole
@@ -177,7 +177,7 @@ def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
 
 
 def _publish(model: Any, index: dict[str, Any] | None, staging: Path, path: Path) -> None:
-    """The rest of the folder, and its name. By one rank."""
+    """Write the rest of the folder, and give it its name. By one rank."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = str(model.dtype).removeprefix("torch.")

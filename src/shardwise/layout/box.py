@@ -36,7 +36,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """All elements of a tensor of `shape`."""
+        """Return the box of all elements of a tensor of `shape`."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -52,11 +52,11 @@ class Box:
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shifted(self, by: Sequence[int]) -> Box:
-        """The box that lies `by` so many elements further in every dim."""
+        """Return the box that lies `by` so many elements further in every dim."""
         return Box(tuple(o + more for o, more in zip(self.offsets, by, strict=True)), self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements in both boxes, or None where there is none."""
+        """Return the elements in both boxes, or None where there is none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(min(a, b) - s for a, b, s in zip(self.ends, other.ends, starts, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None

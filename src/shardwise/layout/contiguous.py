@@ -11,7 +11,7 @@ most others when ranks are many. `shardwise.layout.packing` orders the parameter
 fall between blocks of rows. Parameters that differ in dtype or in whether they are trained lie in buffers of
 their own (segments), so that a frozen parameter costs no gradient.
 
-The arithmetic depends on shapes, not on names, and is done once for all modules that are alike.
+The arithmetic depends on shapes, not on names, and is done once for all equal modules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Shaped = tuple[tuple[int, ...], _Key, _Cut]
 
 @dataclass(frozen=True)
 class Place:
-    """Where one parameter lies in its segment, in elements."""
+    """The position of one parameter in its segment, in elements."""
 
     index: int  # of the parameter in the group
     start: int  # of the whole parameter, in the gathered buffer
@@ -109,12 +109,12 @@ class ContiguousLayout:
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def box(self, index: int, rank: int) -> Box:
-        """The rows of parameter `index` that `rank` holds; zero rows where it holds none."""
+        """Return the rows of parameter `index` that `rank` holds; zero rows where it holds none."""
         start, size = self._found[index]
         return rows_between(self.specs[index].shape, start, rank * size, (rank + 1) * size)
 
     def describe(self) -> str:
-        """One line per segment and per parameter; equal on ranks that will communicate alike."""
+        """Return one line per segment and per parameter; equal on ranks that communicate the same way."""
         lines = []
         for segment in self.segments:
             lines.append(
@@ -134,7 +134,7 @@ class ContiguousLayout:
 
     @cached_property
     def _found(self) -> dict[int, tuple[int, int]]:
-        """By index: a parameter's start, and the shard size of its segment."""
+        """Start of each parameter and shard size of its segment, by the parameter's index."""
         return {
             place.index: (place.start, segment.shard_numel)
             for segment in self.segments
@@ -143,7 +143,7 @@ class ContiguousLayout:
 
 
 def _cut(spec: ParamSpec, ranks: int) -> _Cut:
-    """The placement of `spec` where only rows of dim 0 can be cut."""
+    """Return the placement of `spec` where only rows of dim 0 can be cut."""
     placement = spec.placement
     if isinstance(placement, EvenShard):
         if placement.dim != 0:
@@ -193,12 +193,12 @@ def _segment(
 
 
 def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
-    """Elements that no rank boundary divides; 1 at least, also for parameters without elements."""
+    """Return the elements that no rank boundary divides; 1 at least, also for parameters without elements."""
     return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
 
 
 def rows_between(shape: tuple[int, ...], start: int, begin: int, end: int) -> Box:
-    """The rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
+    """Return the rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
     row, numel = max(1, math.prod(shape[1:])), math.prod(shape)
     first, last = (min(max(at - start, 0), numel) // row for at in (begin, end))
     return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))

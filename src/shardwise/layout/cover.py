@@ -1,4 +1,4 @@
-"""Do boxes cover a tensor exactly once?
+"""The check that boxes cover a tensor exactly once.
 
 A box is a sum of signed quadrants, one from each of its corners on. Quadrants from different points are
 linearly independent functions. So boxes count every element of a whole once, and none else, exactly if
@@ -65,7 +65,7 @@ def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 
 
 def _add_up(starts: Ints, ends: Ints) -> bool:
-    """Do boxes, columns of [dims, boxes] and none empty, fill the box around all of them exactly once?
+    """Return whether boxes, columns of [dims, boxes] and none empty, fill the box around them exactly once.
 
     False too where they have too many corners to count.
     """

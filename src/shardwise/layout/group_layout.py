@@ -1,4 +1,4 @@
-"""Where each parameter of a group lies in the group's buffers.
+"""The position of each parameter of a group in the group's buffers.
 
 A group's parameters travel together. Each rank keeps its pieces end to end in one *shard buffer*
 per stored dtype (a segment); gathering gives the shard buffers of all ranks, one after another;
@@ -13,7 +13,7 @@ That is the interleaved layout: every parameter is an even chunk of dim 0 (or an
 be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out.
 
 This file knows shapes, dtypes and offsets only: no processes, no tensors. The arithmetic depends on shapes,
-not on names, and is done once for all groups that are alike.
+not on names, and is done once for all equal groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WHOLE_ALIGN_BYTES = 16  # matmuls of one row round otherwise where a weight lie
 
 
 class ParamSpec(NamedTuple):
-    """What the layout must know of a parameter; how it lies follows from all but its name."""
+    """A parameter as the layout sees it; its position depends on everything here but the name."""
 
     name: str
     shape: tuple[int, ...]  # of the unsharded parameter
@@ -46,7 +46,7 @@ class ParamSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its segment, in elements."""
+    """The position of one parameter in its segment, in elements."""
 
     index: int  # of the parameter in the group
     shard_shape: tuple[int, ...]  # this rank's piece
@@ -64,7 +64,7 @@ class Slot:
         object.__setattr__(self, "shard_stride", contiguous_stride(self.shard_shape))
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's piece in a shard buffer; padding follows it, as only dim 0 is cut unevenly."""
+        """Return this rank's piece in a shard buffer; padding follows it, as only dim 0 is cut unevenly."""
         return shard.as_strided(self.shard_shape, self.shard_stride, self.shard_offset)
 
 
@@ -108,7 +108,7 @@ class InterleavedLayout:
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def describe(self) -> str:
-        """One line per parameter; equal on ranks that will communicate alike."""
+        """Return one line per parameter; equal on ranks that communicate the same way."""
         return "\n".join(
             f"{s.name}: shape {list(s.shape)}, {s.dtype} gathered as {s.gather_dtype},"
             f" cut on dim {_even(s).dim} over {self.ranks}"

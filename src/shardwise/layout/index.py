@@ -1,11 +1,11 @@
-"""Which of many boxes meet which others.
+"""An index of boxes, by which to find those that meet others.
 
 Boxes are columns of two integer arrays [dims, boxes]: their first elements and their ends. They are put in
 the order of a curve through space (Morton's, over the ranks of their middles), in which neighbours mostly
 follow each other. Every 8 neighbours have a box around them, every 8 of those another, up to one:
 
     level 2    one box around all
-    level 1    a box around every 8 of those below        what a box meets is looked for from above,
+    level 1    a box around every 8 of those below        what a box meets is searched from the top,
     level 0    the boxes, in the order of the curve       within what it meets there
 
 So for tiles of any number of dims the time grows with their number and the number of meetings, but for a
@@ -30,7 +30,7 @@ _KEY_BITS = 62  # of a place on the curve
 
 
 def corners(boxes: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
-    """Offsets and sizes [dims, boxes]."""
+    """Return the offsets and sizes [dims, boxes]."""
     count = ndim * len(boxes)
     offsets = np.fromiter(itertools.chain.from_iterable(box.offsets for box in boxes), np.int64, count)
     sizes = np.fromiter(itertools.chain.from_iterable(box.sizes for box in boxes), np.int64, count)
@@ -50,7 +50,7 @@ class Index:
             self._levels.append(around)
 
     def meeting(self, starts: Ints, ends: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Pairs (column of `starts` and `ends`, column of this index) of boxes with elements in common.
+        """Yield pairs (column of `starts` and `ends`, column of this index) of boxes that overlap.
 
         Column by column, in portions; one column's pairs are all in the same portion, in an order of the
         index's own.
@@ -77,7 +77,7 @@ class Index:
 
 
 def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: Ints) -> Ints:
-    """Of the pairs of columns (asked, found), those that have elements in common."""
+    """Return those pairs of columns (asked, found) that have elements in common."""
     left = np.arange(len(asked))
     for dim in range(len(starts)):
         one, other = asked[left], found[left]
@@ -86,7 +86,7 @@ def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: 
 
 
 def _between_columns(asked: Ints) -> int:
-    """Where to divide too many pairs, between two columns; 0 where they are to stay together."""
+    """Return where to divide too many pairs, between two columns; 0 where they are to stay together."""
     if len(asked) <= _PORTION:
         return 0
     middle = asked[len(asked) // 2]
@@ -95,7 +95,7 @@ def _between_columns(asked: Ints) -> int:
 
 
 def _along_curve(middles: Ints) -> Ints:
-    """The order of points [dims, points] along Morton's curve over their ranks in each dim."""
+    """Return the order of points [dims, points] along Morton's curve over their ranks in each dim."""
     ranks = [np.unique(along, return_inverse=True)[1].astype(np.int64) for along in middles]
     varying = [rank for rank in ranks if rank.max(initial=0)][:_KEY_BITS]
     key = np.zeros(middles.shape[1], np.int64)

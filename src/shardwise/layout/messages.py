@@ -1,4 +1,4 @@
-"""Which rank sends which box to whom, from what the ranks hold to what they want.
+"""Messages of boxes between ranks, from what the ranks hold to what they want.
 
 Both sides are boxes of one tensor, any number per rank. Every element of a wanted box comes once: from the
 receiver itself where it holds the element, otherwise from the nearest rank that does (least distance of
@@ -46,7 +46,7 @@ class Message:
 def transfer(
     source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]], *, rank: int | None = None
 ) -> list[Message]:
-    """The messages that bring to each rank r the boxes `target[r]` when each holds the boxes `source[r]`.
+    """List the messages that bring each rank r the boxes `target[r]` when it holds `source[r]`.
 
     Boxes have one number of dims; a rank may have none, and empty boxes move nothing. Those of `source` may
     overlap between ranks and within one. Those of `target` may too: each box is filled on its own, so that
@@ -54,7 +54,7 @@ def transfer(
 
     With `rank`, only the messages which that rank sends or receives, for about the cost of those (and of
     reading the boxes). In either case they are in order of sender, receiver, target and box offsets, so that
-    two ranks list the messages between them alike.
+    two ranks list the messages between them in one order.
 
     Raises:
         ShardingError: boxes of different numbers of dims, lists for different numbers of ranks, no such
@@ -82,7 +82,7 @@ def transfer(
 
 
 def subtract(box: Box, other: Box) -> list[Box]:
-    """What of `box` is not in `other`, as disjoint boxes: at most two for each dim."""
+    """Return the part of `box` outside `other`, as disjoint boxes: at most two for each dim."""
     common = box.intersect(other)
     if common is None:
         return [] if box.is_empty else [box]
@@ -118,7 +118,7 @@ class _Boxes:
 
 
 def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]]) -> int:
-    """The number of dims of all boxes; 0 if there is no box."""
+    """Return the number of dims of all boxes; 0 if there is no box."""
     first: Box | None = None
     for verb, side in (("holds", source), ("wants", target)):
         for rank, boxes in enumerate(side):
@@ -134,7 +134,7 @@ def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]
 
 
 def _boxes(side: Sequence[Sequence[Box]], ndim: int) -> _Boxes:
-    """All ranks' boxes in order. Scalars become vectors of one element, so that there is a dim to sort by."""
+    """Join all ranks' boxes in order. Scalars become vectors of one element, to have a dim to sort by."""
     boxes = [box for own in side for box in own]
     rank = np.repeat(np.arange(len(side)), np.array([len(own) for own in side], np.int64))
     place = np.fromiter(itertools.chain.from_iterable(range(len(own)) for own in side), np.int64, len(boxes))
@@ -147,7 +147,7 @@ def _boxes(side: Sequence[Sequence[Box]], ndim: int) -> _Boxes:
 
 
 def _as_boxes(starts: Ints, ends: Ints) -> list[Box]:
-    """The boxes of columns [dims, boxes]."""
+    """Return the boxes of columns [dims, boxes]."""
     if not len(starts):
         return [Box((), ())] * starts.shape[1]
     return list(map(Box, zip(*starts.tolist(), strict=True), zip(*(ends - starts).tolist(), strict=True)))
@@ -173,11 +173,11 @@ class _Held:
         self._bounds = np.searchsorted(self._box, np.arange(self.starts.shape[1] + 1))
 
     def of(self, rank: int) -> Ints:
-        """The boxes that `rank` holds."""
+        """Return the boxes that `rank` holds."""
         return self._box[np.flatnonzero(self.rank == rank)]
 
     def nearest(self, box: Ints, receiver: Ints) -> Ints:
-        """The copy (into `rank` and `place`) of each box that is nearest to its receiver."""
+        """Return the copy (into `rank` and `place`) of each box that is nearest to its receiver."""
         after = np.searchsorted(self._keys, box * self.ranks + receiver)
         before = after - 1
         last = len(self.rank) - 1
@@ -189,7 +189,7 @@ class _Held:
         return copy
 
     def distance(self, copy: Ints, receiver: Ints) -> Ints:
-        """Orders copies of different boxes by nearness: ranks apart, then lower rank, then place."""
+        """Order copies of different boxes by nearness: ranks apart, then lower rank, then place."""
         rank, places = self.rank[copy], int(self.place.max(initial=0)) + 1
         distance: Ints = (np.abs(rank - receiver) * self.ranks + rank) * places + self.place[copy]
         return distance
@@ -212,19 +212,19 @@ class _Parts:
 
 
 def _joined(portions: Sequence[Ints]) -> Ints:
-    """Portions of pairs [2, any] after each other; maybe none."""
+    """Join portions of pairs [2, any] one after another; maybe none."""
     return np.concatenate([np.empty((2, 0), np.int64), *portions], axis=1)
 
 
 def _pairs_of_receivers(held: _Held, wanted: _Boxes, chosen: Ints) -> Ints:
-    """The pairs (held, wanted) [2, pairs] of the chosen wanted boxes."""
+    """Return the pairs (held, wanted) [2, pairs] of the chosen wanted boxes."""
     asking = wanted.take(chosen)
     found = held.index.meeting(asking.starts, asking.ends)
     return _joined([np.stack([box, chosen[asked]]) for asked, box in found])
 
 
 def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
-    """The pairs (held, wanted) [2, pairs] in which other ranks have `rank` nearest."""
+    """Return the pairs (held, wanted) [2, pairs] in which other ranks have `rank` nearest."""
     own = held.of(rank)
     portions = []
     index = Index(wanted.starts, wanted.ends)
@@ -236,7 +236,7 @@ def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
 
 
 def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
-    """What the pairs move: all that a pair has in common, less what boxes nearer to the receiver have too."""
+    """Return what each pair moves: its overlap, less what boxes nearer to the receiver have too."""
     box, want = pairs
     receiver = wanted.rank[want]
     copy = held.nearest(box, receiver)
@@ -264,9 +264,9 @@ def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
 
 
 def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterator[tuple[int, Box]]:
-    """What remains of the box that each pair has in common without all that is taken from it.
+    """Yield what remains of each pair's overlap after subtracting every box in `taken`.
 
-    The cuts depend on the order of what is taken: the index's, so that sender and receiver cut alike.
+    The cuts depend on the order of `taken`: the index's, so that sender and receiver cut the same way.
     """
     for pair, rows in itertools.groupby(zip(pairs, common, taken, strict=True), key=lambda row: row[0]):
         rest: list[Box] | None = None
@@ -276,7 +276,7 @@ def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterat
 
 
 def _meets_another(held: _Held, box: Ints) -> _Bools:
-    """Which of the held boxes meet a different one; found out for those in `box` only."""
+    """Return which held boxes meet a different one; computed for those in `box` only."""
     asked_for = np.flatnonzero(np.bincount(box, minlength=held.starts.shape[1]))
     met = np.zeros(held.starts.shape[1], np.int64)
     for asked, _ in held.index.meeting(held.starts[:, asked_for], held.ends[:, asked_for]):
@@ -286,7 +286,7 @@ def _meets_another(held: _Held, box: Ints) -> _Bools:
 
 
 def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:
-    """The parts of a box are disjoint: it is filled if they have as many elements as the box."""
+    """Raise unless parts fill each box: they are disjoint, so their elements add up to the box's."""
     missing = (wanted.ends - wanted.starts).prod(axis=0)
     np.subtract.at(missing, parts.wanted, (parts.ends - parts.starts).prod(axis=0))
     for number in checked[missing[checked] != 0].tolist():

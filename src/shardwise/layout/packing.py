@@ -30,7 +30,7 @@ _REFINEMENTS = 10  # bisections between the last S that failed and the first tha
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each parameter begins in the gathered buffer of `ranks * shard_numel` elements."""
+    """The start of each parameter in the gathered buffer of `ranks * shard_numel` elements."""
 
     starts: tuple[int, ...]
     shard_numel: int
@@ -60,7 +60,7 @@ def pack(
     align: int,
     owners: tuple[int | None, ...] | None = None,
 ) -> Packing:
-    """Starts for parameters of `numels` elements, cut between blocks of `blocks` elements, over `ranks`.
+    """Choose starts for parameters of `numels` elements, cut between blocks of `blocks`, over `ranks`.
 
     Args:
         numels: elements of each parameter, in registration order; may be 0.
@@ -90,7 +90,7 @@ def least_shard_numel(
     align: int,
     owners: tuple[int | None, ...] | None = None,
 ) -> int:
-    """A shard size that no packing of these parameters can be below, in elements; arguments as for `pack`."""
+    """Return a lower bound of shard sizes over all packings, in elements; arguments as for `pack`."""
     items = _items(numels, blocks, align, owners)
     return _least(items, ranks) * align if items else 0
 
@@ -98,7 +98,7 @@ def least_shard_numel(
 def _items(
     numels: Sequence[int], blocks: Sequence[int], align: int, owners: Sequence[int | None] | None
 ) -> list[_Item]:
-    """The parameters that have elements, in units of `align`."""
+    """Return the parameters that have elements, in units of `align`."""
     return [
         _Item(index, -(-numel // align), math.lcm(block, align) // align, owner)
         for index, (numel, block, owner) in enumerate(
@@ -109,7 +109,7 @@ def _items(
 
 
 def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
-    """The distinct (size, step), the largest first."""
+    """Return the distinct (size, step), the largest first."""
     return sorted({(item.size, item.step) for item in items}, reverse=True)
 
 
@@ -131,12 +131,12 @@ def _least(items: Sequence[_Item], ranks: int) -> int:
 
 
 def _can_cut(size: int, step: int, shard: int) -> bool:
-    """Is there any start at which all boundaries inside a parameter fall between its blocks?"""
+    """Return whether some start puts all boundaries inside a parameter between its blocks."""
     return size <= shard or shard % step == 0 or shard // step * step + shard >= size
 
 
 def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
-    """The least size from `shard` on at which every kind of parameter can be cut."""
+    """Return the least size from `shard` on at which every kind of parameter can be cut."""
     while True:
         several = [(size, step) for size, step in kinds if size > 2 * shard]  # these contain two boundaries
         multiple = _lcm((step for _, step in several), at_most=kinds[0][0])
@@ -150,7 +150,7 @@ def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
 
 
 def _lcm(steps: Iterable[int], *, at_most: int) -> int:
-    """Their least common multiple, or something above `at_most` that is too large already."""
+    """Return the least common multiple of `steps`, or any multiple found that exceeds `at_most`."""
     multiple = 1
     for step in steps:
         multiple = math.lcm(multiple, step)
@@ -163,7 +163,7 @@ def _lcm(steps: Iterable[int], *, at_most: int) -> int:
 
 
 def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
-    """The first candidate size at which a placement succeeds, and its starts."""
+    """Return the first candidate size at which a placement succeeds, and its starts."""
     kinds = _kinds(items)
     failed = 0
     for shard in _candidates(_least(items, ranks), kinds):
@@ -185,7 +185,7 @@ def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
 
 
 def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Possible sizes in ascending order, without end.
+    """Yield the possible sizes in ascending order, without end.
 
     Any size, and besides those the multiples of what the largest parameters have in common: at such a size
     they are cut without loss. Either series takes strides of 0.1% at least, longer as failures mount.
@@ -215,7 +215,7 @@ def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
 
 
 def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-    """Starts by index, by the first strategy that succeeds."""
+    """Return the starts by index, by the first strategy that succeeds."""
     for strategy in _STRATEGIES:
         starts = strategy(items, shard, ranks)
         if starts is not None:
@@ -235,7 +235,7 @@ class _Space:
         self.starts: dict[int, int] = {}
 
     def first_start(self, at: int, size: int, step: int) -> int:
-        """The first place from `at` on where a parameter may begin."""
+        """Return the first place from `at` on where a parameter may begin."""
         shard = self.shard
         while True:
             room = shard - at % shard
@@ -279,7 +279,7 @@ class _Space:
 
 
 def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list[_Item]] | None:
-    """The buffer with the parameters that name their rank in place, and those still to be placed.
+    """Return the buffer with the parameters that name their rank in place, and those still to be placed.
 
     On even ranks they lie at the shard's start, on odd ranks at its end, so that the space between is as
     long as can be.
@@ -303,7 +303,7 @@ def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list
 
 
 def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int, int] | None]:
-    """The strategy that places parameters by `key`, those with equal keys in registration order."""
+    """Return the strategy that places parameters by `key`, those with equal keys in registration order."""
 
     def place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
         found = _space(items, shard, ranks)

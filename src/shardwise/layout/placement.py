@@ -1,4 +1,4 @@
-"""How one parameter is cut over the ranks of the shard axis.
+"""Placements: how one parameter is cut over the ranks of the shard axis.
 
 ===================  ===========================================  =======================
 placement            a rank holds                                 layout
@@ -29,7 +29,7 @@ from shardwise.layout.box import Box
 
 
 def even_intervals(size: int, ranks: int) -> list[tuple[int, int]]:
-    """[begin, end) of each rank, as even as can be; as of `tensor_split`, the first have one more."""
+    """Return [begin, end) of each rank, as even as can be; as of `tensor_split`, the first have one more."""
     least, more = divmod(size, ranks)
     return list(pairwise(rank * least + min(rank, more) for rank in range(ranks + 1)))
 
@@ -45,7 +45,7 @@ class EvenShard:
             raise ShardingError(f"EvenShard counts dims from the first, got dim {self.dim}")
 
     def box(self, shape: tuple[int, ...], *, rank: int, ranks: int) -> Box:
-        """The elements of a tensor of `shape` that `rank` of `ranks` holds."""
+        """Return the elements of a tensor of `shape` that `rank` of `ranks` holds."""
         size = shape[self.dim]
         chunk = -(-size // ranks)
         start = min(rank * chunk, size)
@@ -53,7 +53,7 @@ class EvenShard:
         return Box(offsets, self._with_size(shape, min(chunk, size - start)))
 
     def padded_shape(self, shape: tuple[int, ...], *, ranks: int) -> tuple[int, ...]:
-        """The shape each rank stores: its chunk padded to the largest chunk."""
+        """Return the shape each rank stores: its chunk padded to the largest chunk."""
         return self._with_size(shape, -(-shape[self.dim] // ranks))
 
     def _with_size(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class EvenShard:
 
 @dataclass(frozen=True)
 class RaggedShard:
-    """Whole blocks of `block` rows of dim 0; any number on a rank, also none; the last block may be short.
+    """A cut into whole blocks of `block` rows of dim 0, any number on a rank; the last block may be short.
 
     For optimizers and quantisation that work on tiles: a 2-D tile aligned to rows is a block of the
     tile's rows, so 128 x 128 tiles are kept whole by `RaggedShard(128)`.
@@ -77,7 +77,7 @@ class RaggedShard:
 
 @dataclass(frozen=True)
 class Owned:
-    """Whole on one rank, for optimizers that need the matrix; `rank` of the shard axis, or None to choose."""
+    """A placement whole on one rank, `rank` of the shard axis or any: for optimizers of matrices."""
 
     rank: int | None = None
 

@@ -1,4 +1,4 @@
-"""Which dims of a tensor hold the same elements after a reshape: arithmetic on shapes alone.
+"""Dims that hold the same elements before and after a reshape: arithmetic on shapes alone.
 
 A reshape falls into groups of dims that hold each other's elements, as few at a time as possible:
 
@@ -23,7 +23,7 @@ def regrouped(
     same: Callable[[Any, Any], bool] = operator.eq,
     hint: Callable[[Any], int] = int,
 ) -> Groups:
-    """Dims of `old` and of `new`, group by group; without elements, only equal dims at the ends part.
+    """Group dims of `old` and of `new`; without elements, only equal dims at the ends are separate.
 
     Args:
         old, new: sizes, numbers or symbols; as many elements each.

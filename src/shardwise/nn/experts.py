@@ -75,7 +75,7 @@ class ExpertCut:
             module.get_submodule(owner).register_parameter(own, cut)
 
     def mixture(self, function: Experts) -> Mixture:
-        """`function` of this rank's experts as a mixture for this rank's tokens. Each call is collective.
+        """Return a mixture for this rank's tokens of `function` for this rank's experts. Calls are collective.
 
         Args:
             function: of tokens [m, width] in order of this rank's experts, and how many each has, int64
@@ -107,7 +107,7 @@ class ExpertCut:
         return mixed
 
     def _counts(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens for each rank's experts [ranks, its experts]; and from each rank for this one's."""
+        """Count tokens for each rank's experts [ranks, its experts], and from each rank for this one's."""
         inside = (wanted >= 0) & (wanted < self.count)
         counts = torch.bincount(wanted.where(inside, 0), minlength=self.count).view(self.ranks, -1)
         arriving = counts.where(inside.all(), -1)
@@ -124,7 +124,7 @@ class ExpertCut:
         return rows if self.mesh is None else _compat.exchange(rows, got, sent, self.mesh.get_group())
 
     def _share(self, whole: Tensor) -> Tensor:
-        """This rank's rows of what all that are alike have."""
+        """Return this rank's rows of what all that are alike have."""
         if self.alike is None:
             return whole
         same = DTensor.from_local(whole, self.alike, [Replicate()], run_check=False)

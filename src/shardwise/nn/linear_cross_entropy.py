@@ -39,7 +39,7 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, never holding all logits.
+    """Compute `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` without all logits.
 
     Gradients are exact: of the weight as without chunks, of `hidden` summed in float32 over chunks. They are
     computed in backward from logits that are computed again: a third more arithmetic than without chunks.
@@ -87,7 +87,7 @@ def linear_cross_entropy(
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `F.linear` does: all floating dtypes but float64."""
+    """Cast as `F.linear` does under autocast: all floating dtypes but float64."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
@@ -119,7 +119,7 @@ def _check(
 
 
 def _cut(weight: DTensor) -> tuple[int, dist.ProcessGroup | None]:
-    """The first row that this rank holds, and the group over which rows are cut."""
+    """Return the first row that this rank holds, and the group over which rows are cut."""
     axes = [axis for axis, placement in enumerate(weight.placements) if placement != Replicate()]
     if not axes:
         return 0, None
@@ -137,7 +137,7 @@ def _cut(weight: DTensor) -> tuple[int, dist.ProcessGroup | None]:
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Logits [N, rows] in float32 or wider, with the rows' begin and end."""
+    """Yield the logits [N, rows] in float32 or wider, with the rows' begin and end."""
     for begin in range(0, len(weight), size):
         end = min(begin + size, len(weight))
         logits = F.linear(hidden, weight[begin:end], None if bias is None else bias[begin:end])
@@ -145,13 +145,13 @@ def _chunks(
 
 
 def _here(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Which tokens have their target among rows `begin` to `end`, and at which of these; 0 for others."""
+    """Return which tokens have their target among rows `begin` to `end`, and its row there; 0 for others."""
     inside = (targets >= begin) & (targets < end)
     return inside, (targets - begin).where(inside, 0)
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """What to subtract of logits before exp: 0 where all so far are -inf."""
+    """Return the offset to subtract from logits before exp: 0 where all so far are -inf."""
     return largest.where(largest > -torch.inf, 0)
 
 

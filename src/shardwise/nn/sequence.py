@@ -49,17 +49,17 @@ class SequenceCut:
         self.length = 0
 
     def __call__(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's piece of a tensor [..., length, ...] that all ranks have. A view, and local."""
+        """Cut this rank's piece from a tensor [..., length, ...] that all ranks have. A view, and local."""
         self.length = whole.shape[dim]
         return whole.tensor_split(self.ranks, dim)[self.rank]
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Positions [piece] of this rank's tokens, int64."""
+        """Return the positions [piece] of this rank's tokens, int64."""
         begin, end = even_intervals(self.length, self.ranks)[self.rank]
         return torch.arange(begin, end, device=device)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """A loss whose mean over the ranks is all ranks' totals over all ranks' counts. Collective.
+        """Return a loss whose mean over the ranks is all ranks' totals over all ranks' counts. Collective.
 
         Args:
             total: a scalar, the sum of losses of this rank's tokens.
@@ -70,7 +70,7 @@ class SequenceCut:
         return total * (self.ranks / everywhere)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function` of whole sequences as one of this rank's tokens. Each call is collective.
+        """Make `function` of whole sequences one of this rank's tokens. Each call is collective.
 
         Args:
             function: of queries [..., heads, tokens, width], keys and values, whose heads may be fewer by a
@@ -119,7 +119,7 @@ class SequenceCut:
         return by_heads
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> list[int]:
-        """How many tokens each rank has."""
+        """Return how many tokens each rank has; raises if this rank has others."""
         lengths = [end - begin for begin, end in even_intervals(self.length, self.ranks)]
         found = [each.shape[-2] for each in (query, key, value)]
         if found != [lengths[self.rank]] * 3:
@@ -163,7 +163,7 @@ _Share = tuple[slice, slice, list[int] | None]
 
 
 def _heads(queries: int, keys: int, ranks: int) -> list[_Share]:
-    """For each rank: heads of queries, those of keys that they use, and which each uses if uneven."""
+    """Return for each rank its query heads, the key heads they use, and which each uses if uneven."""
     group = queries // keys
     if keys >= ranks:
         return [(slice(a * group, b * group), slice(a, b), None) for a, b in even_intervals(keys, ranks)]

@@ -131,7 +131,7 @@ class AdamW8bit(Optimizer):
 
 
 class CodeBook(NamedTuple):
-    """What codes 0 to 255 stand for, and a table that finds the nearest code.
+    """The numbers that codes 0 to 255 stand for, and a table that finds the nearest code.
 
     A table replaces the binary search: the upper 16 bits of an fp32 number name an interval that holds at
     most one midpoint between neighbouring numbers, so the code is the interval's first or the one after it.
@@ -142,7 +142,7 @@ class CodeBook(NamedTuple):
     midpoint: Tensor  # (65536,) fp32: numbers above it have the next code
 
     def codes(self, shares: Tensor) -> Tensor:
-        """The codes of the numbers nearest to `shares` (fp32, within [-1, 1]), uint8 of the same shape."""
+        """Return the codes of the numbers nearest to `shares` (fp32, in [-1, 1]), uint8 of the same shape."""
         interval = shares.reshape(-1).view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
         codes = self.first_code.index_select(0, interval).view(shares.shape)
         return codes.add_(shares > self.midpoint.index_select(0, interval).view(shares.shape))
@@ -150,7 +150,7 @@ class CodeBook(NamedTuple):
 
 @functools.cache
 def code_book(*, signed: bool, device: torch.device) -> CodeBook:
-    """The codes of signed numbers, or of numbers that are not negative.
+    """Return the codes of signed numbers, or of numbers that are not negative.
 
     Dynamic tree quantisation (Dettmers et al., section 1.3): after the sign, the number of leading zero bits
     is a negative power of ten, a one ends it, and the bits left divide [0.1, 1] times that power into equal
@@ -173,7 +173,7 @@ def code_book(*, signed: bool, device: torch.device) -> CodeBook:
 
 
 def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `values`, block by block within each row.
+    """Return the codes and scales of `values`, block by block within each row.
 
     Args:
         values: fp32, of shape (rows, columns); none negative unless `signed`.
@@ -195,7 +195,7 @@ def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tenso
 
 
 def dequantise(codes: Tensor, scales: Tensor, *, block: int, signed: bool) -> Tensor:
-    """The fp32 values (rows, columns) that `codes` and `scales`, as `quantise` returns them, stand for."""
+    """Return the fp32 values (rows, columns) of `codes` and `scales`, as `quantise` returns them."""
     rows, columns = codes.shape
     numbers = code_book(signed=signed, device=codes.device).numbers
     values = numbers.index_select(0, codes.reshape(-1).int()).view(rows, columns)
@@ -223,7 +223,7 @@ def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
 
 
 def _loaded(given: dict[str, Any], param: Tensor, name: object, *, block: int) -> dict[str, Tensor]:
-    """A copy of the state `given` for `param`, checked."""
+    """Return a copy of the state `given` for `param`, checked."""
     state = _initial_state(param, block=block)
     for key, target in state.items():
         value = given.get(key)
@@ -244,7 +244,7 @@ def _scale_shape(shape: torch.Size, block: int) -> tuple[int, int]:
 
 
 def has_8_bits(param: Tensor) -> bool:
-    """Is `param` large, of several columns, and cut into whole rows if at all?"""
+    """Return whether `param` is large, of several columns, and cut into whole rows if at all."""
     if isinstance(param, ShardedTensor) or param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
         return False
     if isinstance(param, ShardedRows):
@@ -254,7 +254,7 @@ def has_8_bits(param: Tensor) -> bool:
 
 
 def _like(param: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`local` as this rank's rows of a tensor of global `shape`, cut as `param` is."""
+    """Return `local` as this rank's rows of a tensor of global `shape`, cut as `param` is."""
     if isinstance(param, ShardedRows):
         same = shape == tuple(param.shape)
         return ShardedRows.wrap(local, param.piece if same else param.piece.with_trailing(shape[1:]))
@@ -267,7 +267,7 @@ def _like(param: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
-    """In runs of rows, so that what is fp32 for a moment is small beside the parameter."""
+    """Update a quantised parameter in runs of rows, so that the fp32 values of a run need little memory."""
     local, grad = _compat.local_of(param), _compat.local_of(cast(Tensor, param.grad))
     rows, columns = local.shape[0], math.prod(local.shape[1:])
     at_once = max(1, ELEMENTS_AT_ONCE.get(local.device.type, ELSEWHERE_AT_ONCE) // columns)
@@ -333,7 +333,7 @@ def _step_in_fp32(params: list[Tensor], states: list[dict[str, Tensor]], options
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """`tensor` in fp32, or itself if that loses bits or nothing changes."""
+    """Return `tensor` in fp32, or itself if that loses bits or nothing changes."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""What optimizers over parts of parameters have in common: which may be, and state by parameter name.
+"""Common parts of optimizers over parts of parameters: which may be, and state by parameter name.
 
     {"state": {"weight": {"exp_avg": tensor, "step": tensor(3.)}, ...},
      "param_groups": [{"params": ["weight", ...], "lr": 0.1, ...}]}
@@ -51,7 +51,7 @@ def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
 def named_state(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The state dict of groups whose parameters have `names`; its state is in their order."""
+    """Return the state dict of groups whose parameters have `names`; its state is in their order."""
     ordered = [name for own in names for name in own if name in state]
     return {
         "state": {name: state[name] for name in ordered},
@@ -62,7 +62,7 @@ def named_state(
 
 
 def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The options that a loaded state has for each group of parameters, by their `names`.
+    """Return the options that a loaded state has for each group of parameters, by their `names`.
 
     Raises:
         ShardingError: other names, or names that are several groups there but one here.
@@ -103,12 +103,12 @@ def check_shapes(name: str, shape: Sequence[int], values: Mapping[str, Any]) -> 
 
 
 def is_elements(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Has a state an element for each of a parameter of `shape`?"""
+    """Return whether a state has one element for each of a parameter of `shape`."""
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _NUMBERS
 
 
 def kind_of(values: Mapping[str, Any] | None) -> Any:
-    """Equal for parameters that can share a state."""
+    """Return a key that is equal for parameters that can share a state."""
     return tuple(
         (key, None if value.ndim else value.item()) if isinstance(value, Tensor) else (key, value)
         for key, value in sorted((values or {}).items())

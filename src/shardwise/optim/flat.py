@@ -6,7 +6,7 @@ begins, so it may step on the buffer as one tensor::
 
     shard buffer    A A A A A B B C C C C -     parameters A, B, C and padding
     hyper-params    0 0 0 0 0 1 1 0 0 0 0       B without weight decay, say
-    flat tensors    [   a   ] [b] [  c  ]       three runs; one, if all are alike
+    flat tensors    [   a   ] [b] [  c  ]       three runs; one, if all are equal
 
 Each run has one state. That is right as long as its parameters have gradients at the same steps; the first
 time they do not, the run is split for good. To users and checkpoints all state is that of parameters, by
@@ -50,7 +50,7 @@ def flat(
     params: Iterable[Any] | None = None,
     **options: Any,
 ) -> FlatOptimizer:
-    """`optimizer` over a model sharded with `layout="contiguous"`, one tensor per group and set of options.
+    """Make `optimizer` for a model sharded with `layout="contiguous"`: one tensor per group and options.
 
     The numbers are those of `optimizer(model.parameters(), **options)`, at the host cost of a few tensors.
     (Fused on CPU, to 1 ulp: its kernel rounds otherwise in the last elements of a tensor, which lie
@@ -86,7 +86,7 @@ def flat(
 
 
 def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
-    """The groups of the model, showing their sharded parameters."""
+    """Return the groups of the model, showing their sharded parameters."""
     found: dict[ContiguousGroup, None] = {}
     for name, module in model.named_modules():
         state = state_of(module)
@@ -111,7 +111,7 @@ def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
 
 
 def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Parameter, str]:
-    """The model's parameters and what they are called."""
+    """Return the model's parameters and what they are called."""
     named = {}
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -167,9 +167,9 @@ class _Run:
         return self.group.shards[self.segment] is self.shard
 
     def gradient(self) -> Tensor | list[bool]:
-        """Of the whole run, without a copy where all are views of one reduced shard.
+        """Return the gradient of the whole run, without a copy where all are views of one reduced shard.
 
-        Or, if only some members have gradients, which.
+        If only some members have gradients, return which.
         """
         try:
             locals_ = [param.grad._local_tensor for param in self.params]  # type: ignore[union-attr]
@@ -195,13 +195,13 @@ class _Run:
         return made
 
     def rows_of(self, tensor: Tensor, member: RowsParam) -> ShardedRows:
-        """A member's rows of a tensor that lies as this run does."""
+        """Return a member's rows of a tensor that lies as this run does."""
         rows = member.place.box
         begin = member.place.shard_offset - self.begin
         return ShardedRows.wrap(tensor.narrow(0, begin, rows.numel).view(rows.sizes), member.piece)
 
     def padding(self) -> list[Tensor]:
-        """The memory of this run that no member uses."""
+        """Return the memory of this run that no member uses."""
         found, end = [], self.begin
         for rows, start in [(m.place.box, m.place.shard_offset) for m in self.members]:
             found.append((end, start))
@@ -210,7 +210,7 @@ class _Run:
         return [self.tensor.detach().narrow(0, a - self.begin, b - a) for a, b in found if b > a]
 
     def cut(self, kinds: Sequence[Any]) -> list[tuple[Any, _Run]]:
-        """Runs of members of equal kind, over the same range."""
+        """Return the runs of members of equal kind, over the same range."""
         runs: list[tuple[Any, _Run]] = []
         for member, kind in zip(self.members, kinds, strict=True):
             if not runs or runs[-1][0] != kind:
@@ -223,7 +223,7 @@ class _Run:
 
 
 class FlatOptimizer(Optimizer):
-    """What `flat` returns: an instance of this class and of the optimizer's.
+    """An optimizer over flat memory, as `flat` returns it: of this class and of the optimizer's.
 
     `param_groups` hold the options, which schedulers may change, and flat tensors.
     """
@@ -309,7 +309,7 @@ class FlatOptimizer(Optimizer):
                 tensor.grad = None
 
     def _moved(self, tensor: nn.Parameter, run: _Run) -> tuple[nn.Parameter, _Run]:
-        """The model has other memory now: `to_empty`, `load_state_dict(assign=True)`, ..."""
+        """Return whether the model has other memory now: `to_empty`, `load_state_dict(assign=True)`, ..."""
         shard = run.group.shards[run.segment]
         if self.state.get(tensor) and (shard.dtype, shard.device) != (tensor.dtype, tensor.device):
             raise ShardingError(
@@ -346,7 +346,7 @@ class FlatOptimizer(Optimizer):
     # State by parameter name
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by parameter name, as torch's `get_optimizer_state_dict` has it. Local.
+        """Return the state by parameter name, as torch's `get_optimizer_state_dict` has it. Local.
 
         `{"state": {name: {"exp_avg": rows, "step": scalar, ...}}, "param_groups": [{"params": [name, ...],
         "lr": ..., ...}]}`. Rows (`ShardedRows`) are this rank's and share memory with the optimizer; a
@@ -458,7 +458,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_state(value: Any, tensor: Tensor) -> bool:
-    """Has `value` an element for each of `tensor`?"""
+    """Return whether `value` has one element for each of `tensor`."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
@@ -467,7 +467,7 @@ def _copied(value: Any) -> Any:
 
 
 def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
-    """One parameter's state with local rows in place of tensors of its shape."""
+    """Return one parameter's state with local rows in place of tensors of its shape."""
     check_shapes(name, member.piece.shape, values)
     found = {}
     for key, value in values.items():
@@ -483,7 +483,7 @@ def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[s
 
 
 def _joined(run: _Run, each: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """The state of a run from those of its members."""
+    """Return the state of a run from those of its members."""
     joined: dict[str, Any] = {}
     for key, first in (each[0] or {}).items():
         if not isinstance(first, Tensor) or first.ndim == 0:

@@ -160,7 +160,7 @@ class Muon(Optimizer):
         self._plans: dict[Any, tuple[list[_Cut], _Plan]] = {}
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
-        """How `param` is cut; computed again only if it has become another."""
+        """Return how `param` is cut; computed again only if it has become another."""
         if isinstance(param, ShardedRows):
             form: Any = param.piece
         else:
@@ -171,7 +171,7 @@ class Muon(Optimizer):
         return known[1]
 
     def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
-        """Who works on what; made again only if other matrices have gradients than in the last step."""
+        """Return who works on what; made again only if other matrices have gradients than last time."""
         cuts = [matrix.cut for matrix in matrices]
         known = self._plans.get(key)
         if known is None or known[0] != cuts:
@@ -187,7 +187,7 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """A matrix near the closest semi-orthogonal one to `matrix`: the same singular vectors, values near 1.
+    """Approximate the closest semi-orthogonal matrix: the same singular vectors, values near 1.
 
     Works on the wide side, where the products are smallest.
 
@@ -212,7 +212,7 @@ def newton_schulz(
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """Who holds what of a matrix."""
+    """The cut of a matrix over ranks."""
 
     shape: tuple[int, int]
     holders: Mapping[int, Box]  # by rank of `group`; ranks without elements are left out
@@ -244,7 +244,7 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
 
 
 def _even_boxes(param: Tensor, name: object) -> tuple[list[Box], dist.ProcessGroup | None, int]:
-    """The boxes of a DTensor or plain tensor by rank of the group that cuts it."""
+    """Return the boxes of a DTensor or plain tensor by rank of the group that cuts it."""
     shape = tuple(param.shape)
     whole = [Box((0, 0), shape)]
     if not isinstance(param, DTensor):
@@ -274,7 +274,7 @@ def _several_axes(name: object, shape: tuple[int, ...], found: object) -> Shardi
 
 
 def assign(cuts: Sequence[_Cut]) -> list[int]:
-    """The rank that works on each matrix: among those that hold most of it the one with the least work.
+    """Choose the rank that works on each matrix: of those that hold most of it, the one with least work.
 
     Depends on nothing but the cuts, so that all ranks agree. Matrices with one holder are counted first,
     then the most expensive are placed first. -1 for matrices without elements.
@@ -297,7 +297,7 @@ def assign(cuts: Sequence[_Cut]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which rows go to which worker, and back."""
+    """The rows that go to each worker, and back."""
 
     messages: list[Message]  # that this rank sends or gets; source and target are the matrix
     mine: list[int]  # the cut matrices that this rank works on
@@ -327,7 +327,7 @@ class _Matrix:
     options: dict[str, Any]
 
     def direction(self) -> Tensor:
-        """This rank's part of the matrix to orthogonalise; advances the momentum."""
+        """Return this rank's part of the matrix to orthogonalise; advances the momentum."""
         momentum = self.options["momentum"]
         self.buffer.lerp_(self.grad, 1 - momentum)
         return torch.lerp(self.grad, self.buffer, momentum) if self.options["nesterov"] else self.buffer

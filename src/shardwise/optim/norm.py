@@ -43,7 +43,7 @@ _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without los
 def get_total_norm(
     tensors: Iterable[Tensor], norm_type: float = 2.0, *, stages: DeviceMesh | None = None
 ) -> Tensor:
-    """The norm of all elements of `tensors` taken together, as if each were whole.
+    """Return the norm of all elements of `tensors` taken together, as if each were whole.
 
     Collective over every mesh of a sharded tensor in `tensors`; all ranks must pass the same tensors in
     the same order.
@@ -65,7 +65,7 @@ def get_total_norm(
 
 
 def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
-    """This rank's memory of all tensors, by the axes that cut them; and how many tensors these cut."""
+    """Return this rank's memory of all tensors, by the axes that cut them; and how many tensors these cut."""
     by_axes: dict[Axes, list[Tensor]] = {}
     rows: dict[Axes, list[Tensor]] = {}
     counts: Counter[Axes] = Counter()
@@ -109,7 +109,7 @@ def _norm(
     stages: DeviceMesh | None,
     halves: Mapping[Axes, list[Tensor]],
 ) -> Tensor:
-    """The norm of everything, `halves` counted half. Collective over all of the axes, and over the stages."""
+    """Return the norm of everything, `halves` counted half. Collective over all axes and the stages."""
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
     if not by_axes and not halves and stages is None:
@@ -205,13 +205,13 @@ def clip_grad_norm_(
 
 
 def of_a_stage(parameters: Iterable[Tensor]) -> None:
-    """Know them for a pipeline stage's, which has not all of the model. Local."""
+    """Mark parameters as those of a pipeline's stage, which has not all of the model. Local."""
     for param in parameters:
         setattr(param, _OF_A_STAGE, True)
 
 
 def _sharded_axes(tensor: DTensor) -> Axes:
-    """The mesh axes over which `tensor` is cut, the mesh's dims by process group."""
+    """Return the mesh axes over which `tensor` is cut, the mesh's dims by process group."""
     axes: list[dist.ProcessGroup] = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
@@ -230,7 +230,7 @@ def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:
 
 
 def _all_reduce(totals: Tensor, group: dist.ProcessGroup, what: str, *, infinite: bool) -> Tensor:
-    """The totals over `group`: sums, or maxima for infinity."""
+    """Return the totals over `group`: sums, or maxima for infinity."""
     if not infinite:
         return _in_place(totals, dist.ReduceOp.SUM, group, what)
     return extreme(totals, lambda each: _in_place(each, dist.ReduceOp.MAX, group, what), largest=True)

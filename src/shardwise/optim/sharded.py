@@ -137,12 +137,13 @@ class ShardedOptimizer(Optimizer):
         self._inner.add_param_group(self._with_tensors({**options, "names": list(more)}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by parameter name. Local.
+        """Return the state by parameter name. Local.
 
         `{"state": {name: {"exp_avg": tensor, "step": number, ...}}, "param_groups": [{"params": [name, ...],
-        "lr": ..., ...}]}`. State with an element for each of a sharded parameter's is a `ShardedTensor` cut
-        alike, which shares memory with the optimizer: `torch.distributed.checkpoint` saves it, and loads it
-        into another cut or number of ranks. There is none before the first step; see `allocate_state`.
+        "lr": ..., ...}]}`. State with an element for each of a sharded parameter's is a `ShardedTensor` of
+        the same cut, which shares memory with the optimizer: `torch.distributed.checkpoint` saves it, and
+        loads it into another cut or number of ranks. None exists before the first step; see
+        `allocate_state`.
         """
         found = {}
         for name, param in self._named.items():
@@ -229,7 +230,7 @@ def _check_params(named: Mapping[str, Tensor]) -> None:
 
 
 def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One group for the names that have none, then `groups`."""
+    """Yield one group for the names that have none, then `groups`."""
     taken: dict[str, None] = {}
     for group in groups:
         for name in group["names"]:
@@ -247,7 +248,7 @@ def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[
 
 
 def _local(param: Tensor) -> list[Tensor]:
-    """What the optimizer steps on in place of `param`."""
+    """Return what the optimizer steps on in place of `param`."""
     return (param.tensors or [param.anchor]) if isinstance(param, ShardedTensor) else [param]
 
 
@@ -257,7 +258,7 @@ def _local(param: Tensor) -> list[Tensor]:
 def _whole_state(
     name: str, param: Tensor, tensors: Sequence[Tensor], states: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One parameter's state from those of its shards on this rank."""
+    """Return one parameter's state from those of its shards on this rank."""
     if not isinstance(param, ShardedTensor):
         return dict(states[0])
     found: dict[str, Any] = {}
@@ -276,7 +277,7 @@ def _whole_state(
 
 
 def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each of this rank's shards of a parameter, its state."""
+    """Return the state of each of this rank's shards of a parameter."""
     parts: list[dict[str, Any]] = [{} for _ in tensors]
     for key, value in values.items():
         cut: Sequence[Any] = [_copied(value) for _ in tensors]
@@ -293,7 +294,7 @@ def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, 
 
 
 def _placed(values: dict[str, Any], tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts lie on the device where the step reads them there."""
+    """Put counts on the device where the step reads them."""
     if group.get("fused") or group.get("capturable"):
         return {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in values.items()}
     return values

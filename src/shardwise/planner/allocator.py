@@ -88,7 +88,7 @@ class Allocator:
         self._put(piece)
 
     def _missing(self, pool: Pool, size: int) -> int:
-        """Bytes to reserve for a request of `size` that no piece is large enough for."""
+        """Return the bytes to reserve for a request of `size` that no piece is large enough for."""
         if self.expandable:
             page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
             there = pool.last.size if pool.last is not None and pool.last.free else 0
@@ -98,7 +98,7 @@ class Allocator:
         return LARGE_SEGMENT if size < MEDIUM else -(-size // LARGE_ROUND) * LARGE_ROUND
 
     def _grow(self, pool: Pool, size: int) -> Piece:
-        """A segment; or pages at the end of the pool's, joined with what is free there."""
+        """Add a segment, or pages at the end of the pool's, joined with what is free there."""
         whole = self._missing(pool, size)
         piece = Piece(whole, pool, self._addresses)
         self._addresses += whole

@@ -37,7 +37,7 @@ from shardwise.planner.timing import Hardware
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: widths of matmuls, bytes of copies, bytes of collectives, tokens of attention."""
+    """The sizes to measure: widths of matmuls, bytes of copies, bytes of collectives, tokens of attention."""
 
     matmuls: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     copied_bytes: int = 1 << 30
@@ -91,7 +91,7 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
 
 
 def to_toml(hardware: Hardware) -> str:
-    """The file that `hardware_of` reads."""
+    """Return the file that `hardware_of` reads."""
     fields = asdict(hardware)
     peaks = fields.pop("peak_flops")
     lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items()]
@@ -100,7 +100,7 @@ def to_toml(hardware: Hardware) -> str:
 
 @contextmanager
 def _group() -> Iterator[torch.device]:
-    """The ranks that a launcher started, or this process alone; yields the rank's device."""
+    """Join the ranks that a launcher started, or this process alone; yields the rank's device."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     device = (
         torch.device("cpu") if kind is None else torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
@@ -121,7 +121,7 @@ def _group() -> Iterator[torch.device]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of one call, once warm: the median."""
+    """Return the median seconds of one call, once warm."""
     taken = []
     for turn in range(repeats + 2):
         _wait(device)
@@ -156,7 +156,7 @@ def _matmuls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[_R
 
 
 def line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds at nothing, and for one more, that come nearest in proportion; neither is negative."""
+    """Fit the seconds at nothing, and for one more, nearest in proportion; neither is negative."""
     weights = 1 / np.asarray(seconds)
     slope, begin = np.polyfit(np.asarray(amounts), np.asarray(seconds), 1, w=weights)
     if begin < 0 or slope <= 0:
@@ -165,7 +165,7 @@ def line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Bytes a second of a copy and of a sum, read and written."""
+    """Measure the bytes a second of a copy and of a sum, read and written."""
     a = torch.zeros(sizes.copied_bytes // 4, device=device)
     b = torch.zeros_like(a)
     copied = 2 * a.nbytes / _seconds(lambda: b.copy_(a), device, sizes.repeats)
@@ -173,7 +173,7 @@ def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Operations a second, of which none is left out for being masked."""
+    """Measure the operations a second of attention, none left out for being masked."""
     heads, width = 8, 64 if device.type == "cpu" else 128
     q = torch.randn(1, heads, sizes.tokens, width, device=device).to(dtype)
 
@@ -206,7 +206,7 @@ def _host_seconds(device: torch.device) -> float:
 
 
 def _links(hardware: Hardware, device: torch.device, sizes: Sizes) -> Hardware:
-    """With latency and rate of a host's ranks, and of all where there are several hosts."""
+    """Return `hardware` with latency and rate of a host's ranks, and of all where there are several hosts."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return hardware
     world, local = dist.get_world_size(), _local_ranks()
@@ -230,7 +230,7 @@ def _links(hardware: Hardware, device: torch.device, sizes: Sizes) -> Hardware:
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Latency, and seconds for a byte that a rank sends, of all-gathers and all-reduces."""
+    """Measure latency, and seconds per byte that a rank sends, of all-gathers and all-reduces."""
     ranks = dist.get_world_size(group)
     amounts, seconds = [], []
     for nbytes in sizes.sent_bytes:
@@ -271,7 +271,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What is in use beside the allocator: the driver's, the communicators'."""
+    """Return the bytes in use outside the allocator: the driver's, the communicators'."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -41,7 +41,7 @@ Touches = dict[int, Touched]  # by the event's id
 
 
 def compiled(segments: list[Segment], touches: Touches, *, float8: bool) -> list[Segment]:
-    """The same step with compiled blocks."""
+    """Return the step with compiled blocks."""
     compiler = _Compiler(segments, touches)
     made = [Segment(one.place, list(compiler.rewritten(one))) for one in segments]
     if float8:

@@ -23,7 +23,7 @@ _NOTHING = {  # in memory; those that return what they are given are no views by
 
 
 def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, str] | None:
-    """FLOPs, bytes and the dtype of computation; None for an operator that touches no memory."""
+    """Return FLOPs, bytes and the dtype of computation; None for an operator that touches no memory."""
     name = func.name().partition(".")[0]
     if func.is_view or name in _NOTHING or func.namespace in NAMESPACES:
         return None
@@ -47,13 +47,13 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _grouped(a: Tensor, b: Tensor) -> int:
-    """Matmuls of groups; where one side has no dim of them, it is shared out."""
+    """Count matmuls of groups; where one side has no dim of them, it is shared out."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
 def _attention(query: Tensor, *others: Tensor) -> int:
-    """Each head of keys and values once for each head of queries: torch 2.11 does not count fewer."""
+    """Count each head of keys and values once for each query head: torch 2.11 does not count fewer."""
     b, heads = query.shape[:2]
     return int(sdpa_flop_count(query.shape, *((b, heads, *one.shape[2:]) for one in others)))
 

@@ -37,7 +37,7 @@ def _gpt(vocabulary: int, width: int, layers: int, heads: int, dropout: float | 
 
 
 def _megatron(width: int, layers: int, heads: int) -> Shape:
-    """Of Megatron-LM's paper (2021), before attention was one kernel."""
+    """Make a shape of Megatron-LM's paper (2021), from before attention was one kernel."""
     return _gpt(51200, width, layers, heads, dropout=0.1)
 
 
@@ -118,7 +118,7 @@ class Block(nn.Module):
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
-    """In the kernels that there were before attention was one: scale and mask are the softmax's."""
+    """Compute attention in the kernels from before it was one: scale and mask are the softmax's."""
     weights = torch.softmax(q @ k.mT, dim=-1)
     return F.dropout(weights, dropout) @ v
 

@@ -23,7 +23,7 @@ class Window:
 
 
 def windows(made: Plan) -> list[Window]:
-    """The step's memory over the time of its computation."""
+    """Return the step's memory over the time of its computation."""
     if made.times is None:
         return [Window(i, i + 1, moment) for i, moment in enumerate(made.moments)]
     spans = sorted((one for one in made.times.spans if one.stream == COMPUTATION), key=lambda one: one.begin)
@@ -48,7 +48,7 @@ def categories(made: Plan) -> list[str]:
 
 
 def top_bytes(made: Plan) -> int:
-    """What the memory's axis reaches to: the device's memory, unless that would flatten all there is."""
+    """Return the top of the memory's axis: the device's memory, unless that would flatten all there is."""
     most = int(1.1 * max(made.peak_bytes, made.reserved_bytes))
     device = 0 if made.hardware is None else made.hardware.usable_bytes
     return int(1.05 * device) if most < 1.05 * device < 2 * most else most
@@ -77,12 +77,12 @@ def streams(made: Plan) -> list[str]:
 
 
 def colour_of(span: Span) -> str:
-    """Its phase; collectives of tensor parallelism, which are in most of them, have a colour of their own."""
+    """Return a span's colour: its phase's, or that of tensor parallelism's collectives."""
     return TENSOR_PARALLEL if span.stream == TENSOR_PARALLEL else span.phase
 
 
 def held(made: Plan) -> list[tuple[str, int]]:
-    """What the device's memory is at the peak, by name."""
+    """List what the device's memory holds at the peak, by name."""
     parts = [(name, made.peak.alive[name]) for name in CATEGORIES if name in made.peak.alive]
     parts.append(("reserved, not in use", max(0, made.reserved_bytes - made.peak_bytes)))
     if made.hardware is not None:

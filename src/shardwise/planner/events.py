@@ -22,7 +22,7 @@ STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")  # in the or
 
 
 class Place(NamedTuple):
-    """Where something happens: the step, its micro-batch, the phase, the block (None: around the blocks)."""
+    """The place of an event: step, micro-batch, phase, and block (None: around the blocks)."""
 
     step: int
     micro: int
@@ -91,7 +91,7 @@ class Segment:
 
 @dataclass
 class Recording:
-    """Of a model with `layers` blocks."""
+    """A recording of a model with `layers` blocks."""
 
     layers: int
     segments: list[Segment]

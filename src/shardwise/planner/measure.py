@@ -42,7 +42,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class GroupSent:
-    """What alike groups of parameters send in a step, each.
+    """The bytes that equal groups of parameters send in a step, each.
 
     Attributes:
         name: "blocks 0 to 30", or a module's name.
@@ -63,7 +63,7 @@ class GroupSent:
 
 
 def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
-    """The last step's groups, in the order in which they come first; blocks that do the same are one."""
+    """List the last step's groups, in the order in which they come first; equal blocks are one."""
     gathers: dict[int | str, Counter[tuple[int, int, int]]] = {}
     reductions: Counter[int | str] = Counter()
     wire_bytes: Counter[int | str] = Counter()
@@ -100,7 +100,7 @@ def _named(names: list[int | str]) -> str:
 
 
 def moments(recording: Recording) -> list[Moment]:
-    """The last step's memory, segment by segment."""
+    """Return the last step's memory, segment by segment."""
     alive: Counter[str] = Counter()
     found = []
     last = recording.segments[-1].place.step
@@ -123,7 +123,7 @@ def moments(recording: Recording) -> list[Moment]:
 
 
 def allocated(recording: Recording, *, expandable: bool, limit: int | None = None) -> Allocator:
-    """A caching allocator that all of it went through, from the beginning on."""
+    """Return a caching allocator after all of the recording went through it."""
     allocator = Allocator(expandable=expandable, limit=limit)
     pieces: dict[int, Piece] = {}
     for segment in recording.segments:
@@ -137,7 +137,7 @@ def allocated(recording: Recording, *, expandable: bool, limit: int | None = Non
 
 
 def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, Event, int]]:
-    """Events of the last step, each with how often it happens."""
+    """Yield the events of the last step, each with how often it happens."""
     last = recording.segments[-1].place.step
     more = max(1, accumulation - RECORDED_MICRO_BATCHES + 1)
     for segment in recording.segments:
@@ -148,7 +148,7 @@ def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, 
 
 
 def sent(recording: Recording, accumulation: int) -> list[Sent]:
-    """The last step's collectives, in the order in which kinds and sizes come first."""
+    """Return the last step's collectives, in the order in which kinds and sizes come first."""
     counts: Counter[tuple[str, int, str, int, int]] = Counter()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):
@@ -159,7 +159,7 @@ def sent(recording: Recording, accumulation: int) -> list[Sent]:
 
 
 def unknown_operators(recording: Recording) -> list[str]:
-    """Operators without a formula: not torch's own, but for those that look like matmuls."""
+    """List operators without a formula: not torch's own, but for those that look like matmuls."""
     events = (event for segment in recording.segments for event in segment.events)
     names = {event.name for event in events if isinstance(event, Compute) and not event.flops}
     own = ("aten.", "prims.", "prim.")
@@ -167,7 +167,7 @@ def unknown_operators(recording: Recording) -> list[str]:
 
 
 def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
-    """Of a rank's step: the model's, which are three times forward's or all; and all that are computed.
+    """Count a rank's operations in a step: the model's, three times forward's or all; and all computed.
 
     Where parameters are frozen, backward computes less than twice what forward does.
     """

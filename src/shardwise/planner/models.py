@@ -34,7 +34,7 @@ from shardwise.planner.tensor import ROWS, plan_of
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan is made from.
+    """A model to plan for.
 
     Attributes:
         name: for people.
@@ -59,7 +59,7 @@ Factory = Callable[..., nn.Module]
 
 
 def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
-    """The model that a name, a path, `module:factory` or a factory stands for.
+    """Return the model that a name, a path, `module:factory` or a factory stands for.
 
     Args:
         source: a name of `PUBLISHED`; a transformers config (JSON); "package.module:factory"; a function that
@@ -88,7 +88,7 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
 
 
 def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in float32 of a module of tokens to logits, or to something that has `logits`."""
+    """Compute cross-entropy in float32 for a module of tokens to logits, or to something with `logits`."""
     logits = _logits(module(tokens))
     if logits.ndim != 3:
         raise ShardingError(
@@ -109,7 +109,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def chunked(model: Model) -> Model:
-    """`model` whose head, its last linear layer, makes the loss, by chunks of the vocabulary."""
+    """Return `model` whose head, its last linear layer, makes the loss, by chunks of the vocabulary."""
 
     def build(layers: int) -> nn.Module:
         made = model.build(layers)
@@ -172,7 +172,7 @@ def exits_told() -> Iterator[None]:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """What an operator raises on fake tensors is not logged besides."""
+    """Keep what an operator raises on fake tensors from being logged as well."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     was, logger.disabled = logger.disabled, True
     try:
@@ -182,7 +182,7 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
-    """Every `ModuleList` with something in it, and in no other, by name; the longest is first.
+    """Return every `ModuleList` with something in it, and in no other, by name; the longest is first.
 
     That one is taken for the list of blocks.
     """
@@ -315,5 +315,5 @@ def _of_transformers(path: Path) -> Model:
 
 
 def _float(value: dict[str, Any]) -> Any:
-    """transformers writes infinity as {"__float__": "Infinity"}."""
+    """Read a float that transformers writes as {"__float__": "Infinity"}."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value

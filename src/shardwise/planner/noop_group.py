@@ -154,14 +154,14 @@ def noop_world(
 
 
 def make_smaller_shards(mesh: DeviceMesh, ranks: int) -> None:
-    """What `reshard_after_forward` of a number takes: made here, as tensors without memory make no mesh."""
+    """Make the mesh of a `reshard_after_forward` number beforehand: without memory, tensors make no mesh."""
     if ranks > 1 and mesh.size() % ranks == 0:
         axes = {"replicate": mesh.size() // ranks, "shard": ranks}
         smaller_shards(mesh, ranks, made=_mesh(mesh.device_type, mesh.mesh.flatten(), axes))
 
 
 def _mesh(device_type: str, ranks: torch.Tensor, axes: dict[str, int]) -> DeviceMesh:
-    """As `init_device_mesh` makes it, but for groups that rank 0 is not in: there may be 100,000."""
+    """Make a mesh as `init_device_mesh` does, without groups that rank 0 is not in: there may be 100,000."""
     mesh = ranks.view(*axes.values())
     lines = [mesh[(0,) * axis + (slice(None),) + (0,) * (mesh.ndim - axis - 1)] for axis in range(mesh.ndim)]
     groups = [dist.new_group(line.tolist()) for line in lines]

@@ -38,8 +38,7 @@ class Mark:
 
 
 def page(made: Plan) -> str:
-    """The plan as an HTML file: what fills the device, memory over the step, what streams do when, groups,
-    and warnings."""
+    """Render a plan as HTML: memory at the peak and over the step, streams over time, groups, warnings."""
     environment = Environment(loader=PackageLoader("shardwise.planner", "."), autoescape=True)
     return environment.get_template("page.html").render(
         plan=made,
@@ -64,7 +63,7 @@ def page(made: Plan) -> str:
 
 
 def trace(made: Plan) -> str:
-    """The step's streams as JSON of Chrome's trace events, which ui.perfetto.dev opens; in microseconds.
+    """Return the step's streams as JSON of Chrome trace events, for ui.perfetto.dev; in microseconds.
 
     Raises:
         ShardingError: a plan without hardware has no times.
@@ -94,7 +93,7 @@ def _name(phase: str, layer: int | None) -> str:
 
 
 def _held(made: Plan) -> Iterator[Box]:
-    """One bar: the whole device."""
+    """Yield one bar: the whole device."""
     parts = drawing.held(made)
     whole, x = sum(size for _, size in parts), 0.0
     for name, size in parts:
@@ -105,7 +104,7 @@ def _held(made: Plan) -> Iterator[Box]:
 
 
 def _x(at: float, made: Plan) -> float:
-    """Of a time of the step, in both drawings."""
+    """Return the x of a time of the step, in both drawings."""
     whole = len(made.moments) if made.times is None else made.times.step
     return LEFT + (WIDTH - LEFT) * at / whole
 
@@ -115,7 +114,7 @@ def _y(size: int, made: Plan) -> float:
 
 
 def _memory(made: Plan) -> Iterator[Box]:
-    """A bar for each moment, its categories on top of each other."""
+    """Yield a bar for each moment, its categories on top of each other."""
     for window in drawing.windows(made):
         moment, below = window.moment, 0
         x = _x(window.begin, made)

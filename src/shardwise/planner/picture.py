@@ -25,7 +25,7 @@ OTHER, RULE = "#6b7f99", "#b3261e"
 
 
 def figure_class() -> Any:
-    """matplotlib's Figure; raises ShardwiseError where that is missing."""
+    """Return matplotlib's Figure; raises ShardwiseError where that is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -34,7 +34,7 @@ def figure_class() -> Any:
 
 
 def picture(made: Plan) -> bytes:
-    """A PNG, 16 to 9.
+    """Draw a PNG, 16 to 9.
 
     Raises:
         ShardwiseError: matplotlib is missing.

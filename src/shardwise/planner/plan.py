@@ -51,7 +51,7 @@ class NotRun(ShardingError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank takes for a step; memory is of the second step on, when the optimizer has its state.
+    """The memory, time and bytes of a rank's step; the second step on, when the optimizer has its state.
 
     Attributes:
         moments: the most bytes alive in each phase of each block, in order.
@@ -93,12 +93,12 @@ class Plan:
 
     @property
     def wire_bytes(self) -> int:
-        """What a rank sends in a step, by the ideal ring."""
+        """Bytes that a rank sends in a step, by the ideal ring."""
         return sum(one.wire_bytes for one in self.sent)
 
     @property
     def free_bytes(self) -> int:
-        """What the device has left; less than nothing if the plan does not fit."""
+        """Bytes that the device has left; less than zero if the plan does not fit."""
         if self.hardware is None:
             raise ShardingError("whether a plan fits needs hardware: plan(..., hardware='h100')")
         return self.hardware.usable_bytes - self.reserved_bytes
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one device."""
+        """Tokens per second of one device."""
         return self.setup.tokens / self.setup.tensor / self.step_times.step
 
     @property
@@ -140,7 +140,7 @@ def plan(
     hardware: str | Hardware | None = None,
     **changes: Any,
 ) -> Plan:
-    """What training `model` takes of each rank; made in this process, whatever its own process groups.
+    """Plan what training `model` takes of each rank; made in this process, whatever its own process groups.
 
     Args:
         model: a published model's name, a transformers config (.json), "package.module:factory", or a
@@ -161,7 +161,7 @@ def plan(
 def plan_of(
     recording: Recording, model: Model, setup: Setup, device: Hardware | None, *, whole: str = ""
 ) -> Plan:
-    """What a recording of all blocks says."""
+    """Make a plan of a recording of all blocks."""
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
     allocator = measure.allocated(recording, expandable=setup.expandable_segments, limit=limit)
@@ -189,7 +189,7 @@ def plan_of(
 
 
 def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
-    """With all of the model's blocks; and why they were all run, if they were."""
+    """Record all of the model's blocks; return why they were all run, too, if they were."""
     try:
         return _run(model, setup)
     except NotRun as error:
@@ -197,7 +197,7 @@ def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
 
 
 def _run(model: Model, setup: Setup) -> tuple[Recording, str]:
-    """What `_recording` returns; raises NotRun without a look for the cause."""
+    """Record as `_recording` does; raise NotRun without a look for the cause."""
     if model.layers <= RECORDED + 1:
         return recorded(model, setup, model.layers), ""
     try:
@@ -217,7 +217,7 @@ def _run(model: Model, setup: Setup) -> tuple[Recording, str]:
 
 
 def numbers_of_blocks(setup: Setup) -> tuple[int, ...]:
-    """How many blocks to run of a model whose blocks do the same; the next number where that does not do."""
+    """Return how many equal blocks to run, and the next numbers to try."""
     reshard = setup.reshard_after_forward
     reaches_far = setup.layout == "contiguous" and reshard is not False
     reaches_far |= reshard is not None and not isinstance(reshard, bool)
@@ -225,7 +225,7 @@ def numbers_of_blocks(setup: Setup) -> tuple[int, ...]:
 
 
 def recorded(model: Model, setup: Setup, layers: int) -> Recording:
-    """A few micro-batches of it stand for all of a step."""
+    """Record a step in which a few micro-batches stand for all."""
     short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     try:
         with quiet_fakes():
@@ -263,7 +263,7 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
 
 
 def _where(error: Exception) -> str:
-    """The innermost module whose forward raised it."""
+    """Return the innermost module whose forward raised the error."""
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [one for one in running if isinstance(one, nn.Module)]
     if not modules:
@@ -311,13 +311,13 @@ def _origin(hardware: Hardware | None) -> str:
 
 
 def sized(nbytes: int) -> str:
-    """In the unit that shows it."""
+    """Format bytes in the unit that fits them."""
     unit = _unit(nbytes)
     return f"{nbytes / _UNITS[unit]:.2f} {unit}"
 
 
 def _unit(nbytes: int) -> str:
-    """The largest of which this is a tenth or more."""
+    """Return the largest unit of which this is a tenth or more."""
     return next((name for name, size in _UNITS.items() if nbytes >= size / 10), "KiB")
 
 

@@ -24,14 +24,14 @@ class Counted(NamedTuple):
     step: int
 
     def last_of(self, view: Tensor) -> int:
-        """The greatest element that `view` shows, of steps up."""
+        """Return the greatest element that `view` shows, of steps up."""
         strides = zip(view.shape, view.stride(), strict=True)
         place = view.storage_offset() + sum((size - 1) * stride for size, stride in strides)
         return self.first + self.step * int(place)
 
 
 def counted(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> Counted | None:
-    """What an operator's result counts, if it does; `known` says it of its operands."""
+    """Return the count that an operator's result holds, if any; `known` returns that of its operands."""
     if func.overloadpacket is aten.arange:
         begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
         whole = isinstance(begin, int) and isinstance(step, int) and step > 0

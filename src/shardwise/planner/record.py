@@ -106,7 +106,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
 
 
 def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:
-    """What is there before the first step."""
+    """Record what is there before the first step."""
     layer_of = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
     for tensor in [*module.parameters(), *module.buffers(), tokens]:
         recorder.by_layer(layer_of.get(id(tensor)))

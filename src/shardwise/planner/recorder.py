@@ -92,7 +92,7 @@ class Recorder(Storages):
         return self.segments[-1].place
 
     def go(self, **to: Any) -> None:
-        """Whatever comes now is elsewhere."""
+        """Move to another place, for whatever comes now."""
         self._write_frees()
         place = self.place._replace(**to)
         if place != self.place:
@@ -111,7 +111,7 @@ class Recorder(Storages):
         return self.place.phase in ("start", "end of backward", "optimizer")
 
     def by_layer(self, layer: int | None) -> None:
-        """What comes is about memory of this block, and so is what was made for the next operator."""
+        """Go to this block, for what comes and for what was made for the next operator."""
         held, self._held = self._held, []
         if layer != self.place.layer:
             self.go(layer=layer, after=layer is None and self.place.layer is not None)
@@ -120,7 +120,7 @@ class Recorder(Storages):
             self.write(event)
 
     def _write_frees(self) -> None:
-        """Many blocks' memory at once is each block's; one block's may be what an operator left."""
+        """Write frees: each block's own if many blocks free at once, else maybe an operator's."""
         frees, self._frees = self._frees, []
         many = len({layer for layer, _ in frees}) > 1
         if many:
@@ -187,13 +187,13 @@ class Recorder(Storages):
                 memory.category = category
 
     def heard(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-        """A collective of these tensors is issued."""
+        """Record a collective of these tensors."""
         self.see(tensors)
         self._touch(self._send(call, group), tensors, tensors)
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
 
     def _send(self, call: Collective, group: dist.ProcessGroup) -> Send:
-        """Of the current stream; that of tensor parallelism has one of its own, which this one waits for."""
+        """Send on the current stream, or for tensor parallelism on one of its own, which this waits for."""
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
             first, *more = dist.get_process_group_ranks(group)[:2]
@@ -270,7 +270,7 @@ class Recorder(Storages):
         self.touches[id(event)] = Touched(reads, writes, own)
 
     def _ran_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator on many blocks' tensors at once is one event for each block."""
+        """Record an operator on many blocks' tensors at once as one event for each block."""
         lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
         if not lists:
             tensors = [one for one in args if isinstance(one, Tensor) and not self._is_new(one)]
@@ -303,7 +303,7 @@ class Recorder(Storages):
         return known is None or any(key == id(known[1]) for key, _ in self._held)
 
     def owner_of(self, tensors: list[Tensor]) -> Any:
-        """The block that the first of them belongs to, None for around the blocks; or nobody."""
+        """Return the block of the first tensor that has one, None for around the blocks; or nobody."""
         for tensor in tensors:
             known = self._alive.get(id(tensor.untyped_storage()))
             if known is not None and id(known[1]) in self._layers:
@@ -311,7 +311,7 @@ class Recorder(Storages):
         return _NOBODY
 
     def share(self, tensors: list[Tensor]) -> None:
-        """These are nobody's: what an optimizer looks up for all blocks."""
+        """Share tensors that belong to no block, such as what an optimizer looks up for all blocks."""
         self.by_layer(None)
         self.see(tensors)
         self.own(tensors, OPTIMIZER)
@@ -321,7 +321,7 @@ class Recorder(Storages):
     # Categories
 
     def _follow_recomputation(self) -> None:
-        """Operators of backward that record for autograd recompute; what they leave behind is kept."""
+        """Find recomputation: operators of backward that record for autograd; what they leave is kept."""
         recomputes = self.place.phase == "backward" and torch.is_grad_enabled()
         if recomputes and self._recomputed is None:
             self._recomputed = []
@@ -340,7 +340,7 @@ class Recorder(Storages):
         self._forward = []
 
     def finish(self) -> list[Segment]:
-        """What was written down, with the categories that show in the end."""
+        """Return what was recorded, with final categories."""
         self.by_layer(None)
         for key, made in self._of.items():
             for memory in made:
@@ -367,7 +367,7 @@ class Recorder(Storages):
 
 
 def _order_frees(segments: list[Segment]) -> None:
-    """What is freed at the same time is freed in the order in which it was allocated."""
+    """Sort memory that is freed at the same time by the order in which it was allocated."""
     numbers: dict[int, int] = {}
     for segment in segments:
         ordered: list[Event] = []

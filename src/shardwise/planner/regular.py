@@ -24,7 +24,7 @@ DEVICE = torch.ops.prim.device.default
 
 
 def check(model: Model, setup: Setup) -> None:
-    """Raises NotRegular, with the first block that differs, where blocks do not all do the same."""
+    """Raise NotRegular, with the first block that differs, where blocks do not all do the same."""
     model = chunked(model) if setup.loss == "chunked" else model
     with quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
         try:

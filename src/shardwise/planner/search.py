@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found.
+    """The result of a search.
 
     Attributes:
         points: fastest first; then those of other precisions that beat them.
@@ -133,7 +133,7 @@ def _space(
 
 
 def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
-    """Of tensor parallelism within a host, that the model and a step's sequences can be cut by."""
+    """List degrees of tensor parallelism within a host that divide the model and a step's sequences."""
     with torch.device("meta"):
         module = model.build(1)
     host, sequences = device.devices_per_host, setup.micro_batch * setup.accumulation
@@ -145,7 +145,7 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
 
 
 def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any]]:
-    """Meshes, layouts, strategies, and what is freed after forward."""
+    """Yield meshes, layouts, strategies, and what is freed after forward."""
     host, ranks = device.devices_per_host // tensor, setup.ranks // tensor
     shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
     for replicas in [1, *(ranks // n for n in shards)]:
@@ -171,7 +171,7 @@ def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[s
 
 
 def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
-    """What the strategy has over each data-parallel axis, the inner first: its row, size and stride."""
+    """Return the strategy's row, size and stride for each data-parallel axis, the inner first."""
     sizes = setup.axes
     outer, inner = NAMED[cast(StrategyName, setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp"))]
     found = [(inner, sizes["shard"], setup.tensor)]
@@ -181,7 +181,7 @@ def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
 
 
 def _kept_bytes(setup: Setup, parameters: int) -> float:
-    """Parameters, gradients and two moments of an optimizer, and what stays gathered."""
+    """Return bytes of parameters, gradients, two moments of an optimizer, and what stays gathered."""
     stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
     of = parameters / setup.tensor
     cut = {
@@ -198,7 +198,7 @@ def _kept_bytes(setup: Setup, parameters: int) -> float:
 
 
 def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]]:
-    """Collectives of a step for so many parameters: one, its stride, how often."""
+    """Yield the collectives of a step for so many parameters: one, its stride, how often."""
     of = parameters / setup.tensor
     used, reduced = of * _SIZES[setup.param_dtype], of * _SIZES[setup.reduce_dtype]
     reshard, part = setup.reshard_after_forward, 1
@@ -249,7 +249,7 @@ def _distance(one: Setup, other: Setup) -> int:
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
-    """Seconds a token of a device, bytes reserved."""
+    """Return the seconds a token of a device, and the bytes reserved."""
     return 1 / plan.tokens_per_s, plan.reserved_bytes
 
 
@@ -258,7 +258,7 @@ Figures = dict[Setup, tuple[float, float]]
 
 @dataclass
 class _Known:
-    """What is known of a space of settings: plans of some, estimates of all."""
+    """A partly known space of settings: plans of some, estimates of all."""
 
     model: Model
     asked: Setup
@@ -295,7 +295,7 @@ class _Known:
         return [replace(self.asked, layout=other, strategy=None)]
 
     def _next(self) -> Setup | None:
-        """What looks better than all plans; in the precision asked for, than those in it."""
+        """Return a setting that looks better than all plans, or, in the asked precision, than those in it."""
         for setup in self.space:
             if setup not in self.plans and setup not in self.estimates:
                 self.estimates[setup] = self._estimate(setup)
@@ -331,7 +331,7 @@ class _Known:
         return {setup: one for setup, one in figures.items() if one[1] <= self.device.usable_bytes} or figures
 
     def _base(self, setup: Setup) -> Setup:
-        """The same, cut and rounded as asked."""
+        """Return the setup asked for, with the checkpointing and micro-batch of `setup`."""
         sequences = self.asked.micro_batch * self.asked.accumulation
         same: dict[str, Any] = {"checkpointing": setup.checkpointing, "micro_batch": setup.micro_batch}
         return replace(self.asked, **same, accumulation=max(1, sequences // setup.micro_batch))
@@ -353,7 +353,7 @@ class _Known:
         return time + busy - before, nbytes
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
-        """Plans of it and of other micro-batches."""
+        """Plan the setup and other micro-batches of it."""
         mine = _but_micro_batches(setup)
         alike = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
         while alike:
@@ -417,7 +417,7 @@ def _larger(made: list[Recording], setups: list[Setup], number: int) -> Recordin
 
 
 def _front(figures: Figures) -> list[Setup]:
-    """Fastest first, each with less memory than what is faster."""
+    """Return the settings that are fastest for their memory, fastest first."""
     found: list[Setup] = []
     for setup in sorted(figures, key=lambda one: figures[one]):
         if not found or figures[setup][1] < SMALLER * figures[found[-1]][1]:
@@ -450,7 +450,7 @@ _HEADER = ("mesh", "cut", "parameters", "blocks", "sequences", "kept/used/reduce
 
 
 def _words(setup: Setup) -> list[str]:
-    """What `_HEADER` says."""
+    """Return the cells below `_HEADER`."""
     mesh = f"{setup.axes['shard']:,} shards"
     mesh += f" x {setup.replicas:,}" if setup.replicas > 1 else ""
     mesh += f" x tensor {setup.tensor}" if setup.tensor > 1 else ""

@@ -105,7 +105,7 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Of a rank's optimizer step, which it has with the ranks that it is tensor parallel with."""
+        """Tokens of a rank's optimizer step, which it shares with its tensor-parallel ranks."""
         return self.micro_batch * self.sequence * self.accumulation
 
 

@@ -63,13 +63,13 @@ def _off_meta(module: nn.Module) -> None:
 
 
 def other_dtypes(module: nn.Module, dtype: str) -> list[str]:
-    """What is not stored in `dtype`, and can be."""
+    """List the floating dtypes of parameters other than `dtype`."""
     found = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()}
     return sorted(found - {dtype})
 
 
 def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The data-parallel axes of a setup's mesh; and the tensor-parallel one."""
+    """Return the data-parallel axes of a setup's mesh; and the tensor-parallel one."""
     *data, last = mesh.mesh_dim_names or ("shard",)
     if last != "tensor":
         return mesh, None
@@ -122,7 +122,7 @@ def _keep_every_second_matmul() -> Any:
 
 
 def optimizers_of(module: nn.Module, model: Model, setup: Setup) -> list[torch.optim.Optimizer]:
-    """What the Python of `OPTIMIZERS` makes."""
+    """Make the optimizers that the Python of `OPTIMIZERS` makes."""
     matrices = [p for block in model.blocks(module) for p in block.parameters() if p.ndim == 2]
     others = [p for p in module.parameters() if all(p is not one for one in matrices)]
     names = {"torch": torch, "optim": optim, "model": module, "matrices": matrices, "others": others}

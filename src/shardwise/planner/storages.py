@@ -28,7 +28,7 @@ from shardwise._compat import FakeTensor, TorchDispatchMode
 
 
 def runs_its_own_ops(kind: type) -> bool:
-    """Is `kind` a tensor subclass that wraps others and computes with them, such as a DTensor?"""
+    """Return whether a tensor subclass wraps others and computes with them, as DTensor does."""
     inherited = getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
     return not inherited and not issubclass(kind, FakeTensor)
 
@@ -82,7 +82,7 @@ class Storages(TorchDispatchMode):
         return result
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator has run."""
+        """Note that an operator has run."""
         self.see((args, kwargs, result))
 
     def see(self, value: Any) -> None:
@@ -100,7 +100,7 @@ class Storages(TorchDispatchMode):
                     self.see(item)
 
     def life(self, tensor: Tensor) -> Life:
-        """The history of a live tensor's storage."""
+        """Return the history of a live tensor's storage."""
         return self._alive[id(tensor.untyped_storage())][1]
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -117,7 +117,7 @@ class Storages(TorchDispatchMode):
         self._resized(life, 0)
 
     def _living(self) -> list[torch.UntypedStorage]:
-        """Those not freed yet; one that a collection of garbage frees meanwhile leaves the table."""
+        """List storages not freed yet; one that garbage collection frees meanwhile leaves the table."""
         return [storage for ref, _ in list(self._alive.values()) if (storage := ref()) is not None]
 
     def _resized(self, life: Life, size: int) -> None:

@@ -70,13 +70,13 @@ def check(module: nn.Module, name: str, degree: int) -> None:
 
 
 def undivided(module: nn.Module, name: str, degree: int) -> list[str]:
-    """What the degree does not divide, in words."""
+    """List what the degree does not divide, in words."""
     sizes = dict(_sizes(module, styles_of(module, name)))
     return [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
-    """What it says itself.
+    """Return the tensor-parallel plan that a module brings.
 
     Raises:
         ShardingError: a `tensor_plan` that is no mapping of text to text, or names what is no module.
@@ -100,12 +100,12 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 
 
 def _of_any_block(pattern: str) -> str:
-    """As modules are looked at of which only a few blocks are built."""
+    """Return a pattern for any block, as only a few blocks are built."""
     return ".".join("*" if part.isdecimal() else part for part in pattern.split("."))
 
 
 def _with_parameters(module: nn.Module) -> list[str]:
-    """Their names, once for all blocks."""
+    """List names of modules with parameters, once for all blocks."""
     names = (
         name for name, one in module.named_modules() if name and next(one.parameters(False), None) is not None
     )
@@ -160,7 +160,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _sizes(module: nn.Module, words: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """What must be divided, in words."""
+    """Yield what must be divided, in words, with its size."""
     config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
     for what, names in {
         "heads": ("num_attention_heads", "heads"),

@@ -58,13 +58,13 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """By the allocator."""
+        """Bytes that the allocator can use."""
         return self.memory_bytes - self.context_bytes
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a stream does for one block in one phase; seconds from the step's beginning.
+    """The work of a stream for one block in one phase; seconds from the step's beginning.
 
     Attributes:
         busy: seconds of it in which the stream does not wait.
@@ -82,7 +82,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Times:
-    """Of a step, in seconds. Exposed communication is what computation waits for."""
+    """Times of a step, in seconds. Exposed communication is what computation waits for."""
 
     step: float
     computation: float
@@ -93,7 +93,7 @@ class Times:
 
 
 def hardware_of(name: str) -> Hardware:
-    """The profile of that name, or of that file (TOML)."""
+    """Return the profile of that name, or of that file (TOML)."""
     folder = resources.files("shardwise.planner") / "hardware"
     known = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
     if name in known:
@@ -131,7 +131,7 @@ def _check_number(name: str, value: Any, *, may_be_zero: bool) -> None:
 
 
 def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Times:
-    """Of the recording's last step."""
+    """Compute the times of the recording's last step."""
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
     spans: dict[tuple[str, Place], Span] = {}
@@ -165,7 +165,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int) -> Time
 
 
 def host_bound(times: Times) -> Iterator[str]:
-    """What the host takes longer to issue than the device to do: phases of groups, with both times."""
+    """Yield what takes the host longer to issue than the device to do: phases of groups, with both times."""
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     for (phase, layer), of in _by_group(times).items():
         host, busy = sum(span.host for span in of), max(span.busy for span in of)
@@ -197,7 +197,7 @@ def compute_seconds(event: Compute, hardware: Hardware) -> float:
 
 
 def send_seconds(call: Collective, hardware: Hardware, *, stride: int = 1) -> float:
-    """A ring over hosts, within which devices are next to each other; for small messages, a tree of hosts.
+    """Time a ring over hosts, within which devices are neighbours; for small messages, a tree of hosts.
 
     Args:
         stride: ranks from one member to the next. Those between do the same over the same connection.

@@ -41,7 +41,7 @@ Birth = tuple[int, int | None, type, int]
 
 
 class NotRegular(Exception):  # noqa: N818
-    """What a model does is not the same for each block more."""
+    """Raised where a model does not do the same for each further block."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Loop:
 
 
 def unroll(small: Recording, large: Recording, layers: int, *, instead: Recording | None = None) -> Recording:
-    """The recording of the same model with so many blocks.
+    """Return the recording of the same model with so many blocks.
 
     Args:
         small: of a few blocks, `RECORDED` for a model of which nothing is known.
@@ -141,7 +141,7 @@ def _grown(event: Event, growth: Any, times: int) -> Event:
 
 
 def grown(small: Recording, large: Recording, times: int) -> Recording:
-    """What `small` is with its change to `large` made so many times: of larger micro-batches, say.
+    """Return `small` with its change to `large` applied so many times: of larger micro-batches, say.
 
     Raises:
         NotRegular: other things happen in the two.
@@ -254,7 +254,7 @@ class _Copier:
 
 
 def _words(recording: Recording) -> Iterator[Any]:
-    """A recording in words that are equal for equal ones: memory and marks by their numbers."""
+    """Yield a recording in words that are equal for equal ones: memory and marks by their numbers."""
     numbers: dict[int, int] = {}
     for segment in recording.segments:
         for event in segment.events:

@@ -129,7 +129,7 @@ class _Watcher:
         return reduce
 
     def initial_state(self, original: Method) -> Method:
-        """Made from shapes alone, which tell no owner."""
+        """Wrap what makes state, so that it counts for its parameter's block: shapes alone tell no owner."""
 
         def initial_state(param: Tensor, **options: Any) -> Any:
             layer = self.recorder.owner_of([_compat.local_of(param)])
@@ -149,7 +149,7 @@ class _Watcher:
 
 
 class Stream:
-    """In the place of an accelerator's: whatever is issued while it is entered is issued to it."""
+    """Stand-in for an accelerator's stream: operations issued while it is entered are issued to it."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name, self.recorder = name, recorder

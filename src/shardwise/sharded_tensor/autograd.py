@@ -48,26 +48,26 @@ linked: Callable[..., Any] = _compat.apply_of(_Linked)
 
 
 def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`tensor`, equal on every rank, for use with local shards. Its gradient is summed over `group`."""
+    """Return `tensor`, equal on every rank, for local shards; its gradient is summed over `group`."""
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_outside(group) or group.size() == 1:
         return tensor
     return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (all_reduced(grad, group),), tensor))
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's `tensor` (one shape and dtype), on every rank. Collective over `group`."""
+    """Sum every rank's `tensor` (one shape and dtype), for every rank. Collective over `group`."""
     if group.size() == 1:
         return tensor
     return cast(Tensor, linked(lambda t: all_reduced(t, group), lambda grad: (grad,), tensor))
 
 
 def valued(partial: Tensor, value: Tensor) -> Tensor:
-    """`value`, which all ranks know already; its gradient goes to this rank's `partial` of it."""
+    """Return `value`, which all ranks know already; its gradient goes to this rank's `partial` of it."""
     return cast(Tensor, linked(lambda _: value.clone(), lambda grad: (grad,), partial))
 
 
 def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
-    """`tensor`, whose backward also runs those of others, with gradients of zero."""
+    """Return `tensor`, whose backward also runs those of others, with gradients of zero."""
     needed = [nothing_of(end) for end in ends if end.requires_grad]
     if not needed:
         return tensor
@@ -76,12 +76,12 @@ def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
 
 
 def nothing_of(tensor: Tensor) -> Tensor:
-    """Nothing of a tensor but its place in the autograd graph, 1-D."""
+    """Return an empty 1-D slice of a tensor, which has its place in the autograd graph."""
     return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """A reduction without gradient, in new memory. Collective over `group`.
+    """Return a reduction without gradient, in new memory. Collective over `group`.
 
     Raises:
         ShardingError: on every rank, where on one the operation that asks for it has failed (`failure`).
@@ -103,7 +103,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
 
 
 def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
-    """The greatest or least of every rank's elements, NaN where one is NaN; no gradient. Collective."""
+    """Reduce to the greatest or least of ranks' elements, NaN where one is; no gradient. Collective."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
     return extremes.extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
@@ -120,7 +120,7 @@ def moved(
     agreement: Agreement | None = None,
     to_all: Sequence[Sequence[Box]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """This rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
+    """Return this rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
 
     Args:
         tensors: this rank's source boxes. All ranks' are an exact cover, as are the target boxes.
@@ -182,7 +182,7 @@ def exchange_values(
     group: dist.ProcessGroup,
     agreement: Agreement | None = None,
 ) -> None:
-    """`exchange`, where there are values: tensors on the meta device have none."""
+    """Call `exchange`, where there are values: tensors on the meta device have none."""
     if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
         if agreement is not None:
             agreement.settle()

@@ -48,7 +48,7 @@ class ShardedTensorBase(Tensor):
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
-        """`local_shards`, as some of those of the metadata. Raises ShardingError where it is no cover."""
+        """Make a tensor of local shards; raises ShardingError for any that the metadata does not have."""
         metadata, shards = metadata_of(sharded_tensor_metadata), shards_of(local_shards)
         metadata.check(None)
         for shard in shards:
@@ -61,17 +61,17 @@ class ShardedTensorBase(Tensor):
         return _based(shards, metadata, None if sharding_spec is None else spec_of(sharding_spec))
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Every shard's box and placement, and the properties of all. Local."""
+        """Return every shard's box and placement, and the properties of all. Local."""
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """The spec it was made by, or the plainest that describes its shards. Local."""
+        """Return the spec it was made by, or the plainest that describes its shards. Local."""
         if self._spec is None:
             self._spec = infer_sharding_spec(self._metadata)
         return self._spec
 
     def local_shards(self) -> list[Shard]:
-        """Those that are here, in the order of the metadata. Local."""
+        """Return this rank's shards, in the order of the metadata. Local."""
         return self._shards
 
     @classmethod
@@ -116,7 +116,7 @@ def _based(
 
 
 def sharded_in(values: Any) -> Iterator[Any]:
-    """The sharded tensors among the values, also within lists and tuples."""
+    """Yield the sharded tensors among the values, also within lists and tuples."""
     for value in values:
         if isinstance(value, ShardedTensorBase):
             yield value
@@ -125,12 +125,12 @@ def sharded_in(values: Any) -> Iterator[Any]:
 
 
 def first_sharded(args: Any, kwargs: Any) -> Any:
-    """The first sharded tensor among the arguments of an operation, which has one."""
+    """Return the first sharded tensor among the arguments of an operation, which has one."""
     return next(sharded_in([*args, *kwargs.values()]))
 
 
 def is_foreign(tensor: Any) -> bool:
-    """Is it another library's sharded tensor?"""
+    """Return whether `tensor` is another library's sharded tensor."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor) is not Tensor

@@ -1,4 +1,4 @@
-"""Is what the ranks hold one tensor? Every rank tells, every rank judges, and all of them raise alike.
+"""Checks that ranks' shards make one tensor: all read all descriptions, and raise the same error.
 
 A rank on which something is wrong must not raise before the others know, or they would wait for it in the
 next collective. So each rank describes its shards and its own problems in text, all texts are gathered,
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 def gather_shards(
     shards: Callable[[], Sequence[Shard]], global_size: Sequence[int], *, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """The description of the tensor that all ranks' `shards()` make together. Collective over `group`.
+    """Return the description of the tensor that all ranks' `shards()` make together. Collective over `group`.
 
     Raises:
         ShardingError: on every rank, naming the rank, shard and both values, where they make none.
@@ -75,7 +75,7 @@ def gather_shards(
 
 
 def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[str]:
-    """What is wrong with this rank's `shards` as those of `metadata`; in order, in words. Local."""
+    """List what is wrong with this rank's `shards` as those of `metadata`; in order, in words. Local."""
     problems = [problem for index, shard in enumerate(shards) for problem in _problems(index, shard)]
     placed = metadata.held_by(dist.get_rank())
     if len(placed) != len(shards):
@@ -100,19 +100,19 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 def proposed(
     make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str
 ) -> tuple[_T, Agreement]:
-    """`agreed`, before all ranks have said so: the agreement is still to be settled."""
+    """Run `agreed` before all ranks have confirmed: the agreement is still to be completed."""
     try:
         made = make()
         words = text(made)
     except Exception as error:  # of a user's spec, whatever it raises
-        said = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail alike say the same
+        said = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail the same way say the same
         agree(f"impossible: {said}", group=group, what=what)
         raise
     return made, Agreement(words, group=group, what=what)
 
 
 def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str) -> _T:
-    """`make()`, which is pure arithmetic, where all ranks make the same. Collective over `group`.
+    """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
     Args:
         make: may raise, on some ranks only if they are given different things. On a process outside the
@@ -122,7 +122,7 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
 
     Raises:
         RankMismatchError: on every rank, where ranks make different things or only some can.
-        Exception: as `make` raises it, where it does so on all ranks alike.
+        Exception: as `make` raises it, where it does so on all ranks.
     """
     if is_outside(group):
         return make()
@@ -136,7 +136,7 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    """Those of a tensor, in words; without those that it does not have."""
+    """Describe the properties of a tensor; without those that it does not have."""
     found: dict[str, Any] = {
         "dtype": str(tensor.dtype),
         "layout": str(tensor.layout),
@@ -153,19 +153,19 @@ def _properties(tensor: torch.Tensor) -> dict[str, Any]:
 def _unlike(
     index: int, shard: Shard, found: dict[str, Any], expected: dict[str, Any], who: str
 ) -> Iterator[str]:
-    """In words, which properties of a shard are not those `expected`."""
+    """Yield a line for each property of a shard that is not as `expected`."""
     for name, value in found.items():
         if expected.get(name, value) != value:
             yield f"shard {index} ({_where(shard)}) has {name} {value}, but {who} {expected[name]}"
 
 
 def _named(name: str) -> Any:
-    """A dtype or memory format of torch by its text."""
+    """Return a dtype or memory format of torch by its text."""
     return getattr(torch, name.removeprefix("torch."))
 
 
 def _problems(index: int, shard: Shard) -> list[str]:
-    """What is wrong with one shard by itself."""
+    """List what is wrong with one shard by itself."""
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
     name = f"shard {index} ({_where(shard)})"
     found: list[str] = []
@@ -208,7 +208,7 @@ def _same_device(placed: torch.device, found: torch.device) -> bool:
 
 
 def _differing(name: str, values: dict[int, Any]) -> list[str]:
-    """In words, how ranks' `values` differ; nothing where they do not."""
+    """Describe how ranks' `values` differ; nothing where they do not."""
     if not values:
         return []
     first, expected = next(iter(values.items()))

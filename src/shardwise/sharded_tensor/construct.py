@@ -65,7 +65,7 @@ def empty(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """An uninitialised tensor cut by `sharding_spec`. Collective over the group: ranks compare 8 bytes.
+    """Make an uninitialised tensor cut by `sharding_spec`. Collective over the group: ranks compare 8 bytes.
 
     A process that is not in the group gets the tensor without shards and takes no part.
 
@@ -94,7 +94,7 @@ def empty(
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
-    """A tensor of `fill_value` everywhere; the dtype is that of the value unless given. See `empty`."""
+    """Make a tensor of `fill_value` everywhere; its dtype is that of the value unless given. See `empty`."""
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     made = _made(sharding_spec, (size,), values=f"full of {fill_value}", **options)
@@ -102,12 +102,12 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """A tensor of zeros. See `empty`."""
+    """Return a tensor of zeros. See `empty`."""
     return _filled(_made(sharding_spec, size, values="zeros", **options), lambda tensor, box: tensor.zero_())
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """A tensor of ones. See `empty`."""
+    """Return a tensor of ones. See `empty`."""
     return _filled(_made(sharding_spec, size, values="ones", **options), lambda tensor, box: tensor.fill_(1))
 
 
@@ -119,7 +119,7 @@ def rand(
     high: float = 1.0,
     **options: Any,
 ) -> ShardedTensor:
-    """Uniform values in [low, high), by the seed the same for every spec and number of ranks. See `empty`.
+    """Draw uniform values in [low, high), by seed the same for every spec and number of ranks. See `empty`.
 
     Args:
         seed: equal on every rank. None draws one from torch's generator on the group's first rank and sends
@@ -136,12 +136,12 @@ def randn(
     std: float = 1.0,
     **options: Any,
 ) -> ShardedTensor:
-    """Normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
+    """Return normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
     return _drawn(sharding_spec, size, options, seed, partial(random.normal_, mean=mean, std=std))
 
 
 def shared_seed(group: dist.ProcessGroup) -> int:
-    """A seed from torch's default CPU generator on the first rank, equal on all. Collective over `group`.
+    """Draw a seed from torch's default CPU generator on the first rank, equal on all. Collective.
 
     Every rank's generator takes that step, so that those which were equal stay so; also that of a process
     outside the group, whose seed is its own.
@@ -160,7 +160,7 @@ def init_from_local_shards(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """The tensor that every rank's `local_shards` make together; it shares their memory. Collective.
+    """Return the tensor that every rank's `local_shards` make together; it shares their memory. Collective.
 
     This rank's are any number; all ranks' cover the whole tensor once. Other arguments are as for `empty`.
 
@@ -181,7 +181,7 @@ def init_from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """The tensor that `sharded_tensor_metadata` describes, of which this rank has `local_shards`.
+    """Return the tensor that `sharded_tensor_metadata` describes, of which this rank has `local_shards`.
 
     Collective over the group: ranks compare 8 bytes. A process that is not in the group has no shards of it
     and takes no part.
@@ -211,7 +211,7 @@ def init_from_local_shards_and_global_metadata(
 
 
 def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
+    """Return torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
 
     Collective over the group, by default that of `tensor`: ranks compare 8 bytes. Raises ShardingError where
     it is none, or its shards are not those of its metadata.
@@ -231,7 +231,7 @@ def init_from_local_tensor(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """The tensor cut by `sharding_spec` of which this rank has `local_tensor`, in its memory. Collective.
+    """Make the tensor cut by `sharding_spec` whose part here is `local_tensor`, in its memory. Collective.
 
     Args:
         local_tensor: of the size that the spec gives this rank; None where it gives it no shard.
@@ -272,7 +272,7 @@ def shard_tensor(
     src_rank: int | None = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
-    """A whole tensor cut by `sharding_spec`, in memory of its own. Collective over the group.
+    """Return a whole tensor cut by `sharding_spec`, in memory of its own. Collective over the group.
 
     Args:
         tensor: of the same shape, dtype and requires_grad on every rank of the group.
@@ -350,7 +350,7 @@ def _made(
     init_rrefs: bool = False,
     **properties: Any,
 ) -> ShardedTensor:
-    """`empty`, of what is to be filled with `values`, in words that are equal on every rank."""
+    """Make `empty`, to be filled with `values`, described in words that are equal on every rank."""
     group = group_or_default(process_group)
 
     def built() -> ShardedTensorMetadata:
@@ -391,7 +391,7 @@ def _drawn(
     seed: int | None,
     draw: partial[Tensor],
 ) -> ShardedTensor:
-    """Filled by `draw`, a function of `sharded_tensor.random`."""
+    """Make a tensor filled by `draw`, a function of `sharded_tensor.random`."""
     made = _made(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
     if seed is None:
         seed = shared_seed(made.process_group)
@@ -423,7 +423,7 @@ def _check_properties(properties: TensorProperties, ndim: int) -> None:
 
 
 def _allocated(metadata: ShardedTensorMetadata) -> list[Shard]:
-    """Memory for this rank's shards."""
+    """Return memory for this rank's shards."""
     properties, shards = metadata.tensor_properties, []
     for place in metadata.held_by(dist.get_rank()):
         assert place.placement is not None

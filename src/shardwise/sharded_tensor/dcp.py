@@ -21,19 +21,19 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
-    """What this rank writes to a checkpoint; nothing on some ranks."""
+    """Return what this rank writes to a checkpoint; nothing on some ranks."""
     return entries.write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """What this rank writes and reads; of a tensor without elements, the holder of its first shard."""
+    """List the chunks that this rank writes and reads; the first holder has that of an empty tensor."""
     ranks = [shard.rank for shard in sharded.metadata().shards_metadata]
     first = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
     return entries.chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())
 
 
 def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
-    """The local shard that begins at the offset of `index`."""
+    """Return the local shard that begins at the offset of `index`."""
     if sharded.metadata().size.numel() == 0:
         return sharded.anchor.detach().new_empty(sharded.metadata().size)
     for shard in sharded.local_shards():
@@ -45,8 +45,8 @@ def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
     )
 
 
-def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:
-    """`whole`, which every rank has, cut alike; another shape is left for `load_state_dict` to refuse."""
+def _cut_as(sharded: ShardedTensor, whole: Tensor) -> Tensor:
+    """Cut `whole`, which every rank has, as `sharded`; `load_state_dict` refuses another shape."""
     if whole.shape != sharded.metadata().size:
         return whole
     tensors = [within(whole, box, size=whole.shape).clone() for box in sharded.boxes]
@@ -56,4 +56,4 @@ def _cut_alike(sharded: ShardedTensor, whole: Tensor) -> Tensor:
 ShardedTensor.__create_write_items__ = _write_items
 ShardedTensor.__create_chunk_list__ = _chunks
 ShardedTensor.__get_tensor_shard__ = _shard_at
-extend_state_dict_helpers(ShardedTensor, cut=_cut_alike)
+extend_state_dict_helpers(ShardedTensor, cut=_cut_as)

@@ -45,7 +45,7 @@ _Runs = list[tuple[int, int]]  # first index and length in one dim of the whole 
 
 
 def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """The same tensor as a sharded one, detached: no gradient passes. Local: nothing is sent.
+    """Return a DTensor as a sharded tensor, detached: no gradient passes. Local: nothing is sent.
 
     Where the local tensor is torchrec's (`LocalShardsWrapper`), shards are those that it lists, whatever the
     placements say. Then it is collective: ranks tell each other where theirs lie.
@@ -87,7 +87,7 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
 def _of_listed_shards(
     local: LocalShardsWrapper, mesh: DeviceMesh, shape: torch.Size, group: dist.ProcessGroup
 ) -> ShardedTensor:
-    """Of the shards that each rank lists; of those that several hold alike, the first rank's. Collective."""
+    """Make a sharded tensor of the shards that ranks list; the first of equal ones counts. Collective."""
     listed = [] if mesh.get_coordinate() is None else list(local.local_shards())
     offsets = [list(chunk) for chunk in local.local_offsets()[: len(listed)]]
     places = [[at, list(shard.shape)] for at, shard in zip(offsets, listed, strict=True)]
@@ -103,7 +103,7 @@ def _of_listed_shards(
 
 
 def held_by_this_rank(dtensor: DTensor) -> list[tuple[Box, Tensor]]:
-    """This rank's boxes of a DTensor, also where they are replicas, and views of its memory. Local."""
+    """Return this rank's boxes of a DTensor, also where they are replicas, and views of its memory. Local."""
     local = _compat.local_tensor(dtensor).detach()
     mesh = dtensor.device_mesh
     placements = _normalized(dtensor.placements, mesh, ndim=dtensor.ndim)
@@ -126,7 +126,7 @@ def of_boxes(
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
-    """The tensor of these boxes on these global ranks, of which this rank's are `tensors`. Local."""
+    """Return the tensor of these boxes on these global ranks, of which this rank's are `tensors`. Local."""
     metadata = ShardedTensorMetadata(
         [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed],
         shape,
@@ -138,7 +138,7 @@ def of_boxes(
 
 
 def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The same values as a DTensor on `mesh`, in memory of its own and detached: no gradient passes.
+    """Return the values as a DTensor on `mesh`, in memory of its own and detached: no gradient passes.
 
     Each rank gets the elements it lacks once, straight from a rank that has them. Collective over the
     tensor's group; ranks outside the mesh get a DTensor without elements, as torch makes them there.
@@ -194,7 +194,7 @@ class _Holding:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the local tensor."""
+        """Sizes of the local tensor."""
         return tuple(map(_length, self.runs))
 
     @property
@@ -212,7 +212,7 @@ class _Holding:
         ]
 
     def _empty(self) -> Box:
-        """A box of the local tensor's sizes within the whole tensor."""
+        """Return a box of the local tensor's sizes within the whole tensor."""
         starts = [runs[0][0] if runs else size for runs, size in zip(self.runs, self.shape, strict=True)]
         return Box(tuple(starts), self.sizes)
 
@@ -220,7 +220,9 @@ class _Holding:
 def _holdings(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...], *, order: Any = None
 ) -> dict[int, _Holding]:
-    """By global rank, in the mesh's order. `order` names the axes cutting each dim in the order they cut."""
+    """Return what each rank holds, by global rank in the mesh's order.
+
+    `order` names the axes that cut each dim, in the order in which they cut."""
     axes: list[list[int]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if _cuts(placement):
@@ -240,7 +242,7 @@ def _holdings(
 
 
 def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, ...], _Runs]:
-    """What of a dim lies at each coordinate of the axes that cut it."""
+    """Return what of a dim lies at each coordinate of the axes that cut it."""
     table: dict[tuple[int, ...], _Runs] = {(): [(0, size)] if size else []}
     for placement, count in cuts:
         table = {
@@ -265,7 +267,7 @@ def _length(runs: _Runs) -> int:
 
 
 def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
-    """`runs` over the `count` coordinates of an axis."""
+    """Split `runs` over the `count` coordinates of an axis."""
     if isinstance(placement, OwnShard):
         held = [placement.local_rows(_length(runs), count, index) for index in range(count)]
         return [_between(runs, first, first + rows) for rows, first in held]
@@ -276,14 +278,14 @@ def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
 
 
 def _chunks(runs: _Runs, count: int) -> list[_Runs]:
-    """Equal chunks of the indices in `runs`; the last ones short or empty."""
+    """Return the equal chunks of the indices in `runs`; the last ones short or empty."""
     total = _length(runs)
     chunk = -(-total // count)
     return [_between(runs, i * chunk, (i + 1) * chunk) for i in range(count)]
 
 
 def _between(runs: _Runs, begin: int, end: int) -> _Runs:
-    """Those of the indices in `runs`, counted one after the other, from `begin` to before `end`."""
+    """Return the indices of `runs`, counted one after the other, from `begin` to before `end`."""
     found, before = [], 0
     for start, length in runs:
         low, high = max(begin - before, 0), min(end - before, length)
@@ -294,7 +296,7 @@ def _between(runs: _Runs, begin: int, end: int) -> _Runs:
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
-    """Runs that continue one another as one."""
+    """Join runs that continue one another."""
     found: _Runs = []
     for start, length in runs:
         if found and sum(found[-1]) == start:
@@ -327,7 +329,7 @@ def _dim(placement: Any) -> int:
 
 
 def _normalized(placements: Sequence[Placement], mesh: DeviceMesh, *, ndim: int) -> tuple[Placement, ...]:
-    """The placements with dims counted from the first."""
+    """Return the placements with dims counted from the first."""
     if len(placements) != mesh.ndim:
         raise ShardingError(
             f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"

@@ -18,7 +18,7 @@ from shardwise.layout import Box
 
 
 def chunks(boxes: Sequence[Box], size: torch.Size, *, is_first: bool) -> list[ChunkStorageMetadata]:
-    """What a rank that holds `boxes` of a tensor of `size` writes and reads; `is_first` on one rank."""
+    """List the chunks that a rank with `boxes` of a tensor of `size` stores; `is_first` on one rank."""
     if not size.numel():
         stored = [Box.whole(size)] if is_first else []
     else:
@@ -29,7 +29,7 @@ def chunks(boxes: Sequence[Box], size: torch.Size, *, is_first: bool) -> list[Ch
 def write_items(
     name: str, parts: Sequence[ChunkStorageMetadata], size: torch.Size, *, like: Tensor
 ) -> list[WriteItem]:
-    """What a rank writes of the tensor `name`: `parts` of it, of the dtype and layout of `like`."""
+    """List what a rank writes of the tensor `name`: `parts` of it, of the dtype and layout of `like`."""
     properties = TensorProperties.create_from_tensor(like)
     return [
         WriteItem(

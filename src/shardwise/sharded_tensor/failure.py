@@ -1,6 +1,6 @@
-"""What goes wrong on one rank alone is told with the next collective, and raises on all ranks there.
+"""An error on one rank alone travels with the next collective, and raises on all ranks there.
 
-Most errors follow from what all ranks know, and all raise them alike. Some follow from one rank's values: a
+Most errors follow from what all ranks know, and raise on all. Some follow from one rank's values: a
 division of integers by zero, a probability beyond 1. A rank that raised such an error where it stands would
 leave the others waiting for it in their next collective. So it goes on with stand-ins of the right shape, and
 keeps the error beside them:
@@ -39,7 +39,7 @@ _current: Failures = {}  # of the operands of the operation under way
 
 
 def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`handler(func, args, kwargs)`, or stand-ins for its result where it fails for this rank's values."""
+    """Run `handler(func, args, kwargs)`, or make stand-ins where it fails for this rank's values."""
     try:
         return _handed_on(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
@@ -49,7 +49,7 @@ def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`handler(func, args, kwargs)`; what went wrong with its operands, went wrong with its results."""
+    """Run `handler(func, args, kwargs)`, and hand errors of its operands on to its results."""
     global _current
     operands = sharded_in([*args, *kwargs.values()])
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
@@ -65,7 +65,7 @@ def _handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[
 def _stand_in(
     error: Exception, handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A result for an operation that failed with `error` for this rank's values; else raises `error`."""
+    """Make a result for an operation that failed with `error` for this rank's values, or raise `error`."""
     global ever
     operands = list(sharded_in([*args, *kwargs.values()]))
     group = operands[0].process_group
@@ -86,12 +86,12 @@ def _stand_in(
 
 
 def known(sharded: Any) -> Failures:
-    """What went wrong on this rank with the values of `sharded`, or in the operation under way."""
+    """Return the errors on this rank in the values of `sharded`, or in the operation under way."""
     return {**_current, **sharded._failures} if ever else {}
 
 
 def above(text: str, failures: Failures) -> str:
-    """`text`, below a line for each of them; on ranks that may go on, `text` alone."""
+    """Return `text`, below a line for each of them; on ranks that may go on, `text` alone."""
     return "\n".join([*failures, text])
 
 
@@ -102,7 +102,7 @@ def raise_here(failures: Failures) -> None:
 
 
 def flag() -> int:
-    """1 where the operation under way is of no use on this rank, else 0."""
+    """Return 1 where the operation under way is of no use on this rank, else 0."""
     return 1 if _current else 0
 
 
@@ -125,12 +125,12 @@ def _tried(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What the operation makes of twins of all tensors, with values; None where it makes nothing of them."""
+    """Run the operation on twins of all tensors, with values; return None where it raises on them."""
     twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
-            twins[id(tensor)] = tensor, _alike(tensor, twin)
+            twins[id(tensor)] = tensor, _twin_of(tensor, twin)
         return twins[id(tensor)][1]
 
     try:
@@ -142,13 +142,13 @@ def _tried(
 
     def whole(value: Tensor) -> Tensor:
         known = originals.get(id(value))
-        return _alike(value, lambda tensor: _filled(tensor, device)) if known is None else known
+        return _twin_of(value, lambda tensor: _filled(tensor, device)) if known is None else known
 
     return _mapped(made, whole)
 
 
-def _alike(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
-    """The twin of a tensor: of a sharded one over a group that nothing can be told to."""
+def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the twin of a tensor: of a sharded one over a group that cannot communicate."""
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
     sharded: Any = tensor
@@ -173,20 +173,20 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """A result with values: zeros in place of one of the meta device."""
+    """Return a result with values: zeros in place of one of the meta device."""
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
 
 
 def _lies_apart(sharded: Any) -> bool:
-    """Has a rank of the group no elements of it?"""
+    """Return whether a rank of the group has no elements of the tensor."""
     holders = {shard.rank for shard in sharded.metadata().shards_metadata if not shard.box.is_empty}
     return bool(len(holders) < sharded.process_group.size())
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`function` of every tensor in nested lists, tuples and dicts."""
+    """Apply `function` to every tensor in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):

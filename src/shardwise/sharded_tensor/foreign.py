@@ -1,6 +1,6 @@
 """Specs, shards and tensors of torch's deprecated `torch.distributed._shard`, taken where ours are.
 
-They are told by what they can do, and converted at the edge; nothing of that package is imported.
+They are recognised by their methods, and converted at the edge; nothing of that package is imported.
 
     spec      `build_metadata(sizes, properties)`         -> `ShardingSpec`
     shard     `tensor`, `metadata`                        -> `Shard`, of the same memory
@@ -42,7 +42,7 @@ class ForeignSpec(ShardingSpec):
 
 
 def spec_of(spec: Any) -> ShardingSpec:
-    """`spec`, or ours in place of another library's. Raises ShardingError where it is none."""
+    """Return `spec`, or ours in place of another library's. Raises ShardingError where it is none."""
     if isinstance(spec, ShardingSpec):
         return spec
     if not callable(getattr(spec, "build_metadata", None)):
@@ -56,7 +56,7 @@ def spec_of(spec: Any) -> ShardingSpec:
 
 
 def metadata_of(metadata: Any) -> ShardedTensorMetadata:
-    """`metadata`, or ours in place of another library's."""
+    """Return `metadata`, or ours in place of another library's."""
     if isinstance(metadata, ShardedTensorMetadata):
         return metadata
     properties = (getattr(metadata.tensor_properties, field.name) for field in fields(TensorProperties))
@@ -68,7 +68,7 @@ def metadata_of(metadata: Any) -> ShardedTensorMetadata:
 
 
 def shards_of(shards: Sequence[Any]) -> list[Shard]:
-    """`shards`, or ours in place of another library's, of the same memory."""
+    """Return `shards`, or ours in place of another library's, of the same memory."""
     return [
         shard if isinstance(shard, Shard) else Shard(shard.tensor, ShardMetadata.of(shard.metadata))
         for shard in shards

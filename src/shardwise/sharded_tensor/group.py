@@ -1,6 +1,4 @@
-"""Which ranks a sharded tensor is on: its process group, also on processes that are not in it, and placements
-by the name of an RPC worker.
-"""
+"""Process groups of sharded tensors, also on processes outside them; placements by RPC workers' names."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from shardwise.sharded_tensor.metadata import (
 
 
 class _Outside:
-    """What a process has for a group that it is not in: `torch.distributed.new_group` gives it none."""
+    """Stand-in for a group that this process is not in: `torch.distributed.new_group` gives it none."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ShardingError(
@@ -39,17 +37,17 @@ OUTSIDE: Any = _Outside()
 
 
 def is_outside(group: dist.ProcessGroup) -> bool:
-    """Is this process not in the group, and so takes no part in its collectives?"""
+    """Return whether this process is not in the group, and so takes no part in its collectives."""
     return group is OUTSIDE
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
-    """The global ranks of a group; None where this process is not in it, and does not know them."""
+    """Return the global ranks of a group; None where this process is not in it, and does not know them."""
     return None if is_outside(group) else dist.get_process_group_ranks(group)
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`process_group`, or the default group where it is None; `OUTSIDE` where this process is in neither.
+    """Return `process_group`, or for None the default group; `OUTSIDE` where this process is in neither.
 
     Raises:
         ShardingError: there is no default group, or something else than a group is given.
@@ -71,7 +69,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def cut_by(
     spec: Any, size: Sequence[int], properties: TensorProperties, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """The shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
+    """Return the shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
 
     Raises:
         ShardingError: it is no spec, or gives none that cover the tensor once, or others' shards.
@@ -82,7 +80,7 @@ def cut_by(
 
 
 def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
-    """The same shards, placements by a worker's name replaced by those of its rank. Local.
+    """Return the metadata with placements by a worker's name replaced by those of its rank. Local.
 
     Raises:
         ShardingError: there is no such worker, or RPC is not initialised.

@@ -1,4 +1,4 @@
-"""What is known about a sharded tensor on every rank: its shards, where each lies, and its properties.
+"""Metadata of a sharded tensor, known on every rank: its shards, their places, and its properties.
 
     ShardedTensorMetadata
       size               of the whole tensor
@@ -51,7 +51,7 @@ class RemoteDevice:
 
     @staticmethod
     def of(placement: Any) -> RemoteDevice:
-        """From a string, a `RemoteDevice`, any object with methods `rank()` and `device()`, or its holder."""
+        """Make one from a string, a `RemoteDevice`, an object with `rank()` and `device()`, or its holder."""
         if isinstance(placement, RemoteDevice):
             return placement
         if isinstance(placement, (str, torch.device)):
@@ -66,7 +66,7 @@ class RemoteDevice:
         raise _bad_placement(placement)
 
     def rank(self) -> int | None:
-        """Global rank of the process; None where a worker's name stands for it."""
+        """Return the global rank of the process; None where a worker's name stands for it."""
         return self._process if isinstance(self._process, int) else None
 
     def device(self) -> torch.device:
@@ -77,7 +77,7 @@ class RemoteDevice:
         return self._process if isinstance(self._process, str) and self._process else None
 
     def on(self, device: torch.device | str) -> RemoteDevice:
-        """Another device of the same process."""
+        """Return another device of the same process."""
         process = repr(self).rpartition("/")[0]
         return RemoteDevice(f"{process}/{device}" if process else str(device))
 
@@ -114,7 +114,7 @@ def _bad_placement(found: object) -> ShardingError:
 
 @dataclass
 class ShardMetadata:
-    """Where one shard lies: its first element, its size, and the device of the process that holds it.
+    """The position of one shard: its first element, its size, and the device of the process that holds it.
 
     Attributes:
         shard_offsets: per dim, the first element within the whole tensor.
@@ -135,7 +135,7 @@ class ShardMetadata:
 
     @staticmethod
     def of(shard: Any) -> ShardMetadata:
-        """From one, or any object with the same attributes."""
+        """Make one from another, or from any object with the same attributes."""
         if isinstance(shard, ShardMetadata):
             return shard
         return ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
@@ -162,7 +162,7 @@ class ShardMetadata:
 
 @dataclass
 class TensorProperties:
-    """What all shards of a tensor have in common."""
+    """The properties that all shards of a tensor share."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
@@ -172,7 +172,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """The properties of `tensor`."""
+        """Return the properties of `tensor`."""
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
@@ -190,7 +190,7 @@ class TensorProperties:
 
 
 def size_of(size: Sequence[Any]) -> torch.Size:
-    """`[3, 4]` or `[(3, 4)]`, as a caller's `*size`, as a size. Raises ShardingError where it is none."""
+    """Return a caller's `*size`, `[3, 4]` or `[(3, 4)]`, as a size. Raises ShardingError for others."""
     if len(size) == 1 and isinstance(size[0], Sequence):
         size = tuple(size[0])
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
@@ -220,7 +220,7 @@ def _check_movable(dtype: torch.dtype) -> None:
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format in which `tensor` lies densely; `torch.preserve_format` for any other strides."""
+    """Return the memory format in which `tensor` is dense; `torch.preserve_format` for other strides."""
     if tensor.is_contiguous():
         return torch.contiguous_format
     for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
@@ -242,18 +242,18 @@ class ShardedTensorMetadata:
         return self.size
 
     def boxes_by(self, ranks: Sequence[int]) -> list[list[Box]]:
-        """For each of the global `ranks`, the boxes it holds, in the order of its shards."""
+        """List the boxes of each of the global `ranks`, in the order of its shards."""
         found: dict[int, list[Box]] = {rank: [] for rank in ranks}
         for shard in self.shards_metadata:
             found[shard.rank].append(shard.box)
         return [found[rank] for rank in ranks]
 
     def held_by(self, rank: int) -> list[ShardMetadata]:
-        """The shards of a global rank, in order."""
+        """Return the shards of a global rank, in order."""
         return [shard for shard in self.shards_metadata if shard.rank == rank]
 
     def cut_as(self, other: ShardedTensorMetadata) -> bool:
-        """Do both give the same boxes of one shape to the same ranks in the same order?"""
+        """Return whether both give the same boxes of one shape to the same ranks in the same order."""
         if self is other or self.shards_metadata is other.shards_metadata:
             return True
         mine, theirs = self.shards_metadata, other.shards_metadata
@@ -267,11 +267,11 @@ class ShardedTensorMetadata:
         )
 
     def with_properties(self, **changes: Any) -> ShardedTensorMetadata:
-        """The same shards with other tensor properties."""
+        """Return the metadata with other tensor properties."""
         return replace(self, tensor_properties=replace(self.tensor_properties, **changes))
 
     def map(self, size: Sequence[int], box: Callable[[Box], Box]) -> ShardedTensorMetadata:
-        """Every shard's box replaced, on the same placements, in a tensor of another `size`."""
+        """Replace every shard's box, on the same placements, for a tensor of another `size`."""
         moved = [
             ShardMetadata(new.offsets, new.sizes, shard.placement)
             for shard in self.shards_metadata
@@ -304,7 +304,7 @@ class ShardedTensorMetadata:
             raise ShardingError(f"{error}{self._culprits(str(error))}") from None
 
     def _culprits(self, problem: str) -> str:
-        """Who holds the shards that a `problem` of the cover names; where it names none, what is missing."""
+        """Name the holders of the shards in a `problem` of the cover; if it names none, what is missing."""
         named = [
             f"shard {index} ({shard.box}) is on rank {shard.rank}"
             for index, shard in enumerate(self.shards_metadata)
@@ -331,7 +331,7 @@ class Shard:
 
     @staticmethod
     def from_tensor_and_offsets(tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
-        """`tensor` as the shard at `shard_offsets` on global rank `rank`. Local."""
+        """Return `tensor` as the shard at `shard_offsets` on global rank `rank`. Local."""
         placement = f"rank:{rank}/{tensor.device}"
         return Shard(tensor, ShardMetadata(list(shard_offsets), list(tensor.shape), placement))
 

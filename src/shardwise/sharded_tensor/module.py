@@ -7,7 +7,7 @@
     state_dict_hook, pre_load_state_dict_hook
                             sharded tensors that are neither parameters nor buffers, in state dicts
 
-What a call asks for is checked on every rank before anything moves, and refused on all of them alike.
+What a call asks for is checked on every rank before anything moves, and refused on all.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """What takes the place of `module`, or `module` itself, changed. Called on every rank."""
+        """Return what replaces `module`, or `module` itself, changed. Called on every rank."""
 
 
 @dataclass
 class ShardingPlan:
-    """What `shard_module` does to a module.
+    """The changes that `shard_module` makes to a module.
 
     Attributes:
         plan: by name of a parameter its spec, by name of a submodule its sharder.
@@ -67,7 +67,7 @@ class ShardingPlanner(ABC):
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """The plan for `module`, without changing it; the same on every rank."""
+        """Return the plan for `module`, without changing it; the same on every rank."""
 
 
 def shard_parameter(
@@ -335,7 +335,7 @@ def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup)
 
 
 def _is_sharder(value: Any) -> bool:
-    """Ours or torch's: it shards modules, and is no spec, which shards tensors."""
+    """Return whether `value` shards modules, ours or torch's, and is no spec, which shards tensors."""
     return callable(getattr(value, "shard", None)) and not hasattr(value, "build_metadata")
 
 
@@ -349,7 +349,7 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
-    """This rank's shards of a replicated tensor, in memory of their own; differentiable."""
+    """Return this rank's shards of a replicated tensor, in memory of their own; differentiable."""
 
     def built() -> ShardedTensorMetadata:
         return cut_by(spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
@@ -369,7 +369,7 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare
 
 
 def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int, ...]:
-    """The dim that is cut by chunks of which every rank has one, of one element; mostly there is none."""
+    """Return the dim that is cut into chunks of one element, one on every rank; mostly there is none."""
     spec = sharded.sharding_spec()
     if not isinstance(spec, ChunkShardingSpec):
         return ()
@@ -378,7 +378,7 @@ def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int,
 
 
 def _nothing(sharded: ShardedTensor) -> Tensor:
-    """An empty tensor with as many dims, in place of the shard that this rank does not hold."""
+    """Return an empty tensor with as many dims, in place of the shard that this rank does not hold."""
     size, shards = list(sharded.metadata().size), sharded.metadata().shards_metadata
     cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
     for d in cut or range(min(1, len(size))):

@@ -25,7 +25,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
 
 
 def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[list[Box]]:
-    """What each rank of `group` holds."""
+    """List the boxes that each rank of `group` holds."""
     return metadata.boxes_by(dist.get_process_group_ranks(group))
 
 
@@ -49,7 +49,7 @@ def move_to(
     spec: ShardingSpec | None,
     what: str,
 ) -> ShardedTensor:
-    """The same values in the boxes of what `build` returns. Collective; differentiable."""
+    """Move the values into the boxes that `build` returns. Collective; differentiable."""
     source, group = sharded.metadata(), sharded.process_group
 
     def wanted() -> ShardedTensorMetadata:
@@ -102,7 +102,7 @@ class _Cut:
 
 
 class _Plan(NamedTuple):
-    """What one rank sends and gets to go from one cut to another: the same each time, so made once."""
+    """The messages of one rank from one cut to another: the same each time, so made once."""
 
     text: str
     messages: list[Message]
@@ -112,7 +112,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> _Plan:
-    """For `rank` within the group of global `ranks`; to the whole on every rank where `target` is None."""
+    """Plan a move for `rank` of the group of global `ranks`; to the whole on each where `target` is None."""
     held = source.metadata.boxes_by(ranks)
     if target is None:
         text, wanted = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]
@@ -124,12 +124,12 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
 
 
 def said_of(sharded: ShardedTensor) -> str:
-    """Its description, and what failed on this rank in making it: nothing, on ranks that may go on."""
+    """Describe a tensor and what failed on this rank in making it: nothing, on ranks that may go on."""
     return failure.above(describe(sharded.metadata()), failure.known(sharded))
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
-    """Everything in it, as text that is equal for equal metadata."""
+    """Describe all of `metadata`, as text that is equal for equal metadata."""
     shards = "\n".join(
         f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata
     )
@@ -239,7 +239,7 @@ def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
 
 
 def placed_on(metadata: ShardedTensorMetadata, device: torch.device) -> ShardedTensorMetadata:
-    """The same shards on a device of their ranks."""
+    """Return the metadata with each shard on a device of its rank."""
     shards = [
         ShardMetadata(s.shard_offsets, s.shard_sizes, None if s.placement is None else s.placement.on(device))
         for s in metadata.shards_metadata

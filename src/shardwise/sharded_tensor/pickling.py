@@ -27,7 +27,7 @@ _group: ContextVar[dist.ProcessGroup | None] = ContextVar("shardwise_load_group"
 
 @contextmanager
 def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
-    """Sharded tensors unpickled within belong to `process_group`.
+    """Let sharded tensors unpickled within belong to `process_group`.
 
     It must have the size, and give this process the rank, that the group of the pickled tensor had.
     """
@@ -39,7 +39,7 @@ def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator
 
 
 def _reduced(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
-    """What `pickle` stores of a sharded tensor."""
+    """Return what `pickle` stores of a sharded tensor."""
     group = sharded.process_group
     shards = [(shard.tensor.detach(), shard.metadata) for shard in sharded.local_shards()]
     is_parameter = bool(getattr(sharded, "_is_param", False))

@@ -81,7 +81,7 @@ def normal_(
 
 @torch.no_grad()
 def bernoulli(box: Box, *, shape: Sequence[int], seed: int, p: float, device: torch.device) -> Tensor:
-    """Bools of shape `box.sizes`, each True with probability `p`, for `box` in a tensor of `shape`.
+    """Return bools of shape `box.sizes`, each True with probability `p`, for `box` in a tensor of `shape`.
 
     True where the uniform value of that seed, taken to 64 bits, is less than `p`: the True elements of a
     smaller `p` are among those of a larger one. Local. Raises ShardingError for a box that leaves the shape
@@ -119,7 +119,7 @@ def _check_out(out: Tensor, box: Box, shape: Sequence[int]) -> None:
 
 
 def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the largest number of `dtype` in [low, high)."""
+    """Return the least and the largest number of `dtype` in [low, high)."""
     largest = torch.finfo(dtype).max
     if not -largest <= low <= high <= largest:
         raise ShardingError(
@@ -147,7 +147,7 @@ def _put(values: Tensor, part: Tensor) -> None:
 def _random_bits(
     box: Box, shape: Sequence[int], seed: int, device: torch.device, *, all_bits: bool
 ) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
-    """Slab after slab of `box`: where it lies in the box, its 64-bit integers, and as much memory to spare.
+    """Yield slabs of `box`: their place in the box, their 64-bit integers, and as much memory to spare.
 
     The integers are flat int64. The caller may overwrite both tensors; the next slab uses them again. Without
     `all_bits` only the 31 highest bits are random.
@@ -174,7 +174,7 @@ def _random_bits(
 
 
 def _slab_numel(device: torch.device) -> int:
-    """So many elements at once: what each core's cache holds, elsewhere what is worth a kernel's launch."""
+    """Return how many elements to draw at once: what fits each core's cache or is worth a launch."""
     return min(1 << 20, torch.get_num_threads() << 16) if device.type == "cpu" else 1 << 20
 
 
@@ -197,7 +197,7 @@ def _slabs(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[slice, ..
 
 
 def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
-    """Flat, for every element of a box of `sizes`, the sum of its indices times `strides`, modulo 2**64."""
+    """Return, flat, each element's sum of indices times `strides` in a box of `sizes`, modulo 2**64."""
     steps = torch.zeros((), dtype=torch.int64, device=device)
     for size, stride in zip(sizes, strides, strict=True):
         steps = steps.unsqueeze(-1) + torch.arange(size, device=device).mul_(_signed(stride))
@@ -205,7 +205,7 @@ def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -
 
 
 def _xor_shifted(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
-    """`bits ^= bits >> shift` of unsigned integers; torch's shift repeats the sign, hence the mask."""
+    """Compute `bits ^= bits >> shift` of unsigned integers, masked as torch's shift repeats the sign."""
     torch.bitwise_right_shift(bits, shift, out=spare)
     return bits.bitwise_xor_(spare.bitwise_and_(_WORD >> shift))
 
@@ -217,7 +217,7 @@ def _stream(seed: int) -> tuple[int, int]:
     """
     start = _mixed(seed + _GOLDEN_GAMMA, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
     gamma = _mixed(seed + 2 * _GOLDEN_GAMMA, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)) | 1
-    # Increments of long runs of equal bits make neighbours' sums too much alike.
+    # Increments of long runs of equal bits make neighbours' sums too similar.
     regular = (gamma ^ (gamma >> 1)).bit_count() < 24
     return start, gamma ^ 0xAAAAAAAAAAAAAAAA if regular else gamma
 
@@ -230,6 +230,6 @@ def _mixed(word: int, shifts: tuple[int, int, int], factors: tuple[int, int]) ->
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 of the same 64 bits."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word

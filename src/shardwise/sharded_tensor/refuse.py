@@ -1,7 +1,7 @@
-"""What is said of an operation that sharded tensors do not support, or not in this case.
+"""Errors for operations that sharded tensors do not support, or not in this case.
 
 Every message names the operation, the shape and spec of each sharded operand, and the nearest way that is
-supported. It depends on metadata alone, so that all ranks raise alike and before any communication.
+supported. It depends on metadata alone, so that all ranks raise, and before any communication.
 """
 
 from __future__ import annotations

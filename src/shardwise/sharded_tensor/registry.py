@@ -1,4 +1,4 @@
-"""Which function does what on sharded tensors: tables that other modules fill, and that the class reads.
+"""Tables of which function does what on sharded tensors: other modules fill them, and the class reads them.
 
 `ShardedTensor.__torch_function__` looks a torch function up in `HANDLERS` by identity and calls
 
@@ -46,7 +46,7 @@ def between_graphs(function: _F) -> _F:
 
 
 def declared(method: _F) -> _F:
-    """A method or function whose signature and documentation are here, and which a module above does."""
+    """Declare a method or function, with signature and documentation, that a higher module implements."""
 
     @between_graphs
     @functools.wraps(method)

@@ -52,12 +52,12 @@ def register_shards(sharded: ShardedTensor) -> None:
 
 
 def _references(number: int) -> list[Any]:
-    """References to the shards of a tensor registered here; other ranks call it over RPC."""
+    """Return references to the shards of a tensor registered here; other ranks call it over RPC."""
     return [rpc.RRef(shard) for shard in _registered[number].local_shards()]
 
 
 def _register(sharded: ShardedTensor) -> int:
-    """The number by which other ranks refer to a tensor of this one."""
+    """Return the number by which other ranks refer to a tensor of this one."""
     try:
         own = rpc.get_worker_info().id
     except (AttributeError, RuntimeError) as error:  # not built into torch, not initialised

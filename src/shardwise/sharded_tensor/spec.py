@@ -37,13 +37,13 @@ from shardwise.sharded_tensor.registry import declared
 
 
 class ShardingSpec(ABC):
-    """How tensors are cut and placed; users subclass it for rules of their own."""
+    """A rule by which tensors are cut and placed; users subclass it for rules of their own."""
 
     @abstractmethod
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """The shards of a tensor of `tensor_sizes`: an exact cover. Local; the same on every rank.
+        """Return the shards of a tensor of `tensor_sizes`: an exact cover. Local; the same on every rank.
 
         Raises:
             ShardingError: a shape that this spec cannot cut.
@@ -160,12 +160,12 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 class PlacementSpec(ABC):  # noqa: B024 - users subclass it for placements of their own
-    """Where a whole thing lies."""
+    """A placement of a whole thing."""
 
 
 @dataclass
 class DevicePlacementSpec(PlacementSpec):
-    """On one device of one process. A placement of specs and shards may be one."""
+    """A placement on one device of one process, of a whole tensor or of a shard."""
 
     device: RemoteDevice
 
@@ -174,7 +174,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
-    """The plainest spec whose `build_metadata` gives exactly these shards in this order. Local."""
+    """Return the plainest spec whose `build_metadata` gives exactly these shards in this order. Local."""
     size, shards = metadata.size, metadata.shards_metadata
     placements = [shard.placement for shard in shards]
     for dim in range(len(size)):
@@ -200,7 +200,7 @@ def _gives(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> bool:
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """The lengths of `count` chunks of `ceil(size / count)` elements, the last short or empty."""
+    """Return the lengths of `count` chunks of `ceil(size / count)` elements, the last short or empty."""
     chunk = -(-size // count)
     return [min(chunk, max(size - i * chunk, 0)) for i in range(count)]
 
@@ -211,7 +211,7 @@ def _grid(
     placements: Sequence[RemoteDevice],
     properties: TensorProperties,
 ) -> ShardedTensorMetadata:
-    """The product of the lengths that `cuts` has of every dim, in row-major order."""
+    """Return the product of the lengths that `cuts` has of every dim, in row-major order."""
     ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in cuts]
     shards = [
         ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)

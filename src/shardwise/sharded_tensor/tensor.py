@@ -74,7 +74,7 @@ class ShardedTensor(ShardedTensorBase):
         sharding_spec: ShardingSpec | None = None,
         anchor: Tensor | None = None,
     ) -> ShardedTensor:
-        """This rank's `shards` as its part of what `metadata` describes. Local; nothing is checked.
+        """Return this rank's `shards` as its part of what `metadata` describes. Local; nothing is checked.
 
         Args:
             anchor: an empty tensor of the same dtype that connects a rank without shards to the autograd
@@ -99,7 +99,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def local_shards(self) -> list[Shard]:
-        """This rank's shards, in the order of the metadata; none on some ranks. Local.
+        """Return this rank's shards, in the order of the metadata; none on some ranks. Local.
 
         Raises:
             ShardingError: what they were to be made by failed on this rank.
@@ -111,7 +111,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def local_tensor(self) -> Tensor:
-        """The one local shard's tensor. Local.
+        """Return the one local shard's tensor. Local.
 
         Raises:
             ShardingError: this rank holds several shards or none, or failed to make it.
@@ -140,7 +140,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
-        """For every other rank, references over torch RPC to its shards; needs `init_rrefs=True`. Local.
+        """Return references over torch RPC to every other rank's shards; needs `init_rrefs=True`. Local.
 
         Raises:
             ShardingError: the tensor was made without `init_rrefs=True`.
@@ -156,7 +156,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @declared
     def full_tensor(self) -> Tensor:
-        """The whole tensor on every rank of the group, as a plain one; differentiable. Collective."""
+        """Return the whole tensor on every rank of the group, as a plain one; differentiable. Collective."""
         raise NotImplementedError
 
     @declared
@@ -167,7 +167,7 @@ class ShardedTensor(ShardedTensorBase):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:
-        """The whole tensor on rank `dst` of the group; None on the others. Without gradient. Collective.
+        """Gather the whole tensor on rank `dst` of the group, None on others. No gradient. Collective.
 
         Args:
             dst: rank within the group.
@@ -183,7 +183,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @declared
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """The same values cut by another spec over the same group, as a new tensor; differentiable.
+        """Return the values cut by another spec over the same group, as a new tensor; differentiable.
 
         Every element that its new holder lacks is sent once, straight from its old one. Where nothing moves
         because both specs give the same shards, the result shares their memory. Collective.
@@ -196,11 +196,11 @@ class ShardedTensor(ShardedTensorBase):
 
     @declared
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """As `torch.Tensor.to`: a device, a dtype, or another tensor's. Local."""
+        """Convert as `torch.Tensor.to` does: to a device, a dtype, or another tensor's. Local."""
         raise NotImplementedError
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
-        """Every shard on the CPU of its rank. Local."""
+        """Return every shard on the CPU of its rank. Local."""
         return self.to(torch.device("cpu"), memory_format=memory_format)
 
     def cuda(
@@ -209,7 +209,7 @@ class ShardedTensor(ShardedTensorBase):
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> ShardedTensor:
-        """Every shard on a CUDA device of its rank, by default the current one. Local."""
+        """Return every shard on a CUDA device of its rank, by default the current one. Local."""
         if device is None:
             device = torch.cuda.current_device()
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -223,7 +223,7 @@ class ShardedTensor(ShardedTensorBase):
         metadata: ShardedTensorMetadata | None = None,
         anchor: Tensor | None = None,
     ) -> ShardedTensor:
-        """A tensor whose local shards are `tensors`, cut as this one or by other `metadata`. Local.
+        """Return a tensor whose local shards are `tensors`, cut as this one or by other `metadata`. Local.
 
         What custom operations return. Dtype and requires_grad in the metadata become those of `tensors`.
 
@@ -258,7 +258,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
-        """`function`, which treats every element alike, of every local shard. Local; differentiable."""
+        """Apply an elementwise `function` to every local shard. Local; differentiable."""
         return cast(ShardedTensor, failure.run(_mapped, function, (self,), {}))
 
     def _places(self, metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
@@ -323,14 +323,14 @@ class ShardedTensor(ShardedTensorBase):
 
 
 def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """`ShardedTensor.map`, as operations are handled."""
+    """Handle `ShardedTensor.map` as an operation."""
     sharded: ShardedTensor = args[0]
     tensors = [function(tensor) for tensor in sharded.tensors]
     return sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))
 
 
 def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
-    """Of this rank's shards; without any, the kind of device the others are on."""
+    """Return the device of this rank's shards; without any, the kind of device the others are on."""
     if tensors:
         return tensors[0].device
     for shard in metadata.shards_metadata:

@@ -57,7 +57,7 @@ def compile_package(folder: str | Path) -> None:
 def load_compiled(
     folder: str | Path, *, rank: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Callable[..., Any]:
-    """This rank's function from a folder that `compile_package` completed; called as the model is. Local.
+    """Load this rank's function from a folder that `compile_package` completed; call it as the model. Local.
 
     Args:
         folder: the folder. It holds machine code: load only those whom you would let run code.
@@ -84,7 +84,7 @@ def load_compiled(
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:
-    """Without what refuses backward, which compiled programs have none of; changed in place."""
+    """Remove, in place, what refuses backward; compiled programs have none."""
     for node in list(program.graph.nodes):
         if node.target is ops.untrainable.default:
             node.replace_all_uses_with(node.args[0])
@@ -96,7 +96,7 @@ def _for_inference(program: ExportedProgram) -> ExportedProgram:
 
 @contextmanager
 def _stand_in() -> Iterator[str]:
-    """A default group of this process alone: the compiler looks groups up by name. Its name."""
+    """Make a default group of this process alone, as the compiler needs, and yield its name."""
     if dist.is_initialized():
         raise ShardingError(
             f"{here()}: compile_package was called with a process group; call it in a process of its own"

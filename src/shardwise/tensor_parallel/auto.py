@@ -43,7 +43,7 @@ _PREFERENCE = 1e-2  # of plans that cost the same: the one that cuts less, and r
 
 @dataclass(frozen=True)
 class Prices:
-    """What a call costs, in seconds. The defaults are for accelerators joined by a fast fabric.
+    """The cost of a call, in seconds. The defaults are for accelerators joined by a fast fabric.
 
     Of B bytes over n ranks, a collective sends (n-1)/n B from each rank, an all-reduce twice that.
 
@@ -61,19 +61,19 @@ class Prices:
     seconds_per_flop: float = 1 / 400e12
 
     def of(self, use: Use) -> float:
-        """Seconds for what one operation does, and for the weights that it is the first to use."""
+        """Return the seconds for what one operation does, and for the weights that it is the first to use."""
         sent = sum(self.latency + each * self.seconds_per_byte_sent for _, each in use.collectives)
         held = max(use.held, default=0) * self.seconds_per_byte_held
         return sent + held + use.flops * self.seconds_per_flop
 
     def of_all(self, space: Space, uses: Sequence[Use]) -> float:
-        """Seconds for a program, given each step's use."""
+        """Return the seconds for a program, given each step's use."""
         return sum(map(self.of, uses)) + space.always_held * self.seconds_per_byte_held
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One style for weights that are alike.
+    """The one style of similar weights.
 
     Attributes:
         names: the weights, one in each of the repeated layers.
@@ -120,7 +120,7 @@ class ChosenPlan:
 
     @cached_property
     def alternatives(self) -> tuple[dict[str, float | None], ...]:
-        """For each decision, by other style: how many seconds more the best plan costs that has it there.
+        """Seconds that the best plan with each other style costs more, by style, for each decision.
 
         None where no plan has it. Solves the integer program twice for each decision, on first use.
         """
@@ -134,7 +134,7 @@ class ChosenPlan:
         return None if found is None else self.prices.of_all(self.space, found.uses) - self.seconds
 
     def table(self) -> str:
-        """Every decision with its style and bytes, and what the best plan with another style costs more."""
+        """List every decision: style, bytes, and how much more the best plan with another style costs."""
         rows = []
         for decision, others in zip(self.decisions, self.alternatives, strict=True):
             count = f" and {len(decision.names) - 1} like it" if len(decision.names) > 1 else ""
@@ -168,10 +168,10 @@ def choose(
     prices: Prices | None = None,
     memory_budget: int | None = None,
 ) -> ChosenPlan:
-    """The cheapest styles for the weights of `program` over `world_size` ranks. Local and deterministic.
+    """Choose the cheapest styles for the weights of `program` over `world_size` ranks. Local, deterministic.
 
     Every parameter of two dims or more is cut by column, by row, or not at all, its module's vectors with it.
-    Weights that are alike in repeated layers get one style. Activations are cut only as follows from that;
+    Corresponding weights of repeated layers get one style. Activations are cut only as follows from that;
     batch and sequence stay whole.
 
     Args:
@@ -188,7 +188,7 @@ def choose(
 
 
 def best(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
-    """The cheapest plan of a program explored once, for several prices or budgets; see `choose`."""
+    """Return the cheapest plan of a program explored once, for several prices or budgets; see `choose`."""
     prices = prices or Prices()
     solved = _solve(space, prices, memory_budget)
     if solved is None:
@@ -261,7 +261,7 @@ class _Program:
 def _solve(
     space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
 ) -> _Solved | None:
-    """The cheapest styles, or None where none can be built, fit the budget and are as `forced`."""
+    """Return the cheapest styles, or None where none can be built, fit the budget and are as `forced`."""
     begun = time.perf_counter()
     count = len(STYLES)
     integers = count * len(space.decisions)
@@ -296,7 +296,7 @@ def _solve(
 
 
 def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
-    """A variable for each use of each step; values are met in the states they are left in.
+    """Return a variable for each use of each step; values are met in the states they are left in.
 
     Returns, for each variable, what ranks hold because of it.
     """

@@ -34,7 +34,7 @@ _NOTHING = ("expand", "view", "reshape", "_unsafe_view")
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """The program without operations that change their inputs; what they did to buffers is returned."""
+    """Rewrite the program without in-place operations; it returns what they did to buffers."""
     if any(_mutates(node) for node in program.graph.nodes):
         made: ExportedProgram = program.run_decompositions({})
         return made
@@ -50,7 +50,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def canonical(program: ExportedProgram) -> fx.Graph:
-    """A copy of the program's graph in this form; placeholders keep their names."""
+    """Return a copy of the program's graph in this form; placeholders keep their names."""
     graph = fx.Graph()
     known: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
@@ -69,7 +69,7 @@ def canonical(program: ExportedProgram) -> fx.Graph:
 
 
 def _is_late(node: fx.Node) -> bool:
-    """Is what `node` views to be used otherwise first?"""
+    """Return whether `node` is a view to place at each user: a transpose, or an alias of a log-softmax."""
     source: Any = node
     while op_of(source) in ("detach", "alias"):
         source = source.args[0]
@@ -148,7 +148,7 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _is_shape(node: fx.Node, sizes: Sequence[Any]) -> bool:
-    """Is `node` a tensor of these sizes?"""
+    """Return whether `node` is a tensor of these sizes."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.ndim != len(sizes):
         return False
@@ -156,7 +156,7 @@ def _is_shape(node: fx.Node, sizes: Sequence[Any]) -> bool:
 
 
 def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
-    """The arguments of the linear layer that a product with a transposed parameter is."""
+    """Return the arguments of the linear layer that a product with a transposed parameter is."""
     if name == "addmm" and not node.kwargs:
         bias, x, right = node.args[:3]
         weight = _transposed(right)
@@ -174,7 +174,7 @@ def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
 
 
 def _as_matmul(node: fx.Node, name: str) -> tuple[Any, ...] | None:
-    """The factors, with all dims of batches, of a product that was worked out with these merged into one."""
+    """Return the factors, with all batch dims, of a product that was computed with these merged into one."""
     product: Any = node.args[0] if name in _NOTHING[1:] else None
     if not isinstance(product, fx.Node) or op_of(product) != "bmm":
         return None
@@ -186,7 +186,7 @@ def _as_matmul(node: fx.Node, name: str) -> tuple[Any, ...] | None:
 
 
 def _as_heads(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
-    """The arguments of the permutation that [length, rows * heads, _] as [rows, heads, length, _] is."""
+    """Return the arguments of the permutation [length, rows * heads, _] to [rows, heads, length, _]."""
     chain = [node]
     for op in (_NOTHING[1:], ("transpose", "permute"), _NOTHING[1:]):
         if op_of(chain[-1]) not in op:
@@ -207,7 +207,7 @@ def _as_heads(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] | None:
-    """The arguments of a softmax's logarithm of the values that `node` views the one of."""
+    """Return the arguments of a softmax's logarithm of the values that `node` views the one of."""
     source = node.args[0] if name in ("transpose", "permute", *_NOTHING[1:]) else None
     if not isinstance(source, fx.Node) or not op_of(source).endswith("log_softmax") or len(source.users) > 1:
         return None
@@ -227,7 +227,7 @@ def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] 
 
 
 def _transposed(node: Any) -> fx.Node | None:
-    """The parameter, or part of a fused one, of which `node` is the transpose."""
+    """Return the parameter, or part of a fused one, of which `node` is the transpose."""
     if not isinstance(node, fx.Node) or op_of(node) not in ("permute", "t", "transpose", "numpy_T"):
         return None
     source: Any = node.args[0]

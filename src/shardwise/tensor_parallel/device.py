@@ -57,19 +57,19 @@ def move_state(program: ExportedProgram, device_type: str) -> None:
 
 
 def as_is(before: Tensor, made: Tensor) -> Tensor:
-    """`made` as a parameter if `before` is one, trained or not as that."""
+    """Return `made` as a parameter if `before` is one, trained or not as that."""
     is_parameter = isinstance(before, nn.Parameter)
     return nn.Parameter(made, requires_grad=before.requires_grad) if is_parameter else made
 
 
 def here_for(device_type: str) -> torch.device:
-    """Where this machine keeps the tensors of a program for `device_type`: there, or on the CPU."""
+    """Return the device on which this machine keeps a program's tensors: `device_type`, or the CPU."""
     wanted = torch.device(device_type)
     return wanted if wanted.type != "meta" and is_here(wanted) else torch.device("cpu")
 
 
 def is_here(device: torch.device) -> bool:
-    """Has this machine a device of this kind?"""
+    """Return whether this machine has a device of this kind."""
     if device.type in ("cpu", "meta"):
         return True
     try:
@@ -79,7 +79,7 @@ def is_here(device: torch.device) -> bool:
 
 
 def _fake_on(tensor: Any, device: torch.device) -> Tensor:
-    """A fake tensor as it is on another device; `to` would need that device's library to be there."""
+    """Return a fake tensor as it is on another device; `to` would need that device's library to be there."""
     shape, dtype, trained = tensor.shape, tensor.dtype, tensor.requires_grad
     strided = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=trained)
     return _compat.FakeTensor(tensor.fake_mode, strided, device)

@@ -1,4 +1,4 @@
-"""What a rank's program holds and sends: its parameters, and its collectives, each by the module it serves.
+"""Explanation of a rank's program: its parameters, and its collectives, each by the module it serves.
 
     print(explain(program))         a table of both
     counts(program)                 {"all_reduce": 4, "all_gather": 1}
@@ -63,7 +63,7 @@ class GatherRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str()` of it is a table."""
+    """The result of `explain`; `str()` of it is a table."""
 
     rank: int
     world_size: int
@@ -110,7 +110,7 @@ class Explanation:
 
 
 def explain(program: ExportedProgram) -> Explanation:
-    """What `program`, from `tensor_parallel_transformation` or loaded, holds and communicates. Local.
+    """Return what `program`, from `tensor_parallel_transformation` or loaded, holds and communicates. Local.
 
     Raises:
         ShardingError: a program that it did not make.
@@ -134,12 +134,12 @@ def explain(program: ExportedProgram) -> Explanation:
 
 
 def counts(program: ExportedProgram) -> dict[str, int]:
-    """How many of each collective a call of any `program` does, by kind, in order of appearance."""
+    """Count the collectives that a call of any `program` does, by kind, in order of appearance."""
     return dict(Counter(kind for node in program.graph.nodes if (kind := collective_kind(node)) is not None))
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """ "all_reduce", "all_gather", ... for a node that is a functional collective; else None."""
+    """Return "all_reduce", "all_gather", ... for a node that is a functional collective; else None."""
     if node.op != "call_function" or getattr(node.target, "namespace", None) != FUNCTIONAL:
         return None
     form = form_of(FUNCTIONAL, str(node.target).split(".")[1])
@@ -167,7 +167,7 @@ def _text(placement: Any, rank: int) -> str:
 
 
 def rendered(title: str, columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text. `columns`: the foot of each, by its head; numbers of bytes are flush right."""
+    """Return a table as text. `columns`: the foot of each, by its head; numbers of bytes are flush right."""
     table = Table(title=title, show_footer=any(columns.values()))
     for head, foot in columns.items():
         table.add_column(head, foot, overflow="fold", justify="right" if head.startswith("bytes") else "left")

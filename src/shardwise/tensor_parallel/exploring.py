@@ -1,4 +1,4 @@
-"""What plans can make of a program: each operation built by its own rule, for every state of its inputs.
+"""Exploration of plans for a program: each operation built by its own rule, for every state of its inputs.
 
 So nothing is said here of what operations do. A rule runs on a partition that has only its operation, its
 inputs being in one combination of states; what it then took, sent and left is read off that partition. States
@@ -7,7 +7,7 @@ of inputs are those that came of the operations before, the first being those of
     before  q cut by heads, k whole      ->   sends nothing, 2 * B * H/n * L * L * D FLOP,
                                               after: q as before, k as before, result cut by heads
 
-`repeated` says which weights are alike, and so get one style.
+`repeated` says which weights correspond, and so get one style.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST = 256  # combinations of states of an operation's inputs
 
 @dataclass(frozen=True)
 class State:
-    """Where a value is; where else, by communication, it is too; of a parameter, its style.
+    """The placement of a value; where else, by communication, it is too; of a parameter, its style.
 
     `placement` is None for a parameter before its first use, a tuple for a value with several results.
     """
@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """What a step does for one combination of states.
+    """The effect of a step on one combination of states.
 
     Attributes:
         before: states of its inputs.
@@ -116,7 +116,7 @@ class Space:
     _sizes: dict[str, int] = field(repr=False)
 
     def strategies(self, styles: Sequence[str]) -> dict[str, str]:
-        """Style by parameter, for all that are to be cut."""
+        """Return the style by parameter, for all that are to be cut."""
         found = {}
         for group, style in zip(self.decisions, styles, strict=True):
             if style != STYLES[0]:
@@ -124,7 +124,7 @@ class Space:
         return found
 
     def held(self, uses: Sequence[Use], names: Sequence[str] | None = None) -> tuple[int, ...]:
-        """Bytes of the parameters `names`, or of all and of buffers, by rank; given each step's use."""
+        """Return the bytes by rank of the parameters `names`, or of all and of buffers, given steps' uses."""
         found = [0 if names is not None else self.always_held] * self.ranks
         for step, use in zip(self.steps, uses, strict=True):
             for place, held in use.placed:
@@ -133,12 +133,12 @@ class Space:
         return tuple(found)
 
     def whole(self, names: Sequence[str] | None = None) -> int:
-        """Bytes of the parameters `names`, or of all parameters and buffers, uncut."""
+        """Return the bytes of the parameters `names`, or of all parameters and buffers, uncut."""
         return sum(self._sizes[name] for name in (self._sizes if names is None else names))
 
 
 def explore(whole: Whole, ranks: int) -> Space:
-    """What plans for `ranks` ranks can make of a program, which stays as it is. Local; no weights are needed.
+    """Find what plans for `ranks` ranks can make of a program, which stays as it is. Local; needs no weights.
 
     Raises:
         ShardingError: fewer than one rank, or a program without tensors.
@@ -196,7 +196,7 @@ class _Exploration:
         self.known: dict[Any, tuple[tuple[Use, ...], list[_States]]] = {}
 
     def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
-        """An operation, whose result is `node`, or an output."""
+        """Explore an operation, whose result is `node`, or an output."""
         leaves = inputs if node is None else [*inputs, node]
         alike = None if node is None else self._likeness(node, inputs)
         found = self.known.get(alike) or self._uses(inputs, leaves, build)
@@ -228,8 +228,8 @@ class _Exploration:
         return tuple(uses), left
 
     def _likeness(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
-        """Equal for operations with the same uses, as repeated layers have; None if not known."""
-        told = [_told(x) for x in (*inputs, node)]
+        """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
+        told = [_metadata(x) for x in (*inputs, node)]
         if None in told:
             return None
         index = {x: place for place, x in enumerate(inputs)}
@@ -247,7 +247,7 @@ class _Exploration:
         return node.target, args, tuple(told), users, states, owned, cut
 
     def _combinations(self, inputs: list[fx.Node]) -> Iterator[_Combination]:
-        """Of the inputs' states. Where there are too many, inputs with the same states are in one."""
+        """Yield combinations of the inputs' states; if too many, inputs with the same states share one."""
         known = [list(self.states[x].items()) for x in inputs]
         many = math.prod(map(len, known)) > _MOST
         together: dict[Any, list[int]] = defaultdict(list)
@@ -261,7 +261,7 @@ class _Exploration:
             yield [states[index[place]] for place, states in enumerate(known)]
 
     def _partition(self, inputs: list[fx.Node], combination: _Combination) -> Partition:
-        """Rank 0's program, so far of nothing but these inputs."""
+        """Make rank 0's program, so far of nothing but these inputs."""
         p = Partition(0, self.ranks, "", self.fake_mode, {})
         for x, (each, local) in zip(inputs, combination, strict=True):
             placement = REPLICATE if each.placement is None else each.placement
@@ -296,7 +296,7 @@ def _given(p: Partition, value: Any) -> Any:
 
 
 def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
-    """The state in which the partition leaves `x`, and rank 0's value in it."""
+    """Return the state in which the partition leaves `x`, and rank 0's value in it."""
     value, parameter = p.values[x], p.parameters.get(x)
     placement = value.placement if parameter is None else parameter.placement
     sent = {
@@ -310,12 +310,12 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
 
 
 def _was_sent(source: Any, target: Placement) -> bool:
-    """Is it worth knowing that a value is at `target` too? Not if `source` becomes that without sending."""
+    """Return whether it takes communication to bring a value from `source` to `target`."""
     return isinstance(source, Partial) or (isinstance(source, Split) and target == REPLICATE)
 
 
-def _told(x: fx.Node) -> Any:
-    """Sizes, strides and dtype of a value, or of several; None if there are none or they are symbolic."""
+def _metadata(x: fx.Node) -> Any:
+    """Return sizes, strides and dtype of a value, or of several; None if none or symbolic."""
     value = x.meta.get("val")
     found = []
     for each in several(value):
@@ -329,18 +329,18 @@ def _told(x: fx.Node) -> Any:
 
 
 def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
-    """Bytes of a parameter that a rank holds."""
+    """Return the bytes of a parameter that a rank holds."""
     shape: list[int] = local_shape(placement, _sizes(parameter), rank)
     return math.prod(shape) * int(parameter.meta["val"].element_size())
 
 
 def _sent(node: fx.Node, kind: str, ranks: int) -> int:
-    """Bytes that each rank sends, by the least that the collective can do with."""
+    """Return the bytes that each rank sends, by the least that the collective can do with."""
     return sent_bytes(kind, nbytes(node if kind == GATHER else args_of(node)[0]), ranks=ranks)
 
 
 def _flops(node: fx.Node) -> int:
-    """Of a product, a convolution or attention; other operations count as nothing."""
+    """Count the FLOPs of a product, a convolution or attention; other operations count as nothing."""
     op, args = op_of(node), args_of(node)
     if op in ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "addbmm"):
         left = args[op in ("addmm", "baddbmm", "addbmm")]
@@ -361,7 +361,7 @@ def _sizes(node: fx.Node) -> list[int]:
 
 
 def _groups(whole: Whole) -> tuple[Group, ...]:
-    """The weights, those of repeated layers together, each with the vectors of its module."""
+    """Return the weights, those of repeated layers together, each with the vectors of its module."""
     kinds = {spec.target: spec.kind for spec in whole.program.graph_signature.input_specs}
     of_module: dict[str, list[str]] = defaultdict(list)
     weights: dict[str, fx.Node] = {}
@@ -391,21 +391,21 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
 
 
 def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
-    """A parameter's state before its first use, for each style; in the word that fits that use."""
+    """Return a parameter's state before its first use, for each style; in the word that fits that use."""
     module = name.rpartition(".")[0]
     styles = [at_first_use(parameter, style, module)[1] for style in STYLES[1:]]
     return tuple(State(None, style=style) for style in (None, *styles))
 
 
 def _kind(weight: fx.Node) -> tuple[Any, ...]:
-    """What makes weights alike: shape, dtype, and what is done with them, and with what comes of that."""
+    """Return a key equal for similar weights: shape, dtype, their users, and the users of these."""
     value = weight.meta["val"]
     done = [name_of(each) for user in weight.users for each in (user, *user.users)]
     return (*map(hint, value.shape), str(value.dtype), *done)
 
 
 def repeated(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:
-    """For each weight, the name of the one that it repeats in another layer, or its own.
+    """Return, for each weight, the name of the one that it repeats in another layer, or its own.
 
     A layer is a numbered module with at least two weights; it repeats the first of its siblings that has the
     same weights, of the same kinds.

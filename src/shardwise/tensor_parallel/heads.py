@@ -1,4 +1,4 @@
-"""How a weight's outputs are best cut: whole attention heads, and the parts of a fused projection each.
+"""The best cut of a weight's outputs: whole attention heads, and the parts of a fused projection each.
 
 The outputs of a projection are one dim. What is done with them further on shows what they mean: 96 that
 become (6, 16) are six heads, 96 split into three of 32 are three projections, and heads of keys that are
@@ -41,14 +41,14 @@ class Stretch:
 
 
 def column_ranges(p: Partition, node: fx.Node, size: int, *, dim: int) -> Ranges:
-    """For every rank, which of the `size` outputs of `node`, its dim `dim`, it computes."""
+    """Return, for every rank, which of the `size` outputs of `node`, its dim `dim`, it computes."""
     found = _Tracker(p).follow(node, dim, Stretch(0, size))
     by_part = [_cut(stretch, p.ranks) for stretch in _finest(list(found), size)]
     return tuple(normal([i for part in by_part for i in part[rank]]) for rank in range(p.ranks))
 
 
 def _cut(stretch: Stretch, ranks: int) -> Ranges:
-    """Every rank's share of a stretch: of the heads that it serves, and so of its units."""
+    """Return every rank's share of a stretch: of the heads that it serves, and so of its units."""
     heads = Split(0, even(stretch.count * stretch.shared, ranks))
 
     def outputs(begin: int, end: int) -> Interval:
@@ -59,7 +59,7 @@ def _cut(stretch: Stretch, ranks: int) -> Ranges:
 
 
 def _finest(found: list[Stretch], size: int) -> list[Stretch]:
-    """Stretches that cover the outputs once: of those that overlap, the ones that say most."""
+    """Return the stretches that cover the outputs once: of those that overlap, the ones that say most."""
     chosen: list[Stretch] = []
     for one in sorted(found, key=lambda s: (-s.shared, -s.unit, s.end - s.begin, s.begin)):
         if all(one.end <= other.begin or other.end <= one.begin for other in chosen):
@@ -78,7 +78,7 @@ class _Tracker:
         self.seen: set[tuple[fx.Node, int, Stretch]] = set()
 
     def follow(self, node: fx.Node, dim: int, stretch: Stretch) -> Iterator[Stretch]:
-        """What is found out about `stretch`, whose units are the elements of `dim` of `node`."""
+        """Yield what is known of `stretch`, whose units are the elements of `dim` of `node`."""
         if (node, dim, stretch) in self.seen:
             return
         self.seen.add((node, dim, stretch))
@@ -151,7 +151,7 @@ class _Tracker:
             yield replace(stretch, count=stretch.count // width, unit=width * stretch.unit)
 
     def _apart(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
-        """The dim became `dims`: (heads, width), or (3, heads, width) where the three are taken apart."""
+        """Follow a dim that became `dims`: (heads, width), or (3, heads, width) if the 3 are taken apart."""
         if not dims:  # of a dim of one element
             return
         sizes = self.p.hints(user)
@@ -173,7 +173,7 @@ class _Tracker:
             yield from self.follow(user, heads, part)
 
     def _taken_apart(self, node: fx.Node, dim: int) -> bool:
-        """Are elements of `dim` selected one by one, as the three of a fused projection are?"""
+        """Return whether elements of `dim` are selected one by one, like those of a fused projection."""
         for user in node.users:
             ndim = len(self.p.shape(node))
             if op_of(user) in (*_TURNED, "unsqueeze", "contiguous", "clone"):
@@ -186,7 +186,7 @@ class _Tracker:
         return False
 
     def _moved(self, node: fx.Node, user: fx.Node, dim: int) -> int | None:
-        """Which dim of `user` a dim of `node` is, where it orders dims, or has more or fewer of one."""
+        """Return the dim of `user` that is `dim` of `node`, where it permutes, adds or drops dims."""
         old, new = self.p.shape(node), self.p.shape(user)
         if op_of(user) in ("transpose", "permute", "t"):
             return order_of(user, len(old)).index(dim)
@@ -196,20 +196,20 @@ class _Tracker:
 
 
 def _singly(user: fx.Node, dim: int) -> bool:
-    """Does `user` take elements of a dim one by one?"""
+    """Return whether `user` takes elements of a dim one by one."""
     pieces = several(user.meta["val"])
     return op_of(user) in ("unbind", "select") or all(hint(piece.shape[dim]) == 1 for piece in pieces)
 
 
 def _is_repeated(node: fx.Node) -> bool:
-    """Is `node` an expanded value, maybe copied?"""
+    """Return whether `node` is an expanded value, maybe copied."""
     while op_of(node) in ("clone", "contiguous", "to", "_to_copy"):
         node = args_of(node)[0]
     return op_of(node) == "expand"
 
 
 def order_of(node: fx.Node, ndim: int) -> list[int]:
-    """For each dim of a transposed or permuted value, which dim of its source it is."""
+    """Return the source's dim for each dim of a transposed or permuted value."""
     rest: Any = node.args[1:]
     order = list(range(ndim))
     if len(rest) == 2:
@@ -223,7 +223,7 @@ def order_of(node: fx.Node, ndim: int) -> list[int]:
 
 
 def part_dim(node: fx.Node, ndim: int) -> int:
-    """The dim along which a split, a slice or another of `_PARTS` takes parts."""
+    """Return the dim along which a split, a slice or another of `_PARTS` takes parts."""
     rest = node.args[1:]
     place = 0 if op_of(node) in ("slice", "narrow", "select", "unbind") else 1
     given: Any = rest[place] if len(rest) > place else node.kwargs.get("dim", 0)

@@ -135,7 +135,7 @@ def _sharers(record: dict[str, Any], name: str) -> list[str]:
 def _reader(
     source: Source, values: Mapping[str, Tensor], names: list[str], asked: Mapping[str, str]
 ) -> Entry | None:
-    """A whole tensor under the first of `names` that is known."""
+    """Return a whole tensor under the first of `names` that is known."""
     for name in names:
         if name in values:
             return _in_memory(values[name])
@@ -155,7 +155,7 @@ def _in_memory(whole: Tensor) -> Entry:
 
 @contextmanager
 def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
-    """Tensors by name; files are open as long as the context lasts."""
+    """Open tensors by name; files are open as long as the context lasts."""
     if callable(checkpoint):
         yield checkpoint
         return
@@ -184,7 +184,7 @@ def _read(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
 
 
 def _mapped(path: Path) -> Mapping[str, Tensor]:
-    """The tensors that `torch.save` wrote, as views of the file."""
+    """Return the tensors that `torch.save` wrote, as views of the file."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged file leads to
@@ -197,6 +197,6 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
 
 
 def missing_weights(program: ExportedProgram) -> list[str]:
-    """Parameters, buffers and constants of `program` that have no memory yet."""
+    """Return parameters, buffers and constants of `program` that have no memory yet."""
     stores = (program.state_dict, program.constants)
     return [name for store in stores for name, x in store.items() if isinstance(x, Tensor) and x.is_meta]

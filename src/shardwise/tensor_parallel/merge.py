@@ -21,7 +21,7 @@ from shardwise.tensor_parallel.state import placement_from_json
 
 @torch.no_grad()
 def merge(folder: str | Path) -> dict[str, Tensor]:
-    """The whole state dict of the model whose programs `save` wrote to a folder, on the CPU. Local.
+    """Return the whole state dict of the model whose programs `save` wrote to a folder, on the CPU. Local.
 
     Names that share a tensor share it here. Beside it, one rank's program is in memory at a time.
 
@@ -54,7 +54,7 @@ def merge(folder: str | Path) -> dict[str, Tensor]:
 
 
 def _put(whole: Tensor, part: Tensor, at: Placement, rank: int) -> bool:
-    """Put into `whole` what `rank` is the first to have; is all that it has as it is there then?"""
+    """Put into `whole` what `rank` is the first to have; return whether all that it has is equal there."""
     if not isinstance(at, Split):
         if rank == 0:
             whole.copy_(part)
@@ -71,7 +71,7 @@ def _put(whole: Tensor, part: Tensor, at: Placement, rank: int) -> bool:
 
 
 def _bits_equal(one: Tensor, other: Tensor) -> bool:
-    """Also where both are nan, or zeros of another sign."""
+    """Return whether bits are equal, so also nan equals nan, and zeros of another sign differ."""
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 

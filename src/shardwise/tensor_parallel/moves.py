@@ -23,7 +23,7 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
     moves: Moves = {}
     for module, layout in plan.inputs.items():
         for own in _calls(graph, module, "input"):
-            if layout == REPLICATED:  # who takes it whole has it so
+            if layout == REPLICATED:  # users that take it whole have it whole
                 continue
             entering = dict.fromkeys(x for node in own for x in node.all_input_nodes if x not in own)
             given = [x for x in entering if _is_activation(x, signature)]
@@ -42,7 +42,7 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
 
 
 def leave(plan: Plan, graph: fx.Graph) -> Moves:
-    """The last operation of each call of a module whose outputs are to be moved: the module, and where to."""
+    """Return the last operation of each call of a module whose outputs move: the module, and where to."""
     return {
         [node for node in own if is_tensor(node)][-1]: (module, layout)
         for module, layout in plan.outputs.items()
@@ -51,7 +51,7 @@ def leave(plan: Plan, graph: fx.Graph) -> Moves:
 
 
 def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
-    """The operations of each call of `module`, whose input or outputs are to be moved."""
+    """Return the operations of each call of `module`, whose input or outputs are to be moved."""
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         for call in calls_of(node) if node.op == "call_function" else ():
@@ -66,7 +66,7 @@ def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
 
 
 def _is_activation(node: fx.Node, signature: ExportGraphSignature) -> bool:
-    """Is it a floating tensor that is computed, or given by the caller?"""
+    """Return whether `node` is a floating tensor that is computed, or given by the caller."""
     value = node.meta.get("val")
     made = node.op == "call_function" or str(node.target) in signature.user_inputs
     return made and isinstance(value, Tensor) and value.is_floating_point()

@@ -1,4 +1,4 @@
-"""What a node of a graph says of itself: its operation, its value, and the code that it comes from."""
+"""Facts about a node of a graph: its operation, its value, and the code that it comes from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.tensor_parallel.placement import hint
 
 
 def name_of(node: fx.Node) -> str:
-    """`aten::linear.default`, or the name of a Python function."""
+    """Return `aten::linear.default`, or the name of a Python function."""
     schema = _compat.schema(node.target)
     if schema is None:
         return getattr(node.target, "__name__", str(node.target))
@@ -20,7 +20,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def op_of(node: fx.Node) -> str:
-    """`linear`: the operation without its namespace and overload; "" of an input or output."""
+    """Return `linear`: the operation without its namespace and overload; "" of an input or output."""
     name = str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else ""
     return name.partition(".")[0]
 
@@ -30,31 +30,31 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """The results of a value, or the value alone."""
+    """Return the results of a value, or the value alone."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def is_tensor(x: Any) -> bool:
-    """Is `x` a node of one tensor?"""
+    """Return whether `x` is a node of one tensor."""
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor)
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor; sizes not known count as they were when the program was exported."""
+    """Return the bytes of a node's tensor; unknown sizes count as they were at export."""
     value: Any = node.meta["val"]
     return math.prod(map(hint, value.shape)) * int(value.element_size()) if isinstance(value, Tensor) else 0
 
 
 def calls_of(node: fx.Node) -> list[str]:
-    """The calls of modules that `node` lies in, the innermost last: `up`, and `up@1` the next time."""
+    """Return the calls of modules that `node` lies in, the innermost last: `up`, and `up@1` the next time."""
     return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def modules_of(node: fx.Node) -> list[str]:
-    """The modules that `node` lies in, the innermost last."""
+    """Return the modules that `node` lies in, the innermost last."""
     return [call.partition("@")[0] for call in calls_of(node)]
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the model that `node` comes from."""
+    """Return the line of the model that `node` comes from."""
     return (node.meta.get("stack_trace") or "no source line").strip().splitlines()[-1].strip()

@@ -42,13 +42,13 @@ def _sum(x: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("shardwise::replicated", mutates_args=())
 def replicated(x: Tensor, group: str) -> Tensor:
-    """A copy of `x`, which is equal on every rank; the gradient is the sum of the ranks'."""
+    """Return a copy of `x`, which is equal on every rank; the gradient is the sum of the ranks'."""
     return x.clone()
 
 
 @torch.library.custom_op("shardwise::repeated", mutates_args=())
 def repeated(x: Tensor, dim: int, pieces: Sequence[int], total: int, group: str) -> Tensor:
-    """A copy of `x`; the gradients of elements that several ranks have are the sums of theirs.
+    """Return a copy of `x`; the gradients of elements that several ranks have are the sums of theirs.
 
     Args:
         x: this rank's part of a parameter that is cut along `dim`.
@@ -62,43 +62,43 @@ def repeated(x: Tensor, dim: int, pieces: Sequence[int], total: int, group: str)
 
 @torch.library.custom_op("shardwise::once", mutates_args=())
 def once(x: Tensor, rank: int) -> Tensor:
-    """A copy of `x`; the gradient goes on from rank 0 alone, as zeros from the others."""
+    """Return a copy of `x`; the gradient goes on from rank 0 alone, as zeros from the others."""
     return x.clone()
 
 
 @torch.library.custom_op("shardwise::summed", mutates_args=())
 def summed(term: Tensor, total: Tensor) -> Tensor:
-    """A copy of `total`, the sum of all ranks' `term`."""
+    """Return a copy of `total`, the sum of all ranks' `term`."""
     return total.clone()
 
 
 @torch.library.custom_op("shardwise::gathered", mutates_args=())
 def gathered(part: Tensor, whole: Tensor, rank: int) -> Tensor:
-    """A copy of `whole`, all ranks' `part` one after another along dim 0, all of one size."""
+    """Return a copy of `whole`, all ranks' `part` one after another along dim 0, all of one size."""
     return whole.clone()
 
 
 @torch.library.custom_op("shardwise::scattered", mutates_args=())
 def scattered(term: Tensor, share: Tensor, ranks: int, group: str) -> Tensor:
-    """A copy of `share`, this rank's part, of as many as `ranks`, along dim 0 of the sum of all `term`s."""
+    """Return a copy of `share`, this rank's of `ranks` parts along dim 0 of the sum of all `term`s."""
     return share.clone()
 
 
 @torch.library.custom_op("shardwise::unwritten", mutates_args=())
 def unwritten(x: Tensor) -> Tensor:
-    """A copy of `x`; of a plain clone torch.compile saves the original, though it is written to."""
+    """Return a copy of `x`; of a plain clone torch.compile saves the original, though it is written to."""
     return x.clone()
 
 
 @torch.library.custom_op("shardwise::untrainable", mutates_args=())
 def untrainable(x: Tensor) -> Tensor:
-    """A copy of `x`, which has no gradient: asking for it raises ShardingError."""
+    """Return a copy of `x`, which has no gradient: asking for it raises ShardingError."""
     return x.clone()
 
 
 @torch.library.custom_op("shardwise::refused", mutates_args=())
 def refused(gradient: Tensor) -> Tensor:
-    """Raises ShardingError; an operator, so that it is raised when it runs and not when it is traced."""
+    """Raise ShardingError; an operator, so that it raises when it runs and not when it is traced."""
     raise ShardingError(
         f"{here()}: backward through a program that was cut for inference, whose ranks do not exchange"
         " gradients; make it by tensor_parallel_transformation(..., training=True), or run it under"
@@ -107,8 +107,10 @@ def refused(gradient: Tensor) -> Tensor:
 
 
 def _add_backward(op: Any, backward: Callable[..., Tensor], *, copies: int = 0) -> None:
-    """`op` is a copy of its input at `copies`; the first input's gradient is by `backward`, which gets the
-    result's, the first input's shape, and the inputs that are no tensors."""
+    """Register the gradient of `op`, a copy of its input at `copies`: that of the first input, by `backward`.
+
+    `backward` gets the result's gradient, the first input's shape, and the inputs that are no tensors.
+    """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.known = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))

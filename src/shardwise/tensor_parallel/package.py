@@ -76,7 +76,7 @@ def save(
     first = group is None or dist.get_rank(group) == 0
 
     def told(action: Callable[[], Any]) -> list[Any]:
-        """What the action returns, on each rank that saves."""
+        """Return the action's result on each rank that saves."""
         if group is None:
             return [action()]
         return together(f"saving to {place}", action, group=group, kind=ShardingError)
@@ -107,7 +107,7 @@ def load(
     world_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ExportedProgram:
-    """One rank's program from a folder that `save` wrote, on the device that it was made for. Local.
+    """Load one rank's program from a folder that `save` wrote, on the device that it was made for. Local.
 
     Args:
         folder: the folder.
@@ -172,7 +172,7 @@ def rank_in(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> int:
-    """Which of the `ranks` programs in a folder is this process's."""
+    """Return the rank of this process among the `ranks` programs in a folder."""
     if group is not None:
         rank = _agreed("rank", rank, dist.get_rank(group))
         world_size = _agreed("world size", world_size, group.size())
@@ -247,7 +247,7 @@ def _finish(temporary: Path, place: Path, record: dict[str, Any], files: dict[st
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """What `save` wrote down of a folder.
+    """Read the manifest that `save` wrote into a folder.
 
     Raises:
         CheckpointError: a manifest that is missing, damaged, or of another format.
@@ -261,7 +261,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def file_in(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
-    """A file of a folder, as it was when it was written.
+    """Return a file of a folder, as it was when it was written.
 
     Raises:
         CheckpointError: one that is missing, damaged or outside.
@@ -324,7 +324,7 @@ def _read_program(path: Path) -> ExportedProgram:
 
 
 def read_strategies(path: str | Path) -> Mapping[str, Any]:
-    """Strategies from a JSON file of {module or pattern: word}."""
+    """Return strategies from a JSON file of {module or pattern: word}."""
     try:
         read = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

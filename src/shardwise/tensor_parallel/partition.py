@@ -98,7 +98,7 @@ class Partition:
     # ------------------------------------------------------------ what is known of the whole program
 
     def placement(self, node: Any) -> Placement:
-        """Where the one value of `node` is; numbers and parameters not used yet are replicated."""
+        """Return the placement of the one value of `node`; numbers and unused parameters are replicated."""
         if not isinstance(node, fx.Node) or node not in self.values:
             return REPLICATE
         found = self.values[node].placement
@@ -106,23 +106,23 @@ class Partition:
         return found
 
     def shape(self, node: fx.Node) -> list[Any]:
-        """Sizes of the whole value; symbolic ones stay so."""
+        """Return the sizes of the whole value; symbolic ones stay so."""
         return list(node.meta["val"].shape)
 
     def hints(self, node: fx.Node) -> list[int]:
-        """Sizes of the whole value as numbers, symbolic ones as they were when the program was exported."""
+        """Return the sizes of the whole value as numbers; symbolic ones as they were at export."""
         return [hint(size) for size in self.shape(node)]
 
     # ------------------------------------------------------------ building
 
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that calls `op` on nodes of this rank's program."""
+        """Return a node that calls `op` on nodes of this rank's program."""
         with self.fake_mode, self._no_guards(), torch.no_grad():
             result = op(*map_arg(args, _value), **map_arg(kwargs, _value))
         return self.emitted(op, args, kwargs, result)
 
     def emitted(self, op: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
-        """A node that calls `op`, of which `result` came on fake tensors."""
+        """Return a node that calls `op`, of which `result` came on fake tensors."""
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
         if self.building is not None:
@@ -130,7 +130,7 @@ class Partition:
         return node
 
     def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Nodes for each operation of `function`, plain code of tensors, on nodes of this rank's program.
+        """Make nodes for each operation of `function`, plain code of tensors, on nodes of this program.
 
         Sizes that it uses must be numbers.
         """
@@ -139,7 +139,7 @@ class Partition:
             return map_aggregate(function(*map_arg(inputs, _value)), recorder.node_of)
 
     def locally(self, node: fx.Node, inputs: Mapping[Any, Placement], placement: Placements) -> None:
-        """The node as it is, on `inputs` at their placements, all others whole; its value at `placement`."""
+        """Run the node on `inputs` at their placements, all others whole; its value is at `placement`."""
 
         def taken(x: fx.Node) -> Any:
             return self.take(x, inputs.get(x, REPLICATE))
@@ -148,7 +148,7 @@ class Partition:
         self.keep(node, made, placement)
 
     def follow(self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]]) -> None:
-        """The node as it is, its result cut as the first of its inputs that is cut, the others as that.
+        """Run the node with its first cut input as it is, its result and other inputs cut to match.
 
         Args:
             dims: which dim of the result each dim of an input is; None where it must be whole.
@@ -165,7 +165,7 @@ class Partition:
         return self.locally(node, inputs, cut)
 
     def repeat(self, node: fx.Node) -> None:
-        """The node as it is in the whole program, on whole inputs."""
+        """Run the node as in the whole program, on whole inputs."""
         args, kwargs = self.take_all(node.args), self.take_all(node.kwargs)
         views = ("aten.view.default", "aten._unsafe_view.default")  # strides may be others
         target: Any = aten.reshape.default if str(node.target) in views else node.target
@@ -174,7 +174,7 @@ class Partition:
         self.keep(node, made, REPLICATE)
 
     def is_whole(self, node: fx.Node) -> bool:
-        """Are all inputs of `node` whole on every rank, and no parameter of them waits to be cut?"""
+        """Return whether all inputs of `node` are whole on every rank, and no parameter is to be cut."""
         for x in node.all_input_nodes:
             parameter = self.parameters.get(x)
             if parameter is not None and parameter.style is not None and parameter.placement != REPLICATE:
@@ -185,26 +185,26 @@ class Partition:
         return True
 
     def cut_of(self, *nodes: Any) -> Split | None:
-        """How the first of `nodes` that is cut is cut; rather one of which ranks share nothing."""
+        """Return the cut of the first of `nodes` that is cut; rather one of which ranks share nothing."""
         return rather_disjoint([at for node in nodes if isinstance(at := self.placement(node), Split)])
 
     def spread(self, x: fx.Node, sizes: Sequence[Any]) -> list[int | None]:
-        """Which dim of a result of `sizes`, to which `x` broadcasts, each of its dims is."""
+        """Return the dim of a result of `sizes` for each dim of `x`, which broadcasts; None if spread."""
         first = len(sizes) - len(self.shape(x))
         of_result = range(first, len(sizes))
         return [None if self.is_spread(x, d - first, sizes[d]) else d for d in of_result]
 
     def is_spread(self, x: fx.Node, dim: int, size: Any) -> bool:
-        """Is the one element of a dim of `x` used for all of `size` elements of a result?"""
+        """Return whether the one element of a dim of `x` is used for all `size` elements of a result."""
         return self.hints(x)[dim] == 1 != hint(size)
 
     def aligned(self, x: fx.Node, cut: Split, sizes: Sequence[Any]) -> Placement:
-        """Where `x`, which broadcasts to `sizes`, must be for a result of these that is cut by `cut`."""
+        """Return the placement of `x`, which broadcasts to `sizes`, for a result cut by `cut`."""
         dims = self.spread(x, sizes)
         return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
     def _no_guards(self) -> AbstractContextManager[Any]:
-        """This rank's sizes must put no conditions on the symbols of the whole program."""
+        """Suppress guards: sizes on this rank must put no conditions on the whole program's symbols."""
         symbols = self.fake_mode.shape_env
         if symbols is None:
             return nullcontext()
@@ -214,7 +214,7 @@ class Partition:
         return stack
 
     def keep(self, node: fx.Node, made: Any, placement: Placements) -> None:
-        """The value of `node` is that of `made`, at `placement`; of several results, each is."""
+        """Record `made` as the value of `node`, at `placement`; of several results, each."""
         value = node.meta.get("val")
         if isinstance(value, (tuple, list)) and not isinstance(placement, tuple):
             placement = (placement,) * len(value)
@@ -229,7 +229,7 @@ class Partition:
         self.values[node] = Value(made, placement)
 
     def take(self, node: Any, placement: Placement = REPLICATE) -> Any:
-        """The value of `node` at `placement`, by whatever moves it there. Numbers are everywhere."""
+        """Return the value of `node` at `placement`, by whatever moves it there. Numbers are everywhere."""
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
             return self.values[node].node if isinstance(node, fx.Node) else node
         if node in self.later:
@@ -248,20 +248,20 @@ class Partition:
         return self._moved[key]
 
     def take_all(self, args: Any) -> Any:
-        """`args` of a node, every value in it replicated."""
+        """Return `args` of a node, every value in it replicated."""
         return map_arg(args, self.take)
 
     def stays(self, x: fx.Node) -> Placement:
-        """Where an input is: terms of a sum stay so if this is their one use."""
+        """Return the placement of an input: terms of a sum stay so if this is their one use."""
         at = self.placement(x)
         return REPLICATE if at == PARTIAL and not self.may_stay_partial(x) else at
 
     def is_gathered(self, node: fx.Node) -> bool:
-        """Is the whole of a value that is cut there already, for another user?"""
+        """Return whether the whole of a value that is cut is already there, for another user."""
         return (node, REPLICATE) in self._moved
 
     def may_stay_partial(self, node: fx.Node) -> bool:
-        """Is `node` a sum in terms with only one user, who may take the terms on?"""
+        """Return whether `node` is a sum in terms with only one user, which may take the terms on."""
         return isinstance(self.placement(node), Partial) and len(node.users) == 1
 
     # ------------------------------------------------------------ moving
@@ -294,7 +294,7 @@ class Partition:
             if isinstance(target, Split) and self._is_even(target, self.shape(node)[target.dim]):
                 return self.reduce_scatter(value.node, target.dim)
             whole = self.all_reduce(value.node)
-            self.values[node] = Value(whole, REPLICATE)  # whoever comes next finds the sum
+            self.values[node] = Value(whole, REPLICATE)  # the next user finds the sum
             return whole if target == REPLICATE else self.take(node, target)
         if isinstance(source, Split):
             if isinstance(target, Split) and target.inside(source):
@@ -311,7 +311,7 @@ class Partition:
         return self.cut(value.node, target)
 
     def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
-        """The part `target` of a value of which this rank has `source`; no communication."""
+        """Return the part `target` of a value of which this rank has `source`; no communication."""
         asked = target.ranges[self.rank] or ((0, 0),)
         if source.ranges[self.rank] == asked:
             return node
@@ -320,12 +320,12 @@ class Partition:
         return self._pieces(node, target.dim, local, own=True)
 
     def all_reduce(self, node: fx.Node, kind: str = "sum") -> fx.Node:
-        """The sum, or the "max", of every rank's `node`."""
+        """Return the sum, or the "max", of every rank's `node`."""
         started = self.emit(c10d.all_reduce.default, node, kind, self.group)
         return self.emit(c10d.wait_tensor.default, started)
 
     def reduce_scatter(self, node: fx.Node, dim: int) -> fx.Node:
-        """This rank's share of the sum of every rank's `node`, along `dim`; all shares are equal."""
+        """Return this rank's share of the sum of every rank's `node`, along `dim`; all shares are equal."""
         if dim:
             node = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, node, 0, dim))
         started = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
@@ -333,11 +333,11 @@ class Partition:
         return self.emit(aten.transpose.int, share, 0, dim) if dim else share
 
     def _is_even(self, split: Split, size: Any) -> bool:
-        """Have all ranks equal shares of a dim of `size`, one after another?"""
+        """Return whether all ranks have equal shares of a dim of `size`, one after another."""
         return isinstance(size, int) and size % self.ranks == 0 and split.ranges == even(size, self.ranks)
 
     def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
-        """The whole of a value cut by `split`."""
+        """Return the whole of a value cut by `split`."""
         most = max(split.size(rank) for rank in range(self.ranks))
         dtype = node.meta["val"].dtype
         if dtype == torch.bool:  # not every backend sends them
@@ -358,11 +358,11 @@ class Partition:
         return self.emit(aten.to.dtype, whole, dtype) if dtype == torch.bool else whole
 
     def cut(self, node: fx.Node, split: Split) -> fx.Node:
-        """This rank's intervals of a replicated value; no communication."""
+        """Return this rank's intervals of a replicated value; no communication."""
         return self._pieces(node, split.dim, split.ranges[self.rank], own=True)
 
     def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
-        """Intervals of a dim, put together; `own`: this rank's, others having others (for `training`)."""
+        """Join intervals of a dim; `own`: this rank's, others having others (for `training`)."""
         pieces = pieces or [(0, 0)]
         parts = [self.emit(aten.slice.Tensor, node, dim, begin, end) for begin, end in pieces]
         for part in parts:
@@ -370,7 +370,7 @@ class Partition:
         return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
 
     def evenly(self, node: fx.Node, dim: int) -> Split:
-        """An even cut of a dim of the whole value."""
+        """Return an even cut of a dim of the whole value."""
         return Split(dim, even(self.hints(node)[dim], self.ranks))
 
 
@@ -397,21 +397,21 @@ def _value(node: fx.Node) -> Any:
 
 
 def name_source(made: fx.Node, node: fx.Node) -> None:
-    """`made` comes from the code that `node` does, unless it is said already."""
+    """Note that `made` comes from the code that `node` does, unless it is noted already."""
     for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
         if name in node.meta:
             made.meta.setdefault(name, node.meta[name])
 
 
 def rather_disjoint(cuts: Sequence[Split]) -> Split | None:
-    """The first cut of which ranks share nothing, or the first one."""
+    """Return the first cut of which ranks share nothing, or the first one."""
     return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
 
 
 def _in_order(split: Split, padded: int) -> list[Interval]:
-    """Where, in ranks' pieces padded to `padded` and laid end to end, the elements lie in their own order.
+    """Return where elements lie, in their order, in ranks' pieces padded to `padded` and laid end to end.
 
-    What several ranks hold is taken from the first.
+    Elements that several ranks hold are taken from the first.
     """
     first = sorted((b, e, rank) for rank, held in enumerate(split.once().ranges) for b, e in held)
     begins = [rank * padded + split.on_rank(rank, begin) for begin, _, rank in first]

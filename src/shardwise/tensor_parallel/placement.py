@@ -1,4 +1,4 @@
-"""Where the elements of a value of the program are: on every rank, cut over them, or as parts of a sum.
+"""Placements of a program's values: whole on every rank, cut over ranks, or as terms of a sum.
 
 `Split` says for every rank which intervals of one dim it holds, in order. So it can say what equal chunks
 cannot: whole attention heads, as many on one rank as on another or not; the query, key and value parts of a
@@ -27,7 +27,7 @@ Ranges = tuple[tuple[Interval, ...], ...]
 
 @dataclass(frozen=True)
 class Replicate:
-    """Whole and equal on every rank."""
+    """A placement whole and equal on every rank."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +43,32 @@ class Split:
     ranges: Ranges
 
     def size(self, rank: int) -> int:
-        """How many elements of the dim `rank` holds."""
+        """Count the elements of the dim that `rank` holds."""
         return sum(end - begin for begin, end in self.ranges[rank])
 
     def on_rank(self, rank: int, index: int) -> int:
-        """Which of the elements that `rank` holds is the dim's `index`, which it holds or would come next."""
+        """Return the position on `rank` of the dim's `index`, which it holds or which would come next."""
         return sum(min(end, index) - begin for begin, end in self.ranges[rank] if begin <= index)
 
     def on(self, dim: int) -> Split:
-        """The same cut of another dim."""
+        """Return the same cut, of another dim."""
         return Split(dim, self.ranges)
 
     def each(self, change: Callable[[int, int], Interval]) -> Split:
-        """Every interval changed."""
+        """Apply a change to every interval."""
         return Split(self.dim, tuple(normal([change(b, e) for b, e in held]) for held in self.ranges))
 
     def scaled(self, factor: int) -> Split:
-        """The cut of a dim in which every element has become `factor` elements."""
+        """Return the cut of a dim in which every element has become `factor` elements."""
         return self.each(lambda begin, end: (begin * factor, end * factor))
 
     def divided(self, factor: int) -> Split | None:
-        """The cut of a dim in which every `factor` elements have become one; None where ranks share any."""
+        """Return the cut of a dim whose every `factor` elements became one; None where ranks share any."""
         found = self.each(lambda begin, end: (begin // factor, end // factor))
         return found if found.scaled(factor) == self else None
 
     def within(self, begin: int, end: int) -> Split:
-        """The cut of the elements from `begin` to `end`, counted from there."""
+        """Return the cut of the elements from `begin` to `end`, counted from there."""
 
         def inside(edge: int) -> int:
             return min(max(edge, begin), end) - begin
@@ -77,12 +77,12 @@ class Split:
 
     @property
     def disjoint(self) -> bool:
-        """Does no element lie on two ranks?"""
+        """Whether no element lies on two ranks."""
         intervals = sorted(interval for held in self.ranges for interval in held)
         return all(one[1] <= other[0] for one, other in pairwise(intervals))
 
     def once(self) -> Split:
-        """Every element on the first of the ranks that have it."""
+        """Return every element on the first of the ranks that have it."""
         if self.disjoint:
             return self
         taken: list[Interval] = []
@@ -94,7 +94,7 @@ class Split:
         return Split(self.dim, tuple(ranges))
 
     def inside(self, other: Split) -> bool:
-        """Does every rank that holds `other` hold all of this?"""
+        """Return whether every rank that holds `other` holds all of this."""
         return self.dim == other.dim and all(
             any(b <= begin and end <= e for b, e in held)
             for mine, held in zip(self.ranges, other.ranges, strict=True)
@@ -109,24 +109,24 @@ PARTIAL = Partial()
 
 
 def local_shape(placement: Placement | None, shape: Sequence[Any], rank: int) -> list[Any]:
-    """The shape of a rank's part of a value."""
+    """Return the shape of a rank's part of a value."""
     if not isinstance(placement, Split):
         return list(shape)
     return with_dim(shape, placement.dim, placement.size(rank))
 
 
 def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
-    """`sizes` with another one at `dim`."""
+    """Return `sizes` with another one at `dim`."""
     return [*sizes[:dim], size, *sizes[dim + 1 :]]
 
 
 def even(size: int, ranks: int) -> Ranges:
-    """A dim of `size` cut as evenly as possible, the first ranks having one more."""
+    """Return a dim of `size` cut as evenly as possible, the first ranks having one more."""
     return tuple(normal([interval]) for interval in even_intervals(size, ranks))
 
 
 def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Without empty intervals; those joined that touch or overlap."""
+    """Drop empty intervals, and join those that touch or overlap."""
     joined: list[Interval] = []
     for begin, end in intervals:
         if joined and joined[-1][0] <= begin <= joined[-1][1]:
@@ -137,7 +137,7 @@ def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
 
 
 def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
-    """The parts of `interval` outside of all of `taken`."""
+    """Return the parts of `interval` outside of all of `taken`."""
     begin, end = interval
     found = []
     for b, e in sorted(taken):
@@ -148,7 +148,7 @@ def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
 
 
 def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
-    """Where a value of sizes `old`, cut by `at`, is cut in sizes `new`; None where no one dim says it.
+    """Return the cut in sizes `new` of a value of sizes `old` cut by `at`; None where no one dim says it.
 
     Sizes are numbers or symbols; of a cut dim merged with one whose size is a symbol nothing can be said.
     """
@@ -174,19 +174,19 @@ def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
 
 
 def _repeated(ranges: Ranges, count: int, block: int) -> Ranges:
-    """The intervals of `count` blocks, one after another, of each of which `ranges` are those."""
+    """Return the intervals of `count` blocks, one after another, of each of which `ranges` are those."""
     return tuple(
         normal([(n * block + b, n * block + e) for n in range(count) for b, e in held]) for held in ranges
     )
 
 
 def groups(old: Sequence[Any], new: Sequence[Any]) -> Groups:
-    """Dims of `old` and of `new` that hold the same elements, as few at a time as possible."""
+    """Return the dims of `old` and of `new` that hold the same elements, as few at a time as possible."""
     return regrouped(old, new, same=same_size, hint=hint)
 
 
 def hint(size: Any) -> int:
-    """A size as a number: one not known before the program runs is as it was when it was exported."""
+    """Return a size as a number: one not known before the program runs is as it was when it was exported."""
     if isinstance(size, int):
         return size
     known = size.node.hint
@@ -194,7 +194,7 @@ def hint(size: Any) -> int:
 
 
 def same_size(one: Any, other: Any) -> bool:
-    """Are two sizes equal, whatever their symbols turn out to be?"""
+    """Return whether two sizes are equal, whatever their symbols turn out to be."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
     return statically_known_true(one == other)

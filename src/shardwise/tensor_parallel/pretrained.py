@@ -39,7 +39,7 @@ _PLANS: dict[str, tuple[str, str]] = {
 def chosen_for(
     model: nn.Module, strategies: Mapping[str, Any] | Literal["auto"] | None
 ) -> Mapping[str, Any] | Literal["auto"]:
-    """`strategies`; of None those of the model's plan, or "auto", with a warning, where it brings none."""
+    """Return `strategies`; for None those of the model's plan, or "auto", with a warning, without one."""
     if strategies is not None:
         return strategies
     if _plan_of(model):
@@ -52,7 +52,7 @@ def chosen_for(
 
 
 def strategies_of(model: Any) -> dict[str, str]:
-    """Strategies for a model, or for the one that generates by a config, from the plan that it brings.
+    """Return strategies for a model, or for the one that generates by a config, from the plan that it brings.
 
     Entries that fit nothing in this model, or parameters that are vectors by themselves, are left out. A plan
     that leaves most of the model's bytes whole on every rank warns.
@@ -98,14 +98,14 @@ def strategies_of(model: Any) -> dict[str, str]:
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:
-    """The plan that a model brings, or that is here for its kind; empty where there is none."""
+    """Return the plan that a model brings, or that is here for its kind; empty where there is none."""
     plan = dict(getattr(model, "_tp_plan", None) or {})
     columns, rows = _PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), ("", ""))
     return plan or {f"*{name}": _COLUMN for name in columns.split()} | {f"*{n}": _ROW for n in rows.split()}
 
 
 def made_from(config: Any) -> nn.Module:
-    """The model that generates by `config`, with random weights, in eval mode."""
+    """Return the model that generates by `config`, with random weights, in eval mode."""
     import transformers
 
     kinds: Any = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)

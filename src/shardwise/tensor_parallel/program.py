@@ -59,13 +59,13 @@ class Whole:
         return {parameter.name: node for node, parameter in self.parameters.items()} | self.dropped
 
     def partition(self, rank: int, ranks: int, *, group: str = "") -> Partition:
-        """The program of one rank, with nothing built of it yet."""
+        """Return the program of one rank, with nothing built of it yet."""
         own = {node: Parameter(each.name, node, each.style) for node, each in self.parameters.items()}
         return Partition(rank, ranks, group, fake_mode_of(self.program), own)
 
 
 def read(program: ExportedProgram) -> Whole:
-    """`program` in canonical form; it stays as it is.
+    """Read `program` into canonical form; it stays as it is.
 
     Raises:
         ShardingError: what is no exported program, or is one rank's already.
@@ -123,7 +123,7 @@ def _check_whole(program: Any) -> None:
 
 
 def at_first_use(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:
-    """The dim that `style` cuts where `module` uses `weight`, and the style that cuts it at its first use.
+    """Return the dim that `style` cuts where `module` uses `weight`, and the style that cuts it at first use.
 
     A table that is an embedding and the head's weight is cut along the vocabulary by "row" as the one and by
     "column" as the other.
@@ -136,7 +136,7 @@ def at_first_use(weight: fx.Node, style: str, module: str) -> tuple[int | None, 
 
 
 def _dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
-    """The dim of a matrix that a style cuts where `user` uses it; None where that is not known."""
+    """Return the dim of a matrix that a style cuts where `user` uses it; None where that is not known."""
     if weight.meta["val"].ndim != 2:
         return None
     stored = op_of(user) in ("embedding", "mm", "addmm")  # [rows, columns], [in, out]
@@ -179,7 +179,7 @@ def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
 
 
 def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
-    """An operation without a rule, on whole inputs."""
+    """Run an operation without a rule on whole inputs."""
     cut = [x for x in node.all_input_nodes if x in p.values and p.values[x].placement != REPLICATE]
     cut = [x for x in cut if is_tensor(x)]
     if cut:
@@ -197,7 +197,7 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
 
 
 def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
-    """What the program returns, each with the parameter or buffer that it is written to."""
+    """List what the program returns, each with the parameter or buffer that it is written to."""
     named = whole.named
     specs = whole.program.graph_signature.output_specs
     values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
@@ -208,6 +208,6 @@ def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
 
 
 def output(p: Partition, value: Any, owner: fx.Node | None) -> Any:
-    """An output of this rank: whole, or as the parameter that it is written to is cut."""
+    """Return an output of this rank: whole, or as the parameter that it is written to is cut."""
     where: Placement | None = None if owner is None else p.parameters[owner].placement
     return p.take(value, where or REPLICATE)

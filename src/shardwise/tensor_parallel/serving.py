@@ -44,7 +44,7 @@ def generate(
     ends: Sequence[int] = (),
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Greedy tokens [batch, at most `tokens`] after `prompt`, by a model cut over ranks. Collective.
+    """Generate tokens [batch, at most `tokens`] greedily, by a model cut over ranks. Collective.
 
     Args:
         model: a model of `transformers` that generates, in eval mode, the same on every rank.
@@ -72,7 +72,7 @@ def generate(
 
 
 def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
-    """The whole model's prefill of prompts of `prompt`'s size, and its decode of up to `tokens`. Local.
+    """Export the whole model's prefill of prompts of `prompt`'s size, and decode of up to `tokens`. Local.
 
     Raises:
         ShardingError: torch.export, or the model with a cache of fixed size, cannot do it; or positions whose
@@ -105,7 +105,7 @@ def cut_steps(
     group_name: str | None = None,
     fill: Callable[[ExportedProgram], Any] = lambda _: None,
 ) -> Programs:
-    """One rank's prefill and decode, which share weights and cache. Local.
+    """Return one rank's prefill and decode, which share weights and cache. Local.
 
     Arguments are those of `tensor_parallel_transformation`, but for:
 
@@ -131,7 +131,7 @@ def cut_steps(
 
 
 def choice(program: ExportedProgram) -> str:
-    """What "auto" chose: modules by style, layers together, and the bytes that it leaves on this rank."""
+    """Describe what "auto" chose: modules by style, layers together, and the bytes left on this rank."""
     by_style: dict[str, dict[str, None]] = {}
     for name, style in record_of(program)["strategies"].items():
         by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name.removeprefix("model."))] = None
@@ -145,7 +145,7 @@ def choice(program: ExportedProgram) -> str:
 
 @torch.no_grad()
 def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[int] = ()) -> Tensor:
-    """What `generate` gives, by the programs of this rank. Collective."""
+    """Generate tokens greedily, as `generate` does, by the programs of this rank. Collective."""
     prefill, decode = (program.module() for program in programs)
     last = torch.tensor(ends)
     found: list[Tensor] = [prefill(prompt).argmax(-1, keepdim=True)]
@@ -156,7 +156,7 @@ def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[in
 
 
 def cache_bytes(program: ExportedProgram) -> int:
-    """Bytes of keys and values that a program keeps."""
+    """Return the bytes of keys and values that a program keeps."""
     named = program.constants.items()
     return sum(x.nbytes for name, x in named if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
 
@@ -170,7 +170,7 @@ def _changes(rope_type: str) -> bool:
 
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
-    """Rotary frequencies of texts of `longest` tokens, where the model would choose them at each call.
+    """Fix rotary frequencies to texts of `longest` tokens, where the model would choose at each call.
 
     A program chooses nothing by the length of a text.
 
@@ -225,7 +225,7 @@ class _Step(nn.Module):
             self.register_buffer(name, getattr(layer, key), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The logits of the token after `ids`, [batch, vocabulary]."""
+        """Return the logits of the token after `ids`, [batch, vocabulary]."""
         begin = torch.zeros_like(self.position) if self.prefill else self.position.clone()
         for name, layer, key in self._buffers_of_layers():
             setattr(layer, key, getattr(self, name))
@@ -240,7 +240,7 @@ class _Step(nn.Module):
         return made.logits[:, -1]  # type: ignore[no-any-return]
 
     def _cache(self, begin: Tensor) -> Any:
-        """The cache as the model knows it, with `begin` tokens in it."""
+        """Return the cache as the model knows it, with `begin` tokens in it."""
         from transformers.cache_utils import Cache, EncoderDecoderCache
 
         every = [layer for layers in self.layers for layer in layers]
@@ -262,7 +262,7 @@ class _Step(nn.Module):
 
 
 def _layers(model: Any, batch: int, capacity: int) -> list[Any]:
-    """A cache of `capacity` tokens for each layer of the model's decoder."""
+    """Return a cache of `capacity` tokens for each layer of the model's decoder."""
     from transformers.cache_utils import StaticCache, StaticLayer
     from transformers.configuration_utils import get_head_shapes
 

@@ -40,7 +40,7 @@ RECORD_VERSION = 1
 
 
 def fake_mode_of(program: ExportedProgram) -> Any:
-    """The mode of the fake tensors that the program was exported with."""
+    """Return the mode of the fake tensors that the program was exported with."""
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and _compat.is_fake(value):
@@ -49,7 +49,7 @@ def fake_mode_of(program: ExportedProgram) -> Any:
 
 
 def tied(program: ExportedProgram) -> dict[str, str]:
-    """The first name of the same tensor, for parameters and buffers that have another name before theirs.
+    """Return the first name of the same tensor, for parameters and buffers that have an earlier name.
 
     Names that the graph has come first: strict export drops others.
     """
@@ -79,7 +79,7 @@ def _identity(tensor: Tensor) -> Any:
 
 @torch.no_grad()
 def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
-    """What `rank` has of a whole parameter: a copy of its intervals, or of all where every rank has it whole.
+    """Return the part of a whole parameter on `rank`: a copy of its intervals, or of all of it if replicated.
 
     Of a tensor without memory (on meta, or fake) it is one on meta.
     """
@@ -95,14 +95,14 @@ def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
 
 
 def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
-    """The parts of the dim that `rank` has; an empty one where it has nothing."""
+    """Return the parts of the dim that `rank` has; an empty one where it has nothing."""
     return placement.ranges[rank] or ((0, 0),)
 
 
 def _shards(
     program: ExportedProgram, partition: Partition, sharing: ExportedProgram | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's state dict and constants, under the names of the whole program's."""
+    """Return this rank's state dict and constants, under the names of the whole program's."""
     names = set() if sharing is None else record_of(sharing)["parameters"].keys()
     known = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
@@ -133,7 +133,7 @@ def program_of(
     gathers: list[dict[str, Any]],
     sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """The exported program of `partition`, which was made of `program` by `plan`, for a kind of device.
+    """Make the exported program of `partition`, made of `program` by `plan`, for a kind of device.
 
     `gathers` are those that nothing asked for, as JSON, for the record. What `sharing` has is taken from it.
     """
@@ -161,7 +161,7 @@ def program_of(
 
 
 def _examples(value: Any, device: torch.device) -> Any:
-    """Example inputs there; fake ones on meta: `torch.export.load` would unpickle those as any object."""
+    """Return example inputs; fake ones on meta: `torch.export.load` would unpickle those as any object."""
     if isinstance(value, Tensor) and _compat.is_fake(value):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, Tensor):
@@ -174,7 +174,7 @@ def _examples(value: Any, device: torch.device) -> Any:
 
 
 def _name_sources(graph: fx.Graph) -> None:
-    """Nodes that move a value belong to the module that made it."""
+    """Give nodes that move a value the module that made it."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -185,7 +185,7 @@ def _name_sources(graph: fx.Graph) -> None:
 
 
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
-    """The same inputs; outputs by the names of this graph's nodes."""
+    """Return the signature with outputs by the names of this graph's nodes, and the same inputs."""
     (output,) = graph.find_nodes(op="output")
     specs = [
         replace(spec, arg=_argument(spec.arg, value))
@@ -195,7 +195,7 @@ def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphS
 
 
 def _argument(known: Any, value: Any) -> Any:
-    """The description of an output that is `value`: a node, or a constant."""
+    """Return the description of an output that is `value`: a node, or a constant."""
     if not isinstance(value, fx.Node):
         return known if isinstance(known, ConstantArgument) else ConstantArgument(name="", value=value)
     if isinstance(known, TokenArgument):  # of an operation with effects, though its value is a tensor
@@ -249,21 +249,21 @@ def _record(program: ExportedProgram, partition: Partition, plan: Plan, device_t
 
 
 def placement_to_json(placement: Placement | None) -> Any:
-    """A placement as JSON: "replicate", or the dim and every rank's intervals."""
+    """Return a placement as JSON: "replicate", or the dim and every rank's intervals."""
     if not isinstance(placement, Split):
         return "replicate"
     return {"dim": placement.dim, "ranges": [[list(one) for one in held] for held in placement.ranges]}
 
 
 def placement_from_json(given: Any) -> Placement:
-    """The placement that `placement_to_json` wrote."""
+    """Return the placement that `placement_to_json` wrote."""
     if given == "replicate":
         return REPLICATE
     return Split(given["dim"], tuple(tuple((b, e) for b, e in held) for held in given["ranges"]))
 
 
 def record_of(program: ExportedProgram) -> dict[str, Any]:
-    """What `tensor_parallel_transformation` wrote down with a program: rank, world size, group, placements.
+    """Return the record that the transformation wrote with a program: rank, world size, group, placements.
 
     Raises:
         ShardingError: a program that it did not make.

@@ -1,4 +1,4 @@
-"""What the user asks for, by module: which way its weights are cut, and where its outputs are to be.
+"""Styles that the user asks for, by module: how its weights are cut, and where its outputs are to be.
 
     column      a linear layer's output features, an embedding's columns (what a row of it is made of)
     row         a linear layer's input features, an embedding's rows (the vocabulary)
@@ -47,7 +47,7 @@ class _Parallel:
 
 
 class ColwiseParallel(_Parallel):
-    """The module's outputs are cut: a linear layer's output features, an embedding's columns.
+    """Cut of the module's outputs: a linear layer's output features, an embedding's columns.
 
     Args:
         input_layouts: a placement (`torch.distributed.tensor`'s) or None. Any is accepted: see this module.
@@ -58,7 +58,7 @@ class ColwiseParallel(_Parallel):
 
 
 class RowwiseParallel(_Parallel):
-    """What the module contracts is cut: a linear layer's input features, an embedding's rows, the vocabulary.
+    """Cut of the dim that the module contracts: a linear layer's input features, an embedding's rows.
 
     Args: as `ColwiseParallel`'s; `output_layouts` None or Replicate(): summed where they are needed.
     """
@@ -93,7 +93,7 @@ class Style:
 
 @dataclass
 class Plan:
-    """What was asked of a program.
+    """The request for a program.
 
     Attributes:
         styles: "column" or "row", by parameter; those not named stay whole.
@@ -126,7 +126,7 @@ _WORDS = {
 def plan_of(
     strategies: Mapping[str, Any], parameters: Mapping[str, Tensor], *, modules: Iterable[str] = ()
 ) -> Plan:
-    """What `strategies` ask of a program with `parameters`.
+    """Return what `strategies` ask of a program with `parameters`.
 
     Args:
         strategies: by fully qualified name of a module or parameter, or a pattern of them in which `*` is any
@@ -173,7 +173,7 @@ _Claims = dict[
 
 
 def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
-    """The entry that decides for `name`, and what it asks for: its own name, its module's, or patterns."""
+    """Return the entry that decides for `name`, and what it asks: its own name, its module's, or patterns."""
     for names in ((name,), (name.rpartition(".")[0],), None):
         fitting = [claim for claim in claims if names is None or claim[0] in names]
         other = next((claim for claim in fitting if claim[1] != fitting[0][1]), None)
@@ -188,7 +188,7 @@ def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
 
 
 def described(entry: Any) -> str:
-    """An entry of the strategies as text: its class, with layouts that are not the usual ones."""
+    """Return an entry of the strategies as text: its class, with layouts that are not the usual ones."""
     if isinstance(entry, str):
         return entry
     if inspect.isclass(entry) or inspect.isfunction(entry):
@@ -198,7 +198,7 @@ def described(entry: Any) -> str:
 
 
 def style_of(entry: Any, *, asked: str) -> Style:
-    """The style that a class, an instance or a word stands for. `asked` is for messages."""
+    """Return the style that a class, an instance or a word stands for. `asked` is for messages."""
     if isinstance(entry, Style):
         return entry
     if isinstance(entry, str):
@@ -234,7 +234,7 @@ def style_of(entry: Any, *, asked: str) -> Style:
 
 
 def _kind(entry: Any) -> str:
-    """The name of the style's class, or of the one that it is derived from."""
+    """Return the name of the style's class, or of the one that it is derived from."""
     kinds = entry.__mro__ if inspect.isclass(entry) else type(entry).__mro__
     known = {"ColwiseParallel", "RowwiseParallel", "SequenceParallel", "Replicate"}
     known |= {"PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"}
@@ -242,7 +242,7 @@ def _kind(entry: Any) -> str:
 
 
 def _prepared(entry: Any, asked: str) -> dict[str, Layout]:
-    """Where a PrepareModule... wants the module's "inputs", "outputs" or both to be."""
+    """Return where a PrepareModule... wants the module's "inputs", "outputs" or both."""
     if inspect.isclass(entry):
         raise ShardingError(
             f"the strategy for {asked!r} is {entry.__name__}; give an instance, with its layouts"
@@ -291,7 +291,7 @@ def _style_for(entry: Any, name: str, tensor: Tensor, asked: str) -> Style | Non
 
 
 def _matching(asked: str, names: Iterable[str]) -> list[str]:
-    """The parameters that `asked` names itself, by their module, or by a pattern of either."""
+    """Return the parameters that `asked` names itself, by their module, or by a pattern of either."""
     known = list(names)
     matching = [
         name
@@ -304,7 +304,7 @@ def _matching(asked: str, names: Iterable[str]) -> list[str]:
 
 
 def _matching_modules(asked: str, names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The modules, those with none but modules within too, that `asked` names."""
+    """Return the modules, those with none but modules within too, that `asked` names."""
     known = dict.fromkeys(
         ".".join(parts[:depth])
         for name in names
@@ -333,7 +333,7 @@ def _no_match(asked: str, names: list[str]) -> list[str]:
 
 
 def _check_dims(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-    """Vectors are cut with the weight of their module, so there must be one."""
+    """Check that a module with cut vectors has a weight, by which they are cut."""
     cut = dict.fromkeys(name.rpartition(".")[0] for name in plan.styles if parameters[name].ndim >= 2)
     for name, kind in plan.styles.items():
         if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:

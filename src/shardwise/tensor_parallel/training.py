@@ -1,4 +1,4 @@
-"""Which values of a rank's program have gradients of their own on every rank, and where these must meet.
+"""Gradients of a rank's program: which values have their own on every rank, and where these are summed.
 
 Every value is one of two kinds, found by going through the program once:
 
@@ -40,7 +40,7 @@ _VIEWS = {
 def differentiable(p: Partition, signature: ExportGraphSignature) -> None:
     """Put the operators into a finished partition that make its gradients those of the whole program.
 
-    Local, and alike on every rank. The gradient of a parameter or input that is whole is whole on every rank.
+    Local, and equal on every rank. The gradient of a parameter or input that is whole is whole on every rank.
     A program that returns its gradients itself stays as it is.
 
     Args:
@@ -69,7 +69,7 @@ def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
 
 
 def _returns_gradients(signature: ExportGraphSignature) -> bool:
-    """Is the backward in the program, cut as the rest of it?"""
+    """Return whether the backward is in the program, cut as the rest of it."""
     return any(spec.kind in _GRADIENTS for spec in signature.output_specs)
 
 
@@ -112,7 +112,7 @@ class _Pass:
                 self._copied(node, nodes[len(inputs)])
 
     def is_cut(self, node: fx.Node) -> bool:
-        """Does `node` give a value of this rank's own, whatever its inputs are?"""
+        """Return whether `node` gives a value of this rank's own, whatever its inputs are."""
         return node in self.cut or node.meta.get("own", False) or self.told.get(node, REPLICATE) != REPLICATE
 
     def _input(self, node: fx.Node, first: fx.Node) -> None:
@@ -146,7 +146,7 @@ class _Pass:
         return None
 
     def _replicated(self, x: fx.Node, user: fx.Node) -> fx.Node:
-        """The whole value `x` for own work, of which `user` is the first."""
+        """Return the whole value `x` for own work, of which `user` is the first."""
         if x in self.shared:
             return self.shared[x]
         source = _seen_as(x)
@@ -162,7 +162,7 @@ class _Pass:
         return made
 
     def _result(self, waited: fx.Node, started: fx.Node) -> None:
-        """What a collective gives."""
+        """Replace the result of a collective."""
         p, name = self.p, op_of(started)
         x: Any = started.args[0]
         scatters = name == "reduce_scatter_tensor"
@@ -186,7 +186,7 @@ class _Pass:
     def _after(
         self, node: fx.Node, before: fx.Node, op: Any, *rest: Any, first: fx.Node | None = None
     ) -> fx.Node:
-        """`op` on `node`, in its place for all who use it."""
+        """Put `op` on `node`, in its place for all its users."""
         users = list(node.users)
         with self.p.graph.inserting_before(before):
             made = self.p.emit(op, *(x for x in (first, node) if x is not None), *rest)
@@ -196,11 +196,11 @@ class _Pass:
         return made
 
     def _is_saved(self, buffer: fx.Node) -> bool:
-        """May backward need what `buffer`, or a view of it, was when an operation read it?"""
+        """Return whether backward may need what `buffer`, or a view of it, was when an operation read it."""
         return any(user in self.flows or (_is_view(user) and self._is_saved(user)) for user in buffer.users)
 
     def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
-        """A copy of `buffer` for all who read it: the program writes to it at its end, before backward."""
+        """Copy `buffer` for its readers: the program writes to it at its end, before backward."""
         with self.p.graph.inserting_before(before):
             made = self.p.emit(ops.unwritten.default, buffer)
         name_source(made, buffer)
@@ -212,40 +212,40 @@ class _Pass:
 
 
 def _seen_as(node: fx.Node) -> Any:
-    """The value that `node` is another view of."""
+    """Return the value that `node` is another view of."""
     return node.args[0] if _compat.is_operator(node.target) and op_of(node) in _VIEWS else None
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Has a result of `node` the memory of its input?"""
+    """Return whether a result of `node` shares the memory of its input."""
     schema = _compat.schema(node.target)
     returns = () if schema is None else schema.returns
     return node.target is operator.getitem or any(each.alias_info is not None for each in returns)
 
 
 def _collective(node: fx.Node) -> fx.Node | None:
-    """The start of the collective that `node` waits for."""
+    """Return the start of the collective that `node` waits for."""
     return node.args[0] if node.target is c10d.wait_tensor.default else None  # type: ignore[return-value]
 
 
 def _is_value(node: Any) -> bool:
-    """Does `node` give a tensor, or several?"""
+    """Return whether `node` gives a tensor, or several."""
     return any(isinstance(value, Tensor) for value in several(node.meta.get("val")))
 
 
 def _has_gradient(node: Any) -> bool:
-    """Has `node` a value of a dtype that gradients exist for?"""
+    """Return whether `node` has a value of a dtype that can have gradients."""
     values = several(node.meta.get("val")) if isinstance(node, fx.Node) else ()
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
-    """Has every rank all of a parameter that is cut?"""
+    """Return whether every rank has all of a parameter that is cut."""
     return all(held == ((0, p.shape(node)[at.dim]),) for held in at.ranges)
 
 
 def _repeated(at: Split, rank: int) -> tuple[list[int], int]:
-    """Of the elements that several ranks have: `pieces` and `total` of `operators.repeated`."""
+    """Return `pieces` and `total` of `operators.repeated` for the elements that several ranks have."""
     edges = sorted({edge for held in at.ranges for interval in held for edge in interval})
     pieces: list[int] = []
     total = 0

@@ -37,7 +37,7 @@ def tensor_parallel_transformation(
     training: bool = False,
     sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """The program that `rank` of `world_size` runs so that all together compute `exported_program`.
+    """Return the program that `rank` of `world_size` runs so that all together compute `exported_program`.
 
     Local: needs no process group and no communication, and any rank's program can be made in any process.
     Weights are only copied, when all placements are known: a program exported on the meta device or from fake
@@ -86,7 +86,7 @@ def tensor_parallel_transformation(
     asked: dict[fx.Node, str | None] = {}
     for name, node in whole.named.items():
         asked[node] = asked.get(node) or plan.styles.get(name)
-    unasked = [_told(partition, x) for x in partition.gathers if not _is_asked(x, asked)]
+    unasked = [_described(partition, x) for x in partition.gathers if not _is_asked(x, asked)]
     _report(partition, whole, asked, unasked, strict=strict)
     signature = whole.program.graph_signature
     if training:
@@ -201,15 +201,15 @@ def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
 
 
 def _is_asked(found: Gathered, asked: Mapping[fx.Node, str | None]) -> bool:
-    """Does a style ask for it? The weight of a style says where the input of its operation is to be."""
+    """Return whether a style asks for the gather: a weight's style places the input of its operation."""
     inputs = found.user.all_input_nodes
     weights = [*inputs, *(x.args[0] for x in inputs if x not in asked and x.args)]
     styled = any(asked.get(x) is not None for x in weights if isinstance(x, fx.Node))
     return styled and found.value not in asked
 
 
-def _told(p: Partition, found: Gathered) -> dict[str, Any]:
-    """A gather that nothing asked for, as it is written down with the program."""
+def _described(p: Partition, found: Gathered) -> dict[str, Any]:
+    """Return a gather that nothing asked for, as it is written down with the program."""
     value = found.value
     return {
         "op": name_of(found.user),

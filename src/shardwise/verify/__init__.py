@@ -1,4 +1,4 @@
-"""Is the sharded run the same training as the unsharded one? Step by step, parameter by parameter.
+"""Verification that a sharded run is the same training as the unsharded one, step by step, by parameter.
 
 case.py finds a script's `Case`; reference.py runs it on one process, sharded.py on N ranks, both
 started by processes.py; compare.py says what is allowed and what is beyond; result.py reports.

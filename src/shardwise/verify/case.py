@@ -1,4 +1,4 @@
-"""What a script offers to be verified: one training step taken apart, and how it is found.
+"""The case that a script offers to verify: one training step taken apart, and how it is found.
 
 A `Case` holds the five pieces that a training step is made of, so that the same step can run
 unsharded in one process and sharded on many. A spec names where it comes from:
@@ -61,7 +61,7 @@ class Case:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """(file or module, name of the factory) of a case spec."""
+    """Return (file or module, name of the factory) of a case spec."""
     target, colon, factory = spec.rpartition(":")
     if not colon or not factory.isidentifier():
         return spec, DEFAULT_FACTORY

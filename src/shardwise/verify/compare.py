@@ -1,4 +1,4 @@
-"""How far apart two runs may be, and how far apart they are. Pure functions over tensors.
+"""Comparison of two runs: the allowed and the found differences. Pure functions over tensors.
 
     allowed difference of element i = tolerance * scale + slack[i]
     tolerance   relative; from the dtype and the number of terms summed, or given by the user
@@ -39,12 +39,12 @@ class Tolerance:
     reason: str  # one line for the reader of a report
 
     def at(self, step: int) -> float:
-        """Relative tolerance of a step; `START` counts as step 0."""
+        """Return the relative tolerance of a step; `START` counts as step 0."""
         return self.base * (1.0 + self.growth * max(step, 0))
 
 
 def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Tolerance:
-    """The tolerance that rounding alone explains, with a safety factor.
+    """Return the tolerance that rounding alone explains, with a safety factor.
 
     `dtype` is the coarsest one that values are stored in, `terms` the number of terms a gradient
     element sums over the global batch, `layers` the number of operations between input and loss.
@@ -59,21 +59,21 @@ def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Toleran
 
 
 def fixed_tolerance(value: float) -> Tolerance:
-    """The same relative tolerance at every step; 0 asks for equal bits."""
+    """Return a tolerance that is the same at every step; 0 asks for equal bits."""
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"tolerance must be a finite number >= 0, got {value}")
     return Tolerance(base=value, growth=0.0, reason="given")
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The floating-point dtype with the largest rounding error; float32 where there is none."""
+    """Return the floating-point dtype with the largest rounding error; float32 where there is none."""
     floating = {d for d in dtypes if d.is_floating_point}
     return max(floating, key=lambda d: (torch.finfo(d).eps, str(d)), default=torch.float32)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor (or the loss) of one step is from the reference."""
+    """The difference of one tensor (or the loss) of one step from the reference."""
 
     kind: Kind
     step: int  # START before the first step
@@ -100,7 +100,7 @@ def _orderable(value: float) -> float:
 
 
 def scale_of(tensor: torch.Tensor) -> float:
-    """Largest finite magnitude in `tensor`; 0.0 for one without elements."""
+    """Return the largest finite magnitude in `tensor`; 0.0 for one without elements."""
     largest = 0.0
     for chunk in _chunks(tensor):
         magnitude = chunk.abs()
@@ -109,7 +109,7 @@ def scale_of(tensor: torch.Tensor) -> float:
 
 
 def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
-    """The scale that differences of `tensor` are measured against; `overall` is the largest of its kind."""
+    """Return the scale to measure differences of `tensor` against; `overall` is the largest of its kind."""
     return max(scale_of(tensor), SCALE_FLOOR * overall)
 
 
@@ -167,7 +167,7 @@ def compare_losses(found: float, expected: float, *, step: int, tolerance: float
 def optimizer_slack(
     before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor | None, *, allowed_gradient: float
 ) -> torch.Tensor:
-    """What one optimizer step may add to a parameter's difference, per element, in its dtype.
+    """Bound what one optimizer step may add to a parameter's difference, per element, in its dtype.
 
     An element's update depends on its gradient at most in proportion (SGD, momentum, Adam and
     their kind): a gradient off by the share d / |g| moves the update by no more than that share of
@@ -182,17 +182,17 @@ def optimizer_slack(
 
 
 def first_beyond(differences: Iterable[Difference]) -> Difference | None:
-    """The first difference beyond tolerance, in the order given."""
+    """Return the first difference beyond tolerance, in the order given."""
     return next((difference for difference in differences if difference.beyond), None)
 
 
 def worst(differences: Iterable[Difference]) -> Difference | None:
-    """The most severe difference; the earliest where several are equal."""
+    """Return the most severe difference; the earliest where several are equal."""
     return max(differences, key=lambda difference: difference.severity, default=None)
 
 
 def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
-    """One difference per (kind, name) out of what several ranks found: the worst, in first-seen order."""
+    """Merge ranks' findings: the worst difference per (kind, name), in first-seen order."""
     merged: dict[tuple[Kind, str], Difference] = {}
     for differences in by_rank:
         for difference in differences:
@@ -204,7 +204,7 @@ def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`tensor` as flat float64 pieces on the CPU (complex numbers as pairs); none when it is empty."""
+    """Yield `tensor` as flat float64 pieces on the CPU (complex numbers as pairs); none when it is empty."""
     flat = tensor.detach()
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     for start in range(0, flat.numel(), CHUNK_NUMEL):

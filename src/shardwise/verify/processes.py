@@ -50,7 +50,7 @@ class RankError(ShardwiseError):
 
 @dataclass(frozen=True)
 class _Job:
-    """What one process is to do."""
+    """The function that one process runs, and where its output goes."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -108,7 +108,7 @@ def _start(job: _Job, label: str) -> _Child:
 
 
 def _context() -> mp.context.BaseContext:
-    """Processes forked from a server that has imported torch and started no threads.
+    """Return the context of processes forked from a server that has imported torch and started no threads.
 
     The import, seconds long, is then paid once instead of once per rank.
     """
@@ -118,7 +118,7 @@ def _context() -> mp.context.BaseContext:
 
 
 def _main(job: _Job, pipe: Connection) -> None:
-    """The life of one rank, from its first line to its report."""
+    """Run one rank, from its first line to its report."""
     _write_output_to(job.log)
     rank, world_size = str(job.rank), str(job.world_size)
     os.environ.update(OMP_NUM_THREADS="1", RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank)
@@ -142,7 +142,7 @@ def _main(job: _Job, pipe: Connection) -> None:
         value = job.target(alive, *job.args)
         pipe.send(("done", value))
         pipe.close()
-        dist.barrier()  # nobody closes its connections while another still uses them
+        dist.barrier()  # no process closes its connections while another still uses them
         dist.destroy_process_group()
     except BaseException as error:
         if not pipe.closed:

@@ -35,7 +35,7 @@ Parameters = dict[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run; the same object goes to every process."""
+    """A run to verify; the same object goes to every process."""
 
     spec: str
     ranks: int
@@ -49,12 +49,12 @@ class Plan:
 
 
 def file_of(folder: str, step: int) -> Path:
-    """Where the reference leaves a step; `START` is the state before the first."""
+    """Return the file of one step of the reference; `START` is the state before the first."""
     return Path(folder) / ("start.pt" if step == START else f"step{step}.pt")
 
 
 def read_step(folder: str, step: int) -> dict[str, Any]:
-    """What the reference left of a step, mapped into memory and read as tensors are touched."""
+    """Read one step of the reference, mapped into memory and read as tensors are touched."""
     loaded: dict[str, Any] = torch.load(
         file_of(folder, step), map_location="cpu", weights_only=True, mmap=True
     )
@@ -62,7 +62,7 @@ def read_step(folder: str, step: int) -> dict[str, Any]:
 
 
 def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
-    """(parameters by name, each once; {further name: first name} of those that are tied)."""
+    """Return (parameters by name, each once; {further name: first name} of those that are tied)."""
     first: Parameters = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -77,7 +77,7 @@ def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
 
 
 def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
-    """The global batch of a step. Raises `CaseError` for anything but tensors of one length."""
+    """Return the global batch of a step. Raises `CaseError` for anything but tensors of one length."""
     batch = case.batch(step)
     batch = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
     for index, entry in enumerate(batch):
@@ -93,14 +93,14 @@ def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
 
 
 def _kind(found: object) -> str:
-    """Of a tensor its shape, of anything else its type: values may be many."""
+    """Describe a tensor by its shape, a number by its value, anything else by its type."""
     if isinstance(found, torch.Tensor):
         return f"a tensor of shape {tuple(found.shape)}"
     return repr(found) if isinstance(found, (int, float)) else f"of type {type(found).__name__}"
 
 
 def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The scalar loss. Raises `CaseError` for anything else."""
+    """Return the scalar loss. Raises `CaseError` for anything else."""
     loss = case.loss(module, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise CaseError(f"loss() returned {_kind(loss)}; expected a tensor with one element.")

@@ -1,4 +1,4 @@
-"""What a verification found, as data, as a table and as JSON."""
+"""The result of a verification, as data, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .compare import KINDS, START, Difference, Kind, Tolerance, first_beyond, wo
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """All differences of one verification, in the order in which they were met."""
+    """The differences of one verification, in the order in which they were met."""
 
     spec: str
     ranks: int
@@ -43,16 +43,16 @@ class VerifyResult:
         return first_beyond(d for d in self.differences if d.kind != "loss")
 
     def worst(self, kind: Kind, step: int) -> Difference | None:
-        """The most severe difference of a kind in a step; None where nothing was compared."""
+        """Return the most severe difference of a kind in a step; None where nothing was compared."""
         return worst(d for d in self.differences if d.kind == kind and d.step == step)
 
     def largest(self, kind: Kind, step: int) -> tuple[float, float]:
-        """Largest (absolute, relative) difference of a kind in a step, each over all its tensors."""
+        """Return the largest (absolute, relative) difference of a kind in a step, over all its tensors."""
         found = [d for d in self.differences if d.kind == kind and d.step == step]
         return max((d.absolute for d in found), default=0.0), max((d.relative for d in found), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; numbers that are not finite become the strings "inf" and "nan"."""
+        """Return plain data; numbers that are not finite become the strings "inf" and "nan"."""
         first, parameter = self.first, self.first_parameter
         return {
             "verdict": "within tolerance" if self.ok else "beyond tolerance",
@@ -86,12 +86,12 @@ def write_json(path: str | Path, results: Sequence[_Result]) -> None:
 
 
 def step_name(step: int) -> str:
-    """How reports call a step."""
+    """Return how reports call a step."""
     return "start" if step == START else str(step)
 
 
 def table(result: VerifyResult) -> Table:
-    """One row per step: the largest difference of each kind, and the tensor nearest to its limit."""
+    """Return one row per step: the largest difference of each kind, and the tensor nearest to its limit."""
     rendered = Table(title=_title(result))
     rendered.add_column("step", justify="right")
     for kind in KINDS:
@@ -113,7 +113,7 @@ def table(result: VerifyResult) -> Table:
 
 
 def verdict(result: VerifyResult) -> str:
-    """One or two lines: whether the runs agree, else the first difference and the first parameter."""
+    """Return one or two lines: whether the runs agree, else the first difference and the first parameter."""
     first, parameter = result.first, result.first_parameter
     layout = f" ({result.layout} layout)" if result.layout else ""
     if first is None:
@@ -128,7 +128,7 @@ def verdict(result: VerifyResult) -> str:
 
 
 def describe(difference: Difference) -> str:
-    """A difference in one line, for a reader who has to find the fault."""
+    """Return a difference in one line, for a reader who has to find the fault."""
     what = "the loss" if difference.kind == "loss" else f"the {difference.kind} {difference.name}"
     if difference.kind == "gradient":
         what = f"the gradient of {difference.name}"

@@ -136,7 +136,7 @@ def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[
 
 
 def _presence_problem(held: list[int], reference: int) -> str:
-    """What is wrong with who holds a tensor: its state on every rank against the reference's."""
+    """Describe what is wrong with a tensor's state on every rank against the reference's; "" if nothing."""
     if all(state == reference for state in held):
         return ""
     if len(set(held)) == 1:
@@ -151,7 +151,7 @@ def _presence_problem(held: list[int], reference: int) -> str:
 def _name_problems(
     parameters: Parameters, tied: dict[str, str], expected: list[str], expected_tied: dict[str, str]
 ) -> list[Difference]:
-    """Parameters the reference does not have, and names that are tied on one side only."""
+    """Return parameters the reference does not have, and names that are tied on one side only."""
     problems = []
     for name in parameters:
         if name in expected_tied:
@@ -165,7 +165,7 @@ def _name_problems(
 
 
 def _gather_differences(differences: list[Difference]) -> list[Difference]:
-    """What all ranks found, merged, on rank 0; empty elsewhere."""
+    """Gather what all ranks found, merged, on rank 0; empty elsewhere."""
     told = together(
         "merging what ranks found", lambda: [dataclasses.asdict(difference) for difference in differences]
     )

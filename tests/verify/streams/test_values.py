@@ -304,6 +304,23 @@ def test_a_functional_collective_runs_again() -> None:
     assert not in_all_orders(program)
 
 
+@on_ranks(2)
+def test_ranks_meet_in_second_collectives_though_only_one_has_used_a_group() -> None:
+    alone = [dist.new_group([rank], use_local_synchronization=True) for rank in range(2)]
+    for first_uses_another in (True, False):
+        with simulated(Order.as_needed()) as found:
+            x, stream = numbers(8), side()
+            if first_uses_another and dist.get_rank() == 0:
+                dist.all_reduce(x, group=alone[0], async_op=True).wait()
+            stream.wait_stream(current())
+            with stream:
+                dist.all_reduce(x)
+            current().wait_stream(stream)
+            assert x.tolist() == [2.0 * i for i in range(8)]
+        assert not found.findings
+        assert not found.differences
+
+
 # ---------------------------------------------------------------- training
 
 

@@ -36,7 +36,7 @@ def load_slices(
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
-    """The tensor `name` of safetensors files, cut by `sharding_spec`; each rank reads only its own boxes.
+    """Load the tensor `name` of safetensors files, cut by `sharding_spec`; each rank reads only its boxes.
 
     Collective over the group: descriptions of what was read, no tensors.
 
@@ -94,7 +94,7 @@ def _read(
 
 
 def _copied(stored: StoredTensor, box: Box) -> Tensor:
-    """The elements in `box`, in memory of their own."""
+    """Return the elements in `box`, in memory of their own."""
     if box.is_empty:
         return torch.empty(box.sizes, dtype=stored.dtype)
     bits = stored.read(box.offsets, box.ends).view(_BITS[stored.dtype.itemsize])

@@ -69,7 +69,7 @@ def save_slices(
     def tell() -> dict[str, Any]:
         own.update({name: _known(name, tensor) for name, tensor in tensors.items()})
         call = {"path": str(path), "metadata": sorted(_checked(metadata).items())}
-        return {"call": call, "tensors": {name: _told(tensor) for name, tensor in own.items()}}
+        return {"call": call, "tensors": {name: _described(tensor) for name, tensor in own.items()}}
 
     told = together(what, tell)
     known = alike(what, told, {"call": _FIX, "tensors": _FIX})["tensors"]
@@ -93,7 +93,7 @@ def save_slices(
 
 
 def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
-    """The tensor in a form that can be written."""
+    """Return the tensor in a form that can be written."""
     if not isinstance(name, str) or name == "__metadata__":
         raise CheckpointError(
             f"a tensor is named by a str other than '__metadata__', found {name!r}; rename it"
@@ -125,8 +125,8 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return found
 
 
-def _told(tensor: ShardedTensor | Tensor) -> list[Any]:
-    """What ranks compare: dtype, shape, and how it is cut."""
+def _described(tensor: ShardedTensor | Tensor) -> list[Any]:
+    """Return what ranks compare of a tensor: dtype, shape, and how it is cut."""
     cut = "not sharded"
     if isinstance(tensor, ShardedTensor):
         cut = f"cut {fingerprint(describe(tensor.metadata())):x}"
@@ -194,7 +194,7 @@ def _planned(
 
 
 def _create(path: Path, plan: _Plan) -> str:
-    """A file beside `path` with its header and all its room, so that a full disk is found at once."""
+    """Return a file beside `path` with its header and all its room, so that a full disk is found at once."""
     staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -210,7 +210,7 @@ def _create(path: Path, plan: _Plan) -> str:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Room for `size` bytes, taken now where the file system can."""
+    """Reserve room for `size` bytes, where the file system can."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except AttributeError:  # not every system has it
@@ -228,7 +228,7 @@ def _write(
     places: Mapping[str, _Place],
     rank: int,
 ) -> None:
-    """This rank's boxes, on disk when it returns."""
+    """Write this rank's boxes; they are on disk when this returns."""
     descriptor = os.open(staging, os.O_WRONLY)
     try:
         for name, tensor in own.items():
@@ -244,7 +244,7 @@ def _write(
 
 
 def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None:
-    """The elements of `box`, as few runs as lie together in the file."""
+    """Write the elements of `box`, in as few runs as the file allows."""
     if box.is_empty:
         return
     itemsize = tensor.element_size()

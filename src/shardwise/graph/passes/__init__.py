@@ -84,7 +84,7 @@ class Passes:
                 self._forwards.append((set(names), {names[place]: name for place, name in saved.items()}))
 
     def _saved_for(self, graph: Graph) -> dict[str, str]:
-        """By its inputs' names, what the forward of a backward graph saved of which gather.
+        """Return what the forward of a backward graph saved of which gather, by the names of the inputs.
 
         A backward graph takes what its forward returned, by the same names, and tangents.
         """
@@ -95,7 +95,7 @@ class Passes:
 
     @property
     def uuid(self) -> str:
-        """What these passes, and `recompute`, do, for caches of compiled graphs: settings and source."""
+        """Hash of the settings and source of these passes and `recompute`, for caches of compiled graphs."""
         here = Path(__file__).parent
         others = [here.parent / name for name in ("collectives.py", "memory.py", "recompute.py")]
         sources = [*sorted(here.glob("*.py")), *others]

@@ -55,7 +55,7 @@ def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] = NONE
 
 
 def saved_gathers(graph: Graph) -> dict[int, str]:
-    """By place, what a graph returns of gathered parameters, and which gather brought it."""
+    """Return, by place among a graph's outputs, which gather brought each gathered parameter there."""
     returned = graph.output_node().args[0]
     places = enumerate(returned if isinstance(returned, (list, tuple)) else [returned])
     brought = {
@@ -68,7 +68,7 @@ def saved_gathers(graph: Graph) -> dict[int, str]:
 
 
 def _ends_of_saved(graph: Graph, saved: Mapping[str, str]) -> dict[Collective | str, Node]:
-    """By gather, the last use of what forward saved of it."""
+    """Return, by gather, the last use of what forward saved of it."""
     inputs: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in saved:
@@ -84,13 +84,13 @@ def _last_use_of(nodes: Iterable[Node]) -> Node:
 
 
 def last_use(gather: Collective) -> Node:
-    """The last node that takes what a gather brought; the graph's output if it is returned."""
+    """Return the last node that takes what a gather brought; the graph's output if it is returned."""
     chain = [gather.issue, *tail(gather)]
     return max([*chain, *uses(chain)])
 
 
 def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[str, str]) -> list[Node]:
-    """By gather, the node behind which it may be issued; where it stands now if that is behind it."""
+    """Return, by gather, the node behind which it may be issued; its present place if that is later."""
     planned: list[Node] = []
     held = _ends_of_saved(graph, saved)  # with their last uses
     for gather, deadline in zip(gathers, _deadlines(graph, gathers), strict=True):
@@ -109,7 +109,7 @@ def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[st
 
 
 def _deadlines(graph: Graph, gathers: list[Collective]) -> list[Node]:
-    """By gather, the first node that needs it or any behind it to be issued, as these are issued in order."""
+    """Return, by gather, the first node that needs it or a gather behind it, as they are issued in order."""
     end = graph.output_node()
     written = [node for node in graph.nodes if writes(node)]
     found: list[Node] = []

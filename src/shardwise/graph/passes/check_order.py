@@ -1,4 +1,4 @@
-"""Do all ranks' graphs issue the same collectives in the same order?
+"""The check that all ranks' graphs issue the same collectives in the same order.
 
 Ranks whose graphs differ would wait for each other forever, or exchange garbage of equal size.
 """
@@ -16,14 +16,14 @@ from shardwise.graph.collectives import Collective, collectives
 
 
 def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None = None) -> str:
-    """The collectives of `graphs` in order, a line each, alike on ranks that communicate alike.
+    """Return the collectives of `graphs` in order, a line each, equal on ranks that communicate the same way.
 
     A group is named by its size, as its name differs from rank to rank.
 
     Args:
         graphs: one, or several that run one after another.
         groups: names of the process groups whose ranks must agree about sizes: of collectives over others,
-            which may carry another amount on each of these ranks, only the kind is told. None: all.
+            which may carry another amount on each of these ranks, only the kind is listed. None: all.
     """
     found = [
         one for graph in ([graphs] if isinstance(graphs, Graph) else graphs) for one in collectives(graph)
@@ -32,7 +32,7 @@ def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None 
 
 
 def graphs_in(module: GraphModule) -> list[Graph]:
-    """The graphs of `module` and of the graphs it calls, each once, in order of their first call.
+    """Return the graphs of `module` and of the graphs it calls, each once, in order of their first call.
 
     The graphs that Dynamo makes hold bodies of checkpoints and of autograd functions so.
     """
@@ -62,7 +62,7 @@ def check_order(
 
 
 def check_text(text: str, *, groups: Sequence[ProcessGroup], device: torch.device) -> None:
-    """`check_order` of graphs whose `order_text` is known."""
+    """Run `check_order` on graphs whose `order_text` is known."""
     agree(
         text,
         group=groups,

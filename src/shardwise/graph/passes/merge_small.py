@@ -62,7 +62,7 @@ def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
         if one.kind != kind:
             continue
         run = runs[-1] if runs else []
-        fits = run and sum(o.bytes for o in run) + one.bytes <= nbytes and _are_alike(run[0], one)
+        fits = run and sum(o.bytes for o in run) + one.bytes <= nbytes and _can_merge(run[0], one)
         if fits and (_can_gather(run[0], one) if kind == GATHER else _can_reduce([*run, one], reductions)):
             run.append(one)
         else:
@@ -70,7 +70,7 @@ def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
     return [run for run in runs if len(run) > 1]
 
 
-def _are_alike(first: Collective, one: Collective) -> bool:
+def _can_merge(first: Collective, one: Collective) -> bool:
     for each in (first, one):
         if is_coalesced(each.issue) or writes(each.issue) or len(each.waits) != 1:
             return False
@@ -83,14 +83,14 @@ def _are_alike(first: Collective, one: Collective) -> bool:
 
 
 def _can_gather(first: Collective, one: Collective) -> bool:
-    """Can `one` be issued where `first` is?"""
+    """Return whether `one` can be issued where `first` is."""
     if not is_of_inputs(first.issue) or not is_of_inputs(one.issue):
         return False
     return first_write(first.issue, one.issue) is None
 
 
 def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
-    """Can all of `run` be issued where the last is, among all `reductions` of the graph?"""
+    """Return whether all of `run` can be issued where the last is, among all `reductions` of the graph."""
     first, last = run[0], run[-1]
     chains = [_chain(one, reductions) for one in run[:-1]]
     own = {one.issue for one in run} | {node for chain in chains for node in chain}
@@ -102,7 +102,7 @@ def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bo
 
 
 def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
-    """What follows a reduction and may move behind others: its tail, and that of an all-reduce of it."""
+    """Return what follows a reduction and may move behind others: its tail, and of an all-reduce of it."""
     chain = tail(one)
     for node in list(chain):
         if node in reductions:
@@ -111,7 +111,7 @@ def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
 
 
 def _merge(graph: Graph, run: list[Collective]) -> None:
-    """Inputs side by side in one row for each rank that a reduce-scatter sends to, results so by sender."""
+    """Merge a run: inputs side by side, one row for each target of a reduce-scatter; results so by sender."""
     first = run[0]
     if first.kind == GATHER:
         at = first.issue
@@ -148,7 +148,7 @@ def _replace(graph: Graph, one: Collective, split: Node, index: int) -> None:
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node, with its fake tensor."""
+    """Return a new node, with its fake tensor."""
     node = graph.call_function(target, args, kwargs)
     given, named = map_arg((args, kwargs), lambda one: one.meta["val"])
     node.meta["val"] = target(*given, **named)

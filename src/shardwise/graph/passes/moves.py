@@ -1,4 +1,4 @@
-"""What may be moved where in a graph without changing what it computes.
+"""Moves in a graph that do not change what it computes.
 
 Graphs that AOTAutograd makes are functional but for a few writes to inputs, so a node may stand anywhere
 between its inputs and its users; no move here crosses an operator that writes to anything. What is moved with
@@ -27,7 +27,7 @@ _LAYOUT = {
 
 
 def is_layout(node: Node) -> bool:
-    """Does `node` only cast, view, copy, fill or divide?"""
+    """Return whether `node` only casts, views, copies, fills or divides."""
     if node.target is operator.getitem:
         return True
     name = operator_name(node)
@@ -36,7 +36,7 @@ def is_layout(node: Node) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Does `node` change memory that other nodes may read?"""
+    """Return whether `node` changes memory that other nodes may read."""
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     schema = _compat.schema(node.target)
@@ -46,7 +46,7 @@ def writes(node: Node) -> bool:
 
 
 def pack(issue: Node) -> tuple[list[Node], list[Node]]:
-    """What lays out a collective's input: those nodes in graph order, and the nodes that they start from."""
+    """Return the nodes that lay out a collective's input, in graph order, and the nodes they start from."""
     layout: dict[Node, None] = {}
     starts: dict[Node, None] = {}
     todo = list(issue.all_input_nodes)
@@ -63,18 +63,18 @@ def pack(issue: Node) -> tuple[list[Node], list[Node]]:
 
 
 def staging(one: Collective) -> Node | None:
-    """The node that copies gradients into the staging buffer that `one` reduces; None if there is none."""
+    """Return the node that copies gradients into the staging buffer that `one` reduces, or None."""
     found = [node for node in pack(one.issue)[0] if operator_name(node) == STAGED] if one.op else []
     return found[-1] if found else None
 
 
 def is_of_inputs(issue: Node) -> bool:
-    """Does a collective send the graph's inputs, and nothing that the graph computes?"""
+    """Return whether a collective sends the graph's inputs, and nothing that the graph computes."""
     return all(node.op in ("placeholder", "get_attr") for node in pack(issue)[1])
 
 
 def tail(collective: Collective) -> list[Node]:
-    """The waits for a collective and what only lays out what they return, in graph order.
+    """Return the waits for a collective and what only lays out what they return, in graph order.
 
     Behind a reduction also an all-reduce of it, which ends the tail.
     """
@@ -96,7 +96,7 @@ def tail(collective: Collective) -> list[Node]:
 
 
 def uses(nodes: Iterable[Node]) -> list[Node]:
-    """The nodes outside `nodes` that take one of them, in graph order."""
+    """Return the nodes outside `nodes` that take one of them, in graph order."""
     inside = set(nodes)
     return sorted({user for node in inside for user in node.users} - inside)
 
@@ -145,7 +145,7 @@ def move_behind(nodes: list[Node], anchor: Node) -> Node:
 
 
 def first_write(start: Node, end: Node) -> Node | None:
-    """The first node that writes to memory behind `start` and before `end`."""
+    """Return the first node that writes to memory behind `start` and before `end`."""
     node = start.next
     while node is not end and node.op != "output":
         if writes(node):
@@ -155,7 +155,7 @@ def first_write(start: Node, end: Node) -> Node | None:
 
 
 def label(collective: Collective) -> str:
-    """A collective in words that a user knows: the module that first uses what it brings, else its inputs."""
+    """Name a collective for a user: by the module that first uses what it brings, else by its inputs."""
     for user in uses(tail(collective)):
         stack: Any = user.meta.get("nn_module_stack")
         if stack:

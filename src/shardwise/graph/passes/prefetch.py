@@ -37,11 +37,11 @@ def prefetch(graph: Graph, *, ahead: int = 1) -> list[Node]:
 
 
 def prefetch_in_turn(graph: Graph) -> list[Node]:
-    """`prefetch` by one, but for where the gradients of the module before are being reduced: in their place.
+    """Prefetch by one gather, in turn with reductions of the gradients of the module before.
 
     While a module runs backward, those lie in a staging buffer. Their reduction is waited for amid that
     backward, and the next gather issued there: so both have a share of it by their bytes to run beside, and
-    the graph holds one of them at a time. How far backward has come is told by the bytes of gradients that
+    the graph holds one of them at a time. Progress of backward is measured by the bytes of gradients that
     are there: sizes of parameters are equal on all ranks, as those of activations may not be. Runs behind
     `sink_waits`, which puts waits where they belong without it.
 
@@ -72,7 +72,7 @@ def prefetch_in_turn(graph: Graph) -> list[Node]:
 
 
 def _gradients(graph: Graph) -> Counter[Node]:
-    """By the node whose memory they lie in, the bytes of gradients that are staged."""
+    """Return the bytes of staged gradients, by the node whose memory they lie in."""
     found: Counter[Node] = Counter()
     for node in graph.nodes:
         for grad in node.args[0] if operator_name(node) == STAGED else ():
@@ -84,7 +84,7 @@ def _gradients(graph: Graph) -> Counter[Node]:
 
 
 def _amid(begin: Node, end: Node, share: float, made: Counter[Node]) -> Node:
-    """The first node from `begin` to `end` with which this share of the gradients between them is there."""
+    """Return the first node from `begin` to `end` by which this share of the gradients is there."""
     between = [begin]
     while between[-1].next is not end:
         between.append(between[-1].next)

@@ -1,4 +1,4 @@
-"""What operations do on sharded tensors; importing a module here registers its operations."""
+"""Operations on sharded tensors; importing a module here registers its operations."""
 
 from shardwise.sharded_tensor.ops import attributes as attributes
 from shardwise.sharded_tensor.ops import elementwise as elementwise

@@ -55,7 +55,7 @@ def called_as(*funcs: Any) -> Callable[[_F], _F]:
 
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Python function by its own names for them, with its defaults."""
+    """Return the arguments of a Python function by its own names for them, with its defaults."""
     bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
@@ -65,7 +65,7 @@ _signature = functools.lru_cache(inspect.signature)
 
 
 def given(names: list[str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments in the order of `names`, None for what is not given."""
+    """Return the arguments in the order of `names`, None for what is not given."""
     if not kwargs and args and len(args) <= len(names) and isinstance(args[0], ShardedTensor):
         return [*args, *[None] * (len(names) - len(args))]
     found = dict(zip(names, args, strict=False))
@@ -79,7 +79,7 @@ def given(names: list[str], func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def probe(tensor: Tensor) -> Tensor:
-    """A tensor without memory of the same shape and dtype, to ask torch what an operation makes of it."""
+    """Return a tensor without memory of this shape and dtype, to ask torch what an operation gives."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -1,4 +1,4 @@
-"""Plain ids for a sharded table: one batch that all ranks have, or each rank its own?
+"""Plain ids for a sharded table: one batch that all ranks have, or one of each rank.
 
 Ranks tell each other a hash of their ids, in one small all-reduce:
 
@@ -33,7 +33,7 @@ _RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they
 
 
 def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
-    """What this rank asks for; for each rank its numbers of ids and bags where ranks ask for different ids.
+    """Return this rank's lookup; for each rank its numbers of ids and bags where ranks' ids differ.
 
     Collective over `group`. An error of `ask` on any rank raises on all.
     """
@@ -65,7 +65,7 @@ def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Looku
 def of_all(
     asked: Lookup, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
 ) -> tuple[Lookup, ShardedTensor]:
-    """What all ranks ask for, one after the other, and a tensor cut as the results. Collective."""
+    """Join the lookups of all ranks, and make a tensor cut as the results. Collective."""
     starts = [0, *itertools.accumulate(bags for _, bags in counts)]
     each = [ids for ids, _ in counts]
     pairs = torch.stack([asked.ids.to(torch.int64), asked.bag + starts[group.rank()]], 1)
@@ -79,7 +79,7 @@ def of_all(
 
 
 def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
-    """Every rank's rows, after each other; differentiable."""
+    """Return every rank's rows, after each other; differentiable."""
     ranks = dist.get_process_group_ranks(group)
     spec = RaggedShardingSpec(0, lengths, [f"rank:{rank}/{mine.device.type}" for rank in ranks])
     properties = TensorProperties(mine.dtype, requires_grad=mine.requires_grad)
@@ -94,7 +94,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def _hash(asked: Lookup) -> int:
-    """63 bits of the ids, their shape and their bags."""
+    """Return 63 bits of a hash of the ids, their shape and their bags."""
     digest = hashlib.blake2b(repr((asked.shape, asked.bags)).encode(), digest_size=8)
     for tensor in (asked.ids, asked.bag):
         digest.update(tensor.to("cpu", torch.int64).contiguous().numpy().tobytes())

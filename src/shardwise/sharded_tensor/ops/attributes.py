@@ -37,7 +37,7 @@ PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_s
 
 
 def _leaves(sharded: ShardedTensor) -> list[Tensor]:
-    """What autograd knows of it."""
+    """List the tensors of which autograd knows."""
     return [*sharded.tensors, sharded.anchor]
 
 
@@ -104,7 +104,7 @@ def _retain_grad(func: Any, sharded: ShardedTensor) -> None:
 
 @rule(_T.grad.__get__, takes="input")
 def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
-    """The local shards' gradients as a sharded tensor; None where this rank's have none."""
+    """Return the local shards' gradients as a sharded tensor; None where this rank's have none."""
     if not sharded.tensors:
         return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
     if all(tensor.grad is None for tensor in sharded.tensors):
@@ -150,8 +150,7 @@ def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
 
 @rule(_T.data.__set__, takes="input value")
 def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
-    """Other shards in place of these, of a tensor of the same shape; the local leaves stay the same objects
-    where they are cut alike."""
+    """Replace the shards by those of a tensor of the same shape; leaves stay the same objects if cut so."""
     if not isinstance(value, ShardedTensor) or value.metadata().size != sharded.metadata().size:
         raise ShardingError(
             f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
@@ -172,7 +171,7 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
 
 @handles(_compat.has_compatible_shallow_copy_type)
 def _keeps_identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Can every shard of the first take the second's memory by `.data`? `nn.Module.to` asks."""
+    """Return whether each shard of the first can take the second's memory by `.data` (`nn.Module.to`)."""
     old, new = args
     if not (isinstance(old, ShardedTensor) and isinstance(new, ShardedTensor)):
         return False
@@ -183,7 +182,7 @@ def _keeps_identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None) -> ShardedTensor:
     wanted = memory_format or torch.preserve_format
     tensors = [tensor.clone(memory_format=wanted) for tensor in sharded.tensors]
-    return _alike(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
+    return _of_same_cut(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
 
 
 @rule(_T.contiguous, takes="input memory_format")
@@ -194,10 +193,10 @@ def _contiguous(
     if wanted is sharded.metadata().tensor_properties.memory_format and _dense(sharded, wanted):
         return sharded
     tensors = [tensor.contiguous(memory_format=wanted) for tensor in sharded.tensors]
-    return _alike(sharded, tensors, sharded.anchor, wanted)
+    return _of_same_cut(sharded, tensors, sharded.anchor, wanted)
 
 
-def _alike(
+def _of_same_cut(
     sharded: ShardedTensor, tensors: list[Tensor], anchor: Tensor | None, memory_format: torch.memory_format
 ) -> ShardedTensor:
     metadata = sharded.metadata()
@@ -235,7 +234,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTens
 
 @handles(_T.module_load)
 def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
-    """What takes the place of a parameter where modules load by swapping tensors."""
+    """Return what replaces a parameter where modules load by swapping tensors."""
     into, value = args[:2]
     assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
     return cast(Tensor, value if assign else into.copy_(value)).detach()
@@ -243,7 +242,7 @@ def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 @handles(_T.copy_)
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
-    """Values of a tensor cut alike (local), cut otherwise (collective), or whole and replicated (local)."""
+    """Copy from a tensor of the same cut (local), another (collective), or whole and replicated (local)."""
     into, source = args[:2]
     if not isinstance(into, ShardedTensor):
         return cast(Tensor, func(into, source.full_tensor()))

@@ -1,4 +1,4 @@
-"""Where the boxes of a tensor lie after a reshape, an index or an expansion: arithmetic on shapes alone.
+"""Boxes of a tensor after a reshape, an index or an expansion: arithmetic on shapes alone.
 
 A box stays a box in a reshape if it does in every group of dims that hold the same elements
 (`layout.regroup`). Strides within a group agree nowhere but at its ends, so there a box must be one range of
@@ -24,7 +24,7 @@ _Extent = tuple[int, int]  # offset and size
 
 
 def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int]) -> list[Box | None]:
-    """Each box of a tensor of shape `old` in its reshape to `new`, which has as many elements.
+    """Reshape each box of a tensor of shape `old` to `new`, which has as many elements.
 
     None where the elements of a box make no box of `new`; of an empty box, where `new` is a scalar.
     """
@@ -57,7 +57,7 @@ def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: Group
 
 
 def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
-    """First element and number of elements in the flattened dims; None where they are no range."""
+    """Return the first element and number of elements in the flattened dims; None where they are no range."""
     start, count, whole = 0, 1, True
     for (offset, length), size in zip(extents, sizes, strict=True):
         start = start * size + offset
@@ -68,7 +68,7 @@ def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
 
 
 def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None:
-    """The range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
+    """Return the range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
     extents: list[_Extent] = []
     stride = math.prod(sizes)
     if not count and not (stride and sizes):
@@ -88,7 +88,7 @@ def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None
 
 
 def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | None, ...]] | None:
-    """What `picks`, by dim, leave of a box: its place in the result, and an index into its tensor.
+    """Apply `picks`, by dim, to a box: return its place in the result, and an index into its tensor.
 
     None where they leave nothing of it, unless they leave nothing of the whole tensor either or the box
     was empty before.
@@ -121,12 +121,12 @@ def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | 
 
 
 def _steps(pick: range, before: int) -> int:
-    """How many of the elements picked lie before one."""
+    """Count the elements picked that lie before one."""
     return min(max(-(-(before - pick.start) // pick.step), 0), len(pick))
 
 
 def expand_box(box: Box, *, old: Sequence[int], new: Sequence[int]) -> Box:
-    """A box of a tensor of shape `old` which is broadcast to `new`."""
+    """Return a box of a tensor of shape `old` which is broadcast to `new`."""
     added = len(new) - len(old)
     offsets, sizes = [0] * added, list(new[:added])
     for offset, length, before, after in zip(box.offsets, box.sizes, old, new[added:], strict=True):

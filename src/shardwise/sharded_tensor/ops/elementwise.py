@@ -1,13 +1,13 @@
-"""Functions that treat every element alike: on the local shards, without communication.
+"""Elementwise functions: on the local shards, without communication.
 
 Operands are numbers, plain tensors (replicated), and sharded tensors that have on each rank what its shards
-need: cut alike, or of fewer dims (`operands`). Shapes broadcast as in torch; the result is cut as the
+need: of the same cut, or of fewer dims (`operands`). Shapes broadcast as in torch; the result is cut as the
 largest sharded operand. What is cut otherwise is refused, never moved.
 
 In place, values go into the local tensors of the sharded left operand, which is returned; and so into an
 `out=` of the result's shape. What is plain cannot be written from what is sharded.
 
-`equal` and `allclose` compare shards that lie alike where they are; of tensors of one shape cut otherwise,
+`equal` and `allclose` compare shards of the same cut where they are; of tensors of one shape cut otherwise,
 the second moves to where the first lies, each element at most once.
 """
 
@@ -56,7 +56,7 @@ _OTHER_OPERATORS = "abs eq ge gt invert le lt ne neg pos"
 
 
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of every element of the arguments, of which one is sharded, as its result is. Local."""
+    """Apply an elementwise `func` to arguments of which one is sharded, as its result is. Local."""
     if kwargs.get("out") is not None:
         return _into(kwargs["out"], func, args, kwargs)
     leader, metadata = broadcast([*args, *kwargs.values()])
@@ -67,7 +67,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """`func`, which writes every element of its first argument, a sharded tensor: itself. Local."""
+    """Apply `func`, which writes its first argument, a sharded tensor, in place; return that. Local."""
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
     return written(target, _each(func, args, kwargs, target, target.metadata())[0])
@@ -91,7 +91,7 @@ def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None
 def result_of(
     results: Sequence[Tensor], leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> ShardedTensor:
-    """The results of each local shard, or of what stands for them, as a tensor cut by `metadata`."""
+    """Return the results of each local shard, or of what stands for them, as a tensor cut by `metadata`."""
     whole = None if metadata is leader.metadata() else metadata
     if leader.tensors:
         return leader.with_tensors(results, metadata=whole)
@@ -99,7 +99,7 @@ def result_of(
 
 
 def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
-    """`target`, of which the first local shard, or what stands for it, has become `result`."""
+    """Return `target`, whose first local shard, or its stand-in, has become `result`."""
     if not target.tensors:
         target._anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
     if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
@@ -108,7 +108,7 @@ def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
 
 
 def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """`func` with `out=`. Unlike torch's, it must have the shape of the result."""
+    """Apply `func` with `out=`, which unlike torch's must have the shape of the result."""
     others = [*args, *(value for name, value in kwargs.items() if name != "out")]
     shapes = [value.shape for value in others if isinstance(value, Tensor)]
     if not isinstance(out, ShardedTensor) or torch.broadcast_shapes(*shapes) != out.metadata().size:
@@ -121,7 +121,7 @@ def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _each(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leader: ShardedTensor, metadata: Any
 ) -> list[Any]:
-    """`func` of the parts in each local shard; on a rank without shards, of what stands for them."""
+    """Apply `func` to the parts in each local shard; on a rank without shards, to stand-ins."""
     columns = [parts(value, leader=leader, metadata=metadata) for value in args]
     named = {name: parts(value, leader=leader, metadata=metadata) for name, value in kwargs.items()}
     return [
@@ -131,7 +131,7 @@ def _each(
 
 
 def _activation(place: int) -> Handler:
-    """Of functions whose argument `inplace` is at `place`."""
+    """Handle functions whose argument `inplace` is at `place`."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen = args[place] if len(args) > place else kwargs.get("inplace")
@@ -169,7 +169,7 @@ _register()
 
 @handles(torch.where, Tensor.where)
 def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Not with a condition alone, which gives as many indices as hold."""
+    """Handle `where`, but not with a condition alone, which gives as many indices as hold."""
     if len(args) + len(kwargs) < 3:
         refuse(func, args, kwargs)
     return elementwise(func, args, kwargs)
@@ -180,7 +180,7 @@ def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(torch.equal, Tensor.equal)
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Collective over the group, unless shapes differ."""
+    """Compare as `torch.equal`. Collective over the group, unless shapes differ."""
     one, other = [*args, *kwargs.values()]
     if one.shape != other.shape:
         return False
@@ -189,7 +189,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @handles(torch.allclose, Tensor.allclose)
 def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Collective over the group. Raises torch's own error for differing dtypes."""
+    """Compare as `torch.allclose`; raises torch's error for differing dtypes. Collective over the group."""
     names = ("input", "other", "rtol", "atol", "equal_nan")
     given = dict(zip(names, args, strict=False)) | kwargs
     one, other = (given.pop(name) for name in names[:2])
@@ -198,7 +198,7 @@ def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> bool:
-    """Does `func` hold of all parts of the two, on all ranks?"""
+    """Return whether `func` holds of all parts of the two, on all ranks."""
     if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and one.shape == other.shape:
         cut = one.metadata()
         if not other.metadata().cut_as(cut):

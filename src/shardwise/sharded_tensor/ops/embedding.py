@@ -78,7 +78,7 @@ def _look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> Lookup:
-    """What this rank's arguments ask for."""
+    """Return the lookup that this rank's arguments ask for."""
     offsets, weights = options.get("offsets"), options.get("per_sample_weights")
     # On the meta device torch checks the arguments, in its own words, and allocates nothing.
     shown = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}
@@ -106,15 +106,16 @@ def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> 
 
 
 def _lead(look: Lookup) -> tuple[int, ...]:
-    """The result's dims before the columns."""
+    """Return the result's dims before the columns."""
     return look.shape if look.mode == "row" else (look.bags,)
 
 
 def _asked(
     ask: Callable[[], Lookup], input: Tensor, weight: Tensor
 ) -> tuple[Lookup, Lookup | None, ShardedTensor | None]:
-    """What is looked up, by all ranks together; what by this one, if each has ids of its own; and a tensor
-    cut as the result is to be, None where every rank is to have all of it. Collective.
+    """Return the lookup of all ranks together; this rank's, if each has ids of its own; and the result's cut.
+
+    The last is a tensor cut as the result is to be, None where every rank is to have all of it. Collective.
     """
     if isinstance(input, ShardedTensor) or not isinstance(weight, ShardedTensor):
         return ask(), None, input if isinstance(input, ShardedTensor) else None
@@ -160,7 +161,7 @@ def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: s
 
 
 def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> None:
-    """Can these be looked up? By metadata alone, so that all ranks find the same."""
+    """Raise unless these can be looked up; reads metadata alone, so that all ranks find the same."""
     if isinstance(offsets, ShardedTensor) or (offsets is not None and isinstance(ids, ShardedTensor)):
         raise ShardingError(
             f"{here()}: {name} takes offsets, with ids of one dim, as plain tensors, equal on every rank;"
@@ -184,7 +185,7 @@ def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> No
 
 
 def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_offset: bool) -> Tensor:
-    """[ids] the bag that each is in, ascending; without those after an included last offset."""
+    """Return [ids] the bag that each is in, ascending; without those after an included last offset."""
     numbers = torch.arange(bags, device=ids.device)
     if offsets is None:
         return numbers.repeat_interleave(ids.shape[1])
@@ -202,7 +203,7 @@ def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_of
 
 
 def _by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
-    """`weight` itself, but each row's gradient is divided by how often `ids` name it. Local."""
+    """Return `weight` with each row's gradient divided by how often `ids` name it. Local."""
     counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
 
     def divided(table: Tensor, counts: Tensor) -> Tensor:
@@ -232,7 +233,7 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
 
 
 def _by_columns(weight: ShardedTensor) -> bool:
-    """Has every shard all rows, and no shard all columns?"""
+    """Return whether every shard has all rows, and no shard all columns."""
     filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
     return filled > 1 and not is_cut(weight, (0,))
 
@@ -240,7 +241,7 @@ def _by_columns(weight: ShardedTensor) -> bool:
 def _on_columns(
     weight: ShardedTensor, lead: Sequence[int], lookup: Any, weights: Tensor | None
 ) -> ShardedTensor:
-    """Each shard's columns of the result, of shape `lead` and those."""
+    """Look up each shard's columns of the result, of shape `lead` and those."""
 
     def of_result(box: Box) -> Box:
         columns = 0 if box.is_empty else box.sizes[1]
@@ -256,7 +257,7 @@ def _on_columns(
 
 
 def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dict[str, Any]) -> ShardedTensor:
-    """Each rank looks up its own ids in a table that all ranks have."""
+    """Look up each rank's own ids in a table that all ranks have."""
     if options["sparse"]:
         raise ShardingError(
             f"{here()}: {lookup.__name__} of sharded ids in a plain table has a gradient summed over ranks,"

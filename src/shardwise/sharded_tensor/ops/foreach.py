@@ -39,7 +39,7 @@ _Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # whose cut a resu
 
 
 def _elementwise(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """`func` of every element of the tensors at each place of the lists; its first list, in place. Local."""
+    """Apply an elementwise `func` at each place of the lists; its first list, in place. Local."""
     in_place = func.__name__.endswith("_")
     if in_place and not args:
         args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
@@ -67,7 +67,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 def _listed(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs, list[tuple[Any, ...]]]:
-    """The arguments, and the tensors at each place of the lists.
+    """Return the arguments, and the tensors at each place of the lists.
 
     A tensor that is one factor of all, and needs a gradient, becomes a list: sharded tensors give it parts
     of the gradient that ranks must sum, plain ones do not.
@@ -92,12 +92,12 @@ def _leader(items: Sequence[Any]) -> _Leader:
 
 
 def _counts(leaders: Sequence[_Leader]) -> list[int]:
-    """How many tensors of the flat lists belong to each place."""
+    """Count the tensors of the flat lists that belong to each place."""
     return [1 if leader is None else max(1, len(leader[0].tensors)) for leader in leaders]
 
 
 def _flat(args: _Args, kwargs: _Kwargs, leaders: Sequence[_Leader]) -> tuple[list[Any], _Kwargs]:
-    """The arguments with every list's items repeated, or cut, for the local shards of their leader."""
+    """Return the arguments with every list's items repeated, or cut, for the local shards of their leader."""
     counts = _counts(leaders)
 
     def flat(value: Any) -> Any:
@@ -144,7 +144,7 @@ def _whole_lists_only(handler: Handler) -> Handler:
 
 
 def _norm(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
-    """Every tensor's p-norm, plain and the same on every rank. Collective."""
+    """Return every tensor's p-norm, plain and the same on every rank. Collective."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     tensors, p, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
     found: dict[int, Tensor] = {}
@@ -170,7 +170,7 @@ def _norm(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _norms(batch: Sequence[ShardedTensor], p: float, dtype: torch.dtype | None) -> Tensor:
-    """The p-norm of each tensor of one group, in fp64 [tensors]. Collective: one all-reduce."""
+    """Return the p-norm of each tensor of one group, in fp64 [tensors]. Collective: one all-reduce."""
     group, device = batch[0].process_group, batch[0].anchor.device
     shards = [(place, t) for place, sharded in enumerate(batch) for t in sharded.tensors if t.numel()]
     found = torch.full([len(batch)], -p if math.isinf(p) else 0.0, dtype=torch.float64, device=device)

@@ -45,7 +45,7 @@ handles(_T.zero_)(in_place)
 def _uniform_(
     func: Any, sharded: ShardedTensor, low: float | None, high: float | None, generator: Any
 ) -> ShardedTensor:
-    """Uniform values in [low, high). Collective over the group, unless there is a generator."""
+    """Fill with uniform values in [low, high). Collective over the group, unless there is a generator."""
     bounds: Any = {"low": 0.0 if low is None else low, "high": 1.0 if high is None else high}
     return _drawn(sharded, generator, partial(random.uniform_, **bounds))
 
@@ -54,7 +54,7 @@ def _uniform_(
 def _normal_(
     func: Any, sharded: ShardedTensor, mean: float | None, std: float | None, generator: Any
 ) -> ShardedTensor:
-    """Normal values. Collective over the group, unless there is a generator."""
+    """Fill with normal values. Collective over the group, unless there is a generator."""
     moments: Any = {"mean": 0.0 if mean is None else mean, "std": 1.0 if std is None else std}
     return _drawn(sharded, generator, partial(random.normal_, **moments))
 
@@ -106,7 +106,7 @@ def _kaiming_uniform_(
 
 @handles(torch.eye)
 def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Into a sharded `out` of the right shape, as `torch.nn.init.eye_` does."""
+    """Fill a sharded `out` of the right shape, as `torch.nn.init.eye_` does."""
     out = kwargs.get("out")
     if not isinstance(out, ShardedTensor) or tuple(out.shape) != (args[0], args[-1]):
         refuse(func, args, kwargs)
@@ -122,7 +122,7 @@ def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTen
 
 @handles(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like)
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """`func` of every shard: cut alike, in memory of its own, a leaf of the autograd graph."""
+    """Apply `func` to every shard, for a tensor of the same cut: in memory of its own, an autograd leaf."""
     sharded = args[0] if args else kwargs.pop("input")
     if not isinstance(sharded, ShardedTensor):
         refuse(func, args, kwargs)
@@ -145,14 +145,14 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 @handles(_T.new_tensor)
 def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A plain tensor of the same dtype."""
+    """Return a plain tensor of the same dtype."""
     plain = [value.anchor if isinstance(value, ShardedTensor) else value for value in args[:1]]
     return cast(Tensor, func(*plain, *args[1:], **kwargs))
 
 
 @handles(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full)
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of the same shape, like it; of another shape there is no telling how to cut it."""
+    """Make a tensor like a sharded one, cut as it is; another shape has no cut and raises."""
     sharded, options = args[0], dict(kwargs)
     rest = list(args[1:])
     size = options.pop("size") if "size" in options else rest.pop(0)

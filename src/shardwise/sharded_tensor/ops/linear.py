@@ -10,7 +10,7 @@ other factor, which must be there too. A plain one is there on every rank.
     linear(plain, weight cut along dim 0)          sharded along the last dim          none
     linear(plain, weight cut along dim 1)          plain                               one all-reduce
     linear(input cut along its last dim,
-           weight cut along dim 1 alike)           plain                               one all-reduce
+           weight cut equally on dim 1)            plain                               one all-reduce
     linear(input cut along batch dims, plain)      sharded like the input              none
 
 A right factor of which one rank holds all gives a plain result. A bias or addend joins after the sum, once.
@@ -74,7 +74,7 @@ def _rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) -> Tensor:
-    """`left @ right`, where `left` may be a row that was a vector. Collective where the sum needs it."""
+    """Compute `left @ right`; `left` may be a row that was a vector. Collective where the sum needs it."""
     if right.ndim == 1:
         return _product(left, right.unsqueeze(1), name=name).squeeze(-1)
     if left.ndim == 1:
@@ -110,7 +110,7 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:
-    """The factor whose boxes say which products are made, the other, and the former's dim that is summed
+    """Return the factor whose boxes say which products are made, the other, and the former's summed dim
     over; the same on every rank."""
     if not isinstance(left, ShardedTensor):
         return cast(ShardedTensor, right), left, -2
@@ -150,7 +150,7 @@ def _shards(sharded: ShardedTensor) -> list[tuple[int, Box]]:
 
 
 def _needed(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: int) -> Box:
-    """What a box of a factor of size `leader` meets of the other."""
+    """Return the part of the other factor that a box of a factor of size `leader` meets."""
     offsets, sizes = [0] * len(other), list(other)
     free = -3 - summed_dim
     offsets[free], sizes[free] = box.offsets[summed_dim], box.sizes[summed_dim]
@@ -161,7 +161,7 @@ def _needed(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: i
 
 
 def _result_box(box: Box, leader: Sequence[int], size: Sequence[int], summed_dim: int) -> Box:
-    """What products with a box of a factor of size `leader` are of the result."""
+    """Return the part of the result that products with a box of a factor of size `leader` make."""
     offsets, sizes = [0] * len(size), list(size)
     free = -3 - summed_dim
     for dim in (free, *(-dim for dim in range(3, len(leader) + 1) if leader[-dim] == size[-dim])):

@@ -26,7 +26,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The arguments by name with `reduction="none"`, and the reduction that was asked for."""
+    """Return the arguments by name with `reduction="none"`, and the reduction that was asked for."""
     given = by_name(func, args, kwargs)
     reduction = given["reduction"]
     deprecated = any(given.get(name) is not None for name in ("size_average", "reduce"))
@@ -41,7 +41,7 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[di
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss),
 )
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of every element. Collective, unless nothing is reduced."""
+    """Compute a loss of every element. Collective, unless nothing is reduced."""
     given, reduction = _given(func, args, kwargs)
     if reduction == "none":
         return cast(Tensor, elementwise(func, (), given))
@@ -53,7 +53,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @handles(F.cross_entropy, F.nll_loss)
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of every row. Collective, unless nothing is reduced; a mean is over weights, as torch's."""
+    """Compute a loss of every row; a mean is weighted, as torch's. Collective, unless nothing is reduced."""
     given, reduction = _given(func, args, kwargs)
     if reduction == "none":
         return _rows(func, given)
@@ -103,7 +103,7 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
-    """Without shards that have no classes: such a shard is empty, but its rows would not be."""
+    """Drop shards that have no classes: such a shard is empty, but its rows would not be."""
     metadata = logits.metadata()
     classes = metadata.size[dim]
     boxes = [shard.box if shard.shard_sizes[dim] == classes else None for shard in metadata.shards_metadata]

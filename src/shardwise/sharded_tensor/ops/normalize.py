@@ -1,4 +1,4 @@
-"""`softmax`, `log_softmax`, `layer_norm`, `rms_norm`, `dropout` of sharded tensors; results are cut alike.
+"""`softmax`, `log_softmax`, `layer_norm`, `rms_norm`, `dropout` of sharded tensors; results are cut as these.
 
 Along dims that no shard is cut in they are torch's functions of every shard, without communication. Along
 others they are made of elementwise functions and reductions, in at least float32: two all-reduces forward
@@ -54,7 +54,7 @@ def _softmax(func: Any, sharded: ShardedTensor, dim: Any, dtype: torch.dtype | N
 
 
 def _widened(sharded: ShardedTensor, into: torch.dtype) -> ShardedTensor:
-    """In the dtype in which statistics of it are computed."""
+    """Cast to the dtype in which statistics are computed."""
     return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), into))
 
 
@@ -80,7 +80,7 @@ def _rms_norm(
 def _normalized(
     func: Any, input: Tensor, shape: tuple[int, ...], affine: tuple[Tensor | None, ...], eps: Any
 ) -> Tensor:
-    """`func` of the shards where these have whole slices; else the same over ranks."""
+    """Apply `func` to shards that have whole slices; else compute it over ranks."""
     func(probe(input), shape, *(None if t is None else probe(t) for t in affine), eps)  # torch judges shapes
     if not isinstance(input, ShardedTensor):
         whole = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in affine]

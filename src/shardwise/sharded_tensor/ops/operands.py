@@ -26,12 +26,12 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
-    """For each local shard of `sharded` (for its anchor, where there is none), what `operand` is there.
+    """List the part of `operand` at each local shard of `sharded` (at its anchor, where there is none).
 
     Args:
         operand: a number: itself. A plain tensor, replicated and broadcasting to the whole shape: the part
-            in the shard's box. A sharded tensor cut alike, or so that it has the projection of every box on
-            the same rank: its shard.
+            in the shard's box. A sharded tensor of the same cut, or cut so that it has the projection of
+            every box on the same rank: its shard.
 
     Raises:
         RuntimeError: a tensor that does not broadcast to the whole shape.
@@ -47,7 +47,7 @@ def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
 
 
 def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
-    """The part of a tensor, broadcasting to the whole `size`, that lies in `box`: a view."""
+    """Return the part of a tensor, broadcasting to the whole `size`, that lies in `box`: a view."""
     first = len(box.sizes) - whole.ndim
     for dim in range(whole.ndim):
         if whole.shape[dim] == size[first + dim]:
@@ -56,7 +56,7 @@ def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
 
 
 def anchor_of(sharded: ShardedTensor) -> Tensor:
-    """An empty 1-D tensor that depends on all that this rank has of `sharded`, with shards or without."""
+    """Return an empty 1-D tensor that depends on all that this rank has of `sharded`, even no shards."""
     if not sharded.tensors:
         return sharded.anchor
     empty = [nothing_of(tensor) for tensor in sharded.tensors]
@@ -64,7 +64,7 @@ def anchor_of(sharded: ShardedTensor) -> Tensor:
 
 
 def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: Tensor) -> Tensor:
-    """The sum of `parts`, each in its box of `size` with zeros around it; it depends on `anchor`. Local."""
+    """Sum `parts`, each in its box of `size` with zeros around it; depends on `anchor` too. Local."""
     total = anchor.new_zeros(size) + anchor.sum() if anchor.requires_grad or not parts else None
     for box, tensor in parts:
         around: list[int] = []
@@ -76,7 +76,7 @@ def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: T
 
 
 def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMetadata]:
-    """The sharded operand that gives an elementwise result its cut, and the result's metadata. Local.
+    """Return the sharded operand that gives an elementwise result its cut, and the result's metadata. Local.
 
     It is the first of the largest. Where plain operands make the result larger still, its shards are
     stretched along the dims it lacks or has one element in.
@@ -107,7 +107,7 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
 
 
 def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Any]:
-    """What `operand` is in each local shard of `metadata`, a result that `broadcast` cut by `leader`.
+    """List the part of `operand` at each local shard of `metadata`, which `broadcast` cut by `leader`.
 
     On a rank without shards, one item that takes the place of a part: empty, and of the same dtype, number of
     dims (none or some) and autograd graph.
@@ -134,7 +134,7 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
 def _projections(
     operand: ShardedTensor, *, leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> list[Tensor]:
-    """For each local box of `metadata`, the shard of `operand` that is all it meets."""
+    """List, for each local box of `metadata`, the shard of `operand` that is all it meets."""
     places: dict[tuple[int, Box], int] = {}
     held: dict[int, int] = {}
     for shard in operand.metadata().shards_metadata:
@@ -160,7 +160,7 @@ def _projections(
 
 
 def _projected(box: Box, *, size: torch.Size, onto: torch.Size) -> Box | None:
-    """What a box of a tensor of size `onto` meets in one that broadcasts to it; None if it does not."""
+    """Project a box of a tensor of size `onto` on one that broadcasts to it; None if it does not."""
     first = len(onto) - len(size)
     if first < 0:
         return None
@@ -174,7 +174,7 @@ def _projected(box: Box, *, size: torch.Size, onto: torch.Size) -> Box | None:
 
 
 def _stand_in(sharded: ShardedTensor) -> Tensor:
-    """For a rank without shards of the result: empty, or without dims where all shards are."""
+    """Make an operand for a rank without shards of the result: empty, or 0-D where all shards are."""
     anchor = anchor_of(sharded)
     if sharded.ndim:
         return anchor

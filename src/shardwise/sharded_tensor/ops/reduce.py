@@ -45,7 +45,7 @@ Dims = tuple[int, ...]
 
 
 def dims_of(sharded: ShardedTensor, dim: Any) -> Dims:
-    """All that `dim` names, from 0 on and in order; every one for None and for none."""
+    """Return the dims that `dim` names, from 0 on and in order; all of them for None and for none."""
     ndim = sharded.ndim
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(ndim))
@@ -61,7 +61,7 @@ def dims_of(sharded: ShardedTensor, dim: Any) -> Dims:
 
 
 def is_cut(sharded: ShardedTensor, dims: Sequence[int]) -> bool:
-    """Has any shard with elements a part only of what lies along `dims`?"""
+    """Return whether any shard with elements has only a part of what lies along `dims`."""
     size = sharded.metadata().size
     boxes = (shard.box for shard in sharded.metadata().shards_metadata)
     return any(box.sizes[d] != size[d] for box in boxes if not box.is_empty for d in dims)
@@ -78,29 +78,29 @@ def refuse_cut(func: Any, sharded: ShardedTensor, dims: Dims) -> NoReturn:
 
 
 def needs_grad(sharded: ShardedTensor) -> bool:
-    """Does autograd record what is computed of it? The same on every rank."""
+    """Return whether autograd records what is computed of a tensor; the same on every rank."""
     return torch.is_grad_enabled() and sharded.requires_grad
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """What values of a dtype are combined in: at least fp32, and int64 for integers and bools."""
+    """Return the dtype to combine values of `dtype` in: at least fp32, int64 for integers and bools."""
     if dtype.is_floating_point:
         return torch.promote_types(dtype, torch.float32)
     return dtype if dtype.is_complex else torch.int64
 
 
 def _count(sharded: ShardedTensor, dims: Dims) -> int:
-    """How many elements become one."""
+    """Count the elements that become one."""
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
 def _kept(sharded: ShardedTensor, dims: Dims) -> list[int]:
-    """The whole size after `dims` are reduced to one element each."""
+    """Return the whole size after `dims` are reduced to one element each."""
     return [1 if d in dims else length for d, length in enumerate(sharded.metadata().size)]
 
 
 def _place(box: Box, dims: Dims) -> tuple[slice, ...]:
-    """Where a box lies after `dims` are reduced to one element each."""
+    """Return the place of a box after `dims` are reduced to one element each."""
     return tuple(
         slice(0, 1) if d in dims else slice(start, end)
         for d, (start, end) in enumerate(zip(box.offsets, box.ends, strict=True))
@@ -118,7 +118,7 @@ def _reduced(
     whole: Callable[[], Tensor],
     **options: Any,
 ) -> Tensor:
-    """`func` along `dims` of every shard, where shards have all of them; else `whole()`, which keeps dims."""
+    """Apply `func` along `dims` of every shard, if these are whole; else `whole()`, which keeps dims."""
     size, shards = sharded.metadata().size, sharded.metadata().shards_metadata
     complete = all(shard.shard_sizes[d] == size[d] for shard in shards for d in dims)
     if not complete or len(dims) == len(size) or not _count(sharded, dims):
@@ -141,7 +141,7 @@ def _reduced(
 def _total(
     sharded: ShardedTensor, dims: Dims, function: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """The sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
+    """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
     agreement = _proposed("a sum", sharded, dims)
     total = torch.zeros(_kept(sharded, dims), dtype=dtype, device=sharded.anchor.device)
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
@@ -156,7 +156,7 @@ def _total(
 
 
 def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None:
-    """Ranks on the CPU tell each other what they reduce: kernels that differ would wait, or be garbage."""
+    """Propose a reduction to the other ranks, on the CPU: kernels that differ would wait, or be garbage."""
     if not sharded.anchor.is_cpu or not _count(
         sharded, tuple(d for d in range(sharded.ndim) if d not in dims)
     ):
@@ -167,7 +167,7 @@ def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None
 
 @torch.no_grad()
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
-    """The largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
+    """Return the largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
     agreement = _proposed("the largest" if largest else "the smallest", sharded, dims)
     wide = wide_of(sharded.dtype)
     least, most = (-math.inf, math.inf) if wide.is_floating_point else _INT64
@@ -186,7 +186,7 @@ def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
 
 
 def _shared_extreme(sharded: Any, dims: Dims, *, largest: bool) -> Tensor:
-    """The same, differentiable: in equal parts by all elements that have it. Collective."""
+    """Return the largest or smallest elements; their gradient is shared equally by ties. Collective."""
     value = _extreme(sharded, dims, largest=largest)
     if not needs_grad(sharded):
         return value
@@ -251,7 +251,7 @@ def _truth(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
 
 
 def log_of_exponentials(sharded: ShardedTensor, dims: Dims) -> Tensor:
-    """The logarithm of the sum of exponentials, of distances to the largest. Collective; keeps `dims`."""
+    """Return the log of the sum of exponentials, of distances to the largest. Collective; keeps `dims`."""
     top = _extreme(sharded, dims, largest=True)
     top = top.masked_fill(top.isinf(), 0)
     shifted: Any = sharded - top
@@ -301,7 +301,7 @@ def _variance(
 
 
 def _power(value: Tensor, p: float) -> Tensor:
-    """Numbers from 0 on to the power of `p`; the gradient of zero is zero."""
+    """Raise non-negative numbers to the power of `p`; the gradient of zero is zero."""
     if p <= 0:
         return value.pow(p)
     return value.masked_fill(value == 0, 1).pow(p).masked_fill(value == 0, 0)
@@ -320,7 +320,7 @@ def _amax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
 
 @handles(torch.max, _T.max, torch.min, _T.min)
 def _max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of all elements; along one dim with indices; or, with another tensor, element by element."""
+    """Reduce over all elements; along one dim with indices; or, with another tensor, element by element."""
     largest = func.__name__ == "max"
     if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return elementwise(torch.maximum if largest else torch.minimum, args, kwargs)
@@ -334,7 +334,7 @@ def _max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _uncut(
     func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, pick: Callable[[Any], Tensor]
 ) -> Tensor:
-    """What `pick` takes of `func` along one dim that every shard has whole. Local; refused along others."""
+    """Apply `func` along one dim that every shard has whole, and `pick` its output. Local; else refused."""
     dims = dims_of(sharded, dim)
     if sharded.dtype.is_complex or not dims or _count(sharded, dims) == 0:
         as_torch(func, sharded, dim)
@@ -348,7 +348,7 @@ def _uncut(
 @rule(torch.argmax, _T.argmax, torch.argmin, _T.argmin, takes="input dim keepdim")
 @torch.no_grad()
 def _argmax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
-    """Along one dim: the first of several."""
+    """Return the indices of extremes along one dim; the first of several."""
     if dim is None:
         refuse(func, (sharded,), {})
     func(torch.zeros(1, dtype=sharded.dtype), 0)  # raises where torch has none for the dtype
@@ -359,7 +359,7 @@ def _argmax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor
 def norm_of(
     sharded: ShardedTensor, p: float = 2.0, *, dim: Any = None, keepdim: Any = False, dtype: Any = None
 ) -> Tensor:
-    """The p-norm along `dim`, by default of all elements. Collective, unless no shard cuts `dim`."""
+    """Return the p-norm along `dim`, by default of all elements. Collective, unless no shard cuts `dim`."""
     dims = dims_of(sharded, dim)
     check_norm(sharded, p, dims)
 
@@ -392,7 +392,7 @@ def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:
 
 @rule(torch.norm, _T.norm, torch.linalg.vector_norm, torch.linalg.norm, takes="input p dim keepdim dtype")
 def _norm(func: Any, sharded: ShardedTensor, p: Any, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
-    """Not the norms of matrices but Frobenius', which is that of a vector."""
+    """Compute norms of vectors, and Frobenius' of matrices, which is one; refuse other norms of matrices."""
     frobenius = p is None or p == "fro"
     of_matrix = func is torch.linalg.norm and not frobenius and len(dims_of(sharded, dim)) > 1
     if of_matrix or (isinstance(p, str) and p not in ("fro", "inf", "-inf")):
@@ -408,7 +408,7 @@ def _normalize(func: Any, sharded: ShardedTensor, p: Any, dim: Any, eps: Any) ->
 
 @handles(_T.item, _T.__float__, _T.__int__, _T.__bool__, _T.__index__, _T.__complex__)
 def _scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a tensor of one element, on every rank. Collective."""
+    """Convert a tensor of one element to a number, on every rank. Collective."""
     count = args[0].numel()
     if count != 1:
         raise RuntimeError(f"a Tensor with {count} elements cannot be converted to Scalar")

@@ -3,10 +3,10 @@
 An index of ints, slices, None and `...` keeps the shards that hold some of what it asks for, on their ranks;
 others are absent from the result, so that ranks may be left without a shard. What is kept is a view of the
 shard's memory: in-place operations on `st[2:4]` write `st`, as in torch. Indices that are tensors, lists or
-bools would move elements between ranks and are refused; but where a mask of the same shape holds, cut alike
-or plain, one number can be assigned.
+bools would move elements between ranks and are refused; but where a mask of the same shape holds,
+of the same cut or plain, one number can be assigned.
 
-`cat` and `stack` of tensors cut alike, whole in the dim that grows, join each shard with its counterparts.
+`cat` and `stack` of tensors of one cut, whole in the dim that grows, join each shard with its counterparts.
 All others keep every shard of every operand (in new memory), so a rank has as many as of all together.
 """
 
@@ -56,7 +56,7 @@ def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
 
 
 def _item(sharded: ShardedTensor, item: Any) -> Any:
-    """An item of an index, an int in place of a tensor of one."""
+    """Return an item of an index, an int in place of a tensor of one."""
     if isinstance(item, Tensor) and not isinstance(item, ShardedTensor) and item.ndim == 0:
         item = item.item()
     if item is None or item is Ellipsis or isinstance(item, slice):
@@ -69,18 +69,18 @@ def _item(sharded: ShardedTensor, item: Any) -> Any:
         refuse_case(
             "indexing",
             sharded,
-            why=f"an index is of ints, slices, None and ..., found {_shown(item)}",
+            why=f"an index is of ints, slices, None and ..., found {_described(item)}",
             instead="for rows of a table use torch.nn.functional.embedding; to fill by a mask, masked_fill or"
             " torch.where; otherwise full_tensor()[...]",
         )
 
 
-def _shown(value: Any) -> str:
+def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _picked(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) -> ShardedTensor:
-    """What `picks` leave of every shard, in a tensor of `size`; views. Local."""
+    """Apply `picks` to every shard, for a tensor of `size`; views. Local."""
     found = [pick_box(shard.box, picks) for shard in sharded.metadata().shards_metadata]
     boxes = [None if part is None else part[0] for part in found]
     if all(box is None for box in boxes):  # of a tensor without elements: one shard must remain
@@ -126,7 +126,7 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
     *(torch.tensor_split, _T.tensor_split),
 )
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """What torch makes of the dim by itself says which elements each part has."""
+    """Cut along one dim; torch's own result for a tensor of that dim says which elements each part has."""
     sharded, rest, kwargs = taken(args, kwargs)
     rest = tuple(value.tolist() if isinstance(value, Tensor) else value for value in rest)
     kwargs = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
@@ -185,7 +185,7 @@ def _joining(func: Any, args: Args, kwargs: Kwargs) -> tuple[Sequence[Tensor], i
 
 
 def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
-    """The tensors one after another along `dim`, in new memory. Local.
+    """Return the tensors one after another along `dim`, in new memory. Local.
 
     Plain ones are replicated, and may stand beside sharded ones that are whole in `dim`.
     """
@@ -200,7 +200,7 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     for other in sharded[1:]:
         check_group(sharded[0], other)
     beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
-    if all(_whole_alike(tensor, sharded[0], dim) for tensor in sharded):
+    if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
         return _joined_shards(tensors, sharded, dim=dim, result=result, beside=beside)
     if len(sharded) < len(tensors):
         refuse_case(
@@ -224,8 +224,8 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
 
 
-def _whole_alike(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
-    """Are its shards whole in `dim` and otherwise those of `first`?"""
+def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
+    """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
 
     def beside(metadata: ShardedTensorMetadata) -> list[Any]:
         kept = [d for d in range(len(metadata.size)) if d != dim]
@@ -248,7 +248,7 @@ def _joined_shards(
     result: Tensor,
     beside: list[Tensor],
 ) -> ShardedTensor:
-    """Each shard of the first joined with the same of the others."""
+    """Join each shard of the first with the corresponding shards of the others."""
     first = sharded[0]
     parts: list[Any] = [
         t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors

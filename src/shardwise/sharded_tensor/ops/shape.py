@@ -37,7 +37,7 @@ Kwargs = dict[str, Any]
 
 
 def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
-    """The first operand, and the other arguments."""
+    """Return the first operand, and the other arguments."""
     if args:
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
@@ -51,7 +51,7 @@ def derived(
     boxes: Sequence[Box | None],
     make: Callable[[Tensor, int, Box], Tensor],
 ) -> ShardedTensor:
-    """A tensor of `size` made shard by shard. Local; every rank passes the same size and boxes.
+    """Return a tensor of `size` made shard by shard. Local; every rank passes the same size and boxes.
 
     Args:
         boxes: for every shard of all ranks, its box in the result; None leaves the shard out.
@@ -80,7 +80,7 @@ def assembled(
     size: Sequence[int],
     beside: Sequence[Tensor],
 ) -> ShardedTensor:
-    """A tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
+    """Return a tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
 
     Args:
         beside: what else on this rank the result stands for in the autograd graph (shards left out,
@@ -151,7 +151,7 @@ def _as_another(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bool = False) -> ShardedTensor:
-    """The same elements in dims of `size`. Local.
+    """Return the elements in dims of `size`. Local.
 
     Args:
         name: of the operation, for messages.

@@ -29,7 +29,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 @dataclass(frozen=True)
 class Lookup:
-    """What to look up: of one rank, or of all together.
+    """A lookup of rows: of one rank, or of all together.
 
     Attributes:
         ids: [ids] rows of the table.
@@ -52,19 +52,19 @@ class Lookup:
     sparse: bool = False
 
     def counted(self) -> Tensor:
-        """[ids] does this id count in its bag?"""
+        """Return [ids] whether each id counts in its bag."""
         if self.padding is None or self.mode == "row":
             return torch.ones_like(self.ids, dtype=torch.bool)
         return self.ids != self.padding
 
     def within(self, box: Box) -> Tensor:
-        """Where the ids are, ascending, whose rows lie in `box` and count."""
+        """Return the places, ascending, of the ids whose rows lie in `box` and count."""
         begin, end = box.offsets[0], box.ends[0]
         inside = (self.ids >= begin) & (self.ids < end) & self.counted()
         return inside.nonzero().squeeze(1)
 
     def finished(self, sums: Tensor, begin: int) -> Tensor:
-        """The result from bag `begin` on, of the sums over all shards of the table."""
+        """Return the result from bag `begin` on, of the sums over all shards of the table."""
         if self.mode != "mean":
             return sums
         counts = torch.bincount(self.bag[self.counted()], minlength=self.bags)
@@ -72,13 +72,13 @@ class Lookup:
 
 
 def stand_in(weight: ShardedTensor, extra: Sequence[Tensor | None]) -> Tensor:
-    """An empty tensor that depends on the table where this rank has none of it, and on all of `extra`."""
+    """Return an empty tensor that depends on all of `extra`, and on the table where this rank has none."""
     also = [nothing_of(tensor).to(weight.dtype) for tensor in extra if tensor is not None]
     return torch.cat([weight.anchor, *also])
 
 
 def _partial(table: Tensor, box: Box, look: Lookup, at: Tensor) -> Tensor:
-    """What the shard adds: by id of `at` for "row", by bag else."""
+    """Compute what the shard adds: by id of `at` for "row", by bag otherwise."""
     ids = look.ids[at] - box.offsets[0]
     if look.mode == "row":
         inside = look.padding is not None and box.offsets[0] <= look.padding < box.ends[0]
@@ -91,7 +91,7 @@ def _partial(table: Tensor, box: Box, look: Lookup, at: Tensor) -> Tensor:
 
 
 def to_all(weight: ShardedTensor, look: Lookup) -> Tensor:
-    """[bags, columns] on every rank."""
+    """Return [bags, columns] on every rank."""
     parts = []
     for table, box in zip(weight.tensors, weight.boxes, strict=True):
         at = look.within(box)
@@ -102,12 +102,12 @@ def to_all(weight: ShardedTensor, look: Lookup) -> Tensor:
 
 
 def _spread(rows: Tensor, at: Tensor, length: int) -> Tensor:
-    """`rows` as the rows `at` of a tensor of zeros."""
+    """Return `rows` as the rows `at` of a tensor of zeros."""
     return rows.new_zeros(length, rows.shape[1]).index_copy(0, at, rows)
 
 
 def _joined(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor: Tensor) -> Tensor:
-    """The sum of `parts`, each in the columns of its box of the table."""
+    """Return the sum of `parts`, each in the columns of its box of the table."""
     placed = [(Box((0, box.offsets[1]), (rows, box.sizes[1])), part) for box, part in parts]
     return total_of(placed, (rows, columns), anchor)
 
@@ -116,7 +116,7 @@ def _joined(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor
 
 
 def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> ShardedTensor:
-    """The result on the ranks that hold the ids, cut like them."""
+    """Return the result on the ranks that hold the ids, cut like them."""
     rank, tables = weight.process_group.rank(), weight.metadata().shards_metadata
     found, made, wanted = _routes(weight, look, ids)
     own = [at for shard, at in zip(tables, found, strict=True) if shard.rank == dist.get_rank()]
@@ -148,7 +148,7 @@ def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> Shard
 def _routes(
     weight: ShardedTensor, look: Lookup, ids: ShardedTensor
 ) -> tuple[list[Tensor], list[list[Box]], list[list[Box]]]:
-    """By shard of the table, where the ids are whose rows it has; and by rank, what it makes, and wants.
+    """Return the places of ids by shard of the table that has their rows; boxes made and wanted by rank.
 
     A box is of one shard of the table, of the rows that it makes (one for each of its ids, or all bags) and
     of its columns. Rows for one shard of the ids lie together; a rank wants for each of its own some of each
@@ -170,21 +170,21 @@ def _routes(
 
 
 def _span(box: Box, look: Lookup, ids: ShardedTensor) -> tuple[int, int]:
-    """First and last row of the flat result that the ids in `box` make."""
+    """Return the first and last row of the flat result that the ids in `box` make."""
     each = math.prod(ids.shape[1:]) if look.mode == "row" else 1
     begin = box.offsets[0]
     return begin * each, (begin + _rows(box, ids)) * each
 
 
 def _rows(box: Box, ids: ShardedTensor) -> int:
-    """How many rows of ids, of full size, a shard of them has."""
+    """Count the rows of ids, of full size, in a shard of them."""
     return box.sizes[0] if box.sizes[1:] == tuple(ids.shape[1:]) else 0
 
 
 def like_ids(
     ids: ShardedTensor, results: Sequence[Tensor], anchor: Tensor, *, rest: Sequence[int]
 ) -> ShardedTensor:
-    """`results`, flat by row, as a tensor of shape (len(ids), *rest) cut as `ids` along dim 0."""
+    """Return `results`, flat by row, in shape (len(ids), *rest), cut as `ids` along dim 0."""
 
     def of_result(box: Box) -> Box:
         return Box((box.offsets[0], *(0 for _ in rest)), (_rows(box, ids), *rest))

@@ -18,7 +18,7 @@ Wrap = Callable[[Tensor, Piece], Any]  # local rows as a tensor cut as a piece
 
 
 def to_local(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """This rank's plain tensor."""
+    """Return this rank's plain tensor."""
     piece, wrap = rows.piece, rows.wrap
     sums = _partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
 
@@ -29,7 +29,7 @@ def to_local(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
 
 
 def full_tensor(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """The whole tensor, equal on all ranks."""
+    """Return the whole tensor, equal on all ranks."""
     piece, wrap = rows.piece, rows.wrap
     sums = _partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
 
@@ -42,7 +42,7 @@ def full_tensor(rows: Any, grad_placements: Sequence[Placement] | None) -> Tenso
 def _partial_axes(
     piece: Piece, asked: Sequence[Placement] | None, own: Sequence[Placement]
 ) -> tuple[int, ...]:
-    """The mesh axes over which a gradient placed as `asked` is to be added up, to be placed as `own`."""
+    """Return the mesh axes over which a gradient placed as `asked` is summed to be placed as `own`."""
     found = []
     for axis, (mine, other) in enumerate(zip(own, asked or (), strict=True)):
         if mine.is_replicate() and isinstance(other, Partial) and other.reduce_op == "sum":
@@ -57,7 +57,7 @@ def _partial_axes(
 
 
 def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor that is placed otherwise."""
+    """Return a DTensor that is placed otherwise."""
     piece, wrap = rows.piece, rows.wrap
     return cast(
         DTensor,
@@ -70,7 +70,7 @@ def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
 
 def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
-    """A DTensor, or rows that are cut otherwise, as rows cut as `piece`."""
+    """Return a DTensor, or rows that are cut otherwise, as rows cut as `piece`."""
     mesh = dtensor.device_mesh
     placements = tuple(Replicate() if p.is_partial() else p for p in dtensor.placements)
     return linked(
@@ -81,7 +81,7 @@ def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
 
 
 def from_local(local: Tensor, piece: Piece, wrap: Wrap) -> Any:
-    """This rank's plain tensor as rows cut as `piece`."""
+    """Return this rank's plain tensor as rows cut as `piece`."""
     return linked(
         lambda own: wrap(own.view_as(own), piece), lambda grad: (convert.rows_of(grad, piece),), local
     )

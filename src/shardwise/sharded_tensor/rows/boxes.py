@@ -24,7 +24,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """The same tensor as a sharded one, which shares the memory of the rows, detached: no gradient passes.
+    """Return rows as a sharded tensor, which shares their memory, detached: no gradient passes.
 
     A rank without rows holds an empty shard. Local where rows are cut over one group, without tensor
     parallelism, and no other group is asked for; otherwise collective: ranks tell their boxes.
@@ -43,7 +43,7 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
         group, boxes = piece.group, list(piece.boxes)
     else:
         group = group_or_default(process_group)
-        boxes = _boxes_told(rows, group=group)
+        boxes = _all_boxes(rows, group=group)
     ranks = dist.get_process_group_ranks(group)
     held_by = list(zip(boxes, ranks, strict=True))
     first = dict(reversed(held_by))
@@ -67,7 +67,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
         RankMismatchError: on every rank, where ranks pass differently cut tensors.
     """
     metadata, group = sharded.metadata(), sharded.process_group
-    wanted = _boxes_told(rows, group=group, shape=metadata.size)
+    wanted = _all_boxes(rows, group=group, shape=metadata.size)
     agree(said_of(sharded), group=group, what="the sharded tensor to copy into rows")
     fill(
         boxes_of(metadata, group),
@@ -79,10 +79,10 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     )
 
 
-def _boxes_told(
+def _all_boxes(
     rows: ShardedRows, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
 ) -> list[Box]:
-    """Every rank's box. Raises on every rank where rows are not of one tensor."""
+    """Return every rank's box. Raises on every rank where rows are not of one tensor."""
     tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
     told = together(
         "comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group, kind=ShardingError

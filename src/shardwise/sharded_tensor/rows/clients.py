@@ -1,4 +1,4 @@
-"""Rows for those who make DTensors by placements: `distribute_tensor`, `from_local`, `redistribute`."""
+"""Rows for code that makes DTensors by placements: `distribute_tensor`, `from_local`, `redistribute`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Rows:
         return cast(ShardedRows, autograd.into_rows(tensor, piece, ShardedRows.wrap))
 
     def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor:
-        """This rank's rows of `whole`; another shape is left for `load_state_dict` to refuse by name."""
+        """Return this rank's rows of `whole`; leave another shape for `load_state_dict` to refuse."""
         assert isinstance(ours, ShardedRows)
         if whole.shape != ours.shape:
             return whole

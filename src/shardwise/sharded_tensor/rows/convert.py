@@ -27,7 +27,7 @@ from shardwise.sharded_tensor.rows.piece import EvenCuts, Piece, even_boxes, loc
 
 @torch.no_grad()
 def full_tensor(local: Tensor, piece: Piece) -> Tensor:
-    """The whole tensor of which every rank gives its rows. Collective over `piece.axes`."""
+    """Return the whole tensor of which every rank gives its rows. Collective over `piece.axes`."""
     if 0 in piece.shape:
         return local.new_empty(piece.shape)
     with ExitStack() as stack:
@@ -38,7 +38,7 @@ def full_tensor(local: Tensor, piece: Piece) -> Tensor:
 
 
 def _gathered(local: Tensor, piece: Piece) -> Tensor:
-    """What the piece's groups cut, whole: gathered over one after the other."""
+    """Gather what the piece's groups cut, over one group after the other."""
     whole = local.new_empty((sum(piece.counts), *piece.rows.sizes[1:]))
     whole.narrow(0, piece.rows.offsets[0], piece.rows.sizes[0]).copy_(local)
     step = 1
@@ -52,7 +52,7 @@ def _gathered(local: Tensor, piece: Piece) -> Tensor:
 
 
 def gather_even(part: Tensor, shape: Sequence[int], even_cuts: EvenCuts) -> Tensor:
-    """The whole tensor of `shape`, of which this rank has what `even_cuts` leave. Collective over these."""
+    """Gather the tensor of `shape`, of which this rank has what `even_cuts` leave. Collective over these."""
     if not even_cuts:
         return part
     (group, dim), *inner = even_cuts
@@ -66,7 +66,7 @@ def gather_even(part: Tensor, shape: Sequence[int], even_cuts: EvenCuts) -> Tens
 
 
 def _moved(local: Tensor, source: Sequence[Box], target: Sequence[Box], piece: Piece) -> Tensor:
-    """This rank's box of `target` from what ranks hold by `source`. Collective over the piece's one group."""
+    """Return this rank's box of `target` from ranks' boxes of `source`. Collective over the one group."""
     held, wanted = source[piece.rank], target[piece.rank]
     if _compat.is_functional(local):
         raise ShardingError(
@@ -88,7 +88,7 @@ def _moved(local: Tensor, source: Sequence[Box], target: Sequence[Box], piece: P
 
 
 def _even_over(mesh: DeviceMesh, placements: Sequence[Placement], piece: Piece) -> Sequence[Box] | None:
-    """The boxes of `placements`, where they cut dim 0 over just the ranks over which `piece` is cut."""
+    """Return the boxes of `placements`, where they cut dim 0 over the ranks over which `piece` is cut."""
     cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
     if piece.group is None or piece.even_cuts or len(cut) != 1:
         return None
@@ -101,7 +101,7 @@ def _even_over(mesh: DeviceMesh, placements: Sequence[Placement], piece: Piece) 
 
 @torch.no_grad()
 def placed(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Rows as a DTensor on `mesh`. Collective over the piece's axes, and over `mesh`."""
+    """Return rows as a DTensor on `mesh`. Collective over the piece's axes, and over `mesh`."""
     if even := _even_over(mesh, placements, piece):
         made_as, found = placements, _moved(local, piece.boxes, even, piece)
     else:
@@ -113,7 +113,7 @@ def placed(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequence[P
 
 @torch.no_grad()
 def rows_of(value: Tensor, piece: Piece) -> Tensor:
-    """The rows of `piece` of any tensor, in memory of their own; a plain one is whole.
+    """Return the rows of `piece` of any tensor, in memory of their own; a plain one is whole.
 
     Collective over a DTensor's mesh; local where each rank has its rows.
     """
@@ -142,7 +142,7 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
 
 
 def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
-    """The rows of `piece` from the rank that is `source` on every mesh axis. Collective over the mesh."""
+    """Scatter the rows of `piece` from the rank `source` of every mesh axis. Collective over the mesh."""
     box, whole = Box.whole(piece.shape), whole.contiguous()
     for axis in range(piece.mesh.ndim):
         group = piece.mesh.get_group(axis)
@@ -155,7 +155,7 @@ def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
 
 
 def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
-    """The ranks' values added up over some of the mesh axes. Collective over these."""
+    """Return the ranks' values added up over some of the mesh axes. Collective over these."""
     for axis in axes:
         group = piece.mesh.get_group(axis)
         value = value.clone(memory_format=torch.contiguous_format)

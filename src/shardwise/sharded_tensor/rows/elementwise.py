@@ -1,7 +1,7 @@
 """Ops that stay within rows: elementwise arithmetic, copies, random numbers, new tensors, views, products.
 
 All run on the local rows. Random numbers are drawn for the whole tensor, in a temporary of its size,
-and cut: ranks that seed alike agree, and get what one process gets.
+and cut: ranks with equal seeds agree, and get what one process gets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A new tensor (or several) from tensors that are cut alike, or `out`."""
+    """Run an elementwise op on tensors of the same cut; return a new tensor (or several), or `out`."""
     if kwargs.get("memory_format") not in _KEEPS_ROWS or kwargs.get("layout") not in (None, torch.strided):
         refuse(op, args, kwargs, "in another memory format on tensors sharded by rows")
     out = kwargs.get("out")
@@ -41,7 +41,7 @@ def elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Into the first argument."""
+    """Run an elementwise op that writes into its first argument."""
     target = args[0]
     if not isinstance(target, ShardedRows):
         raise ShardingError(
@@ -57,7 +57,7 @@ def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """From a whole plain tensor or the same rows; collective from other rows or a DTensor."""
+    """Copy from a whole plain tensor or equally cut rows; collective from other rows or a DTensor."""
     target, source, *rest = args
     if isinstance(source, ShardedRows) and source.shape == target.shape:
         if isinstance(target, ShardedRows):
@@ -70,7 +70,7 @@ def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`rand_like` and its kin, and with rows as probabilities `bernoulli` (collective)."""
+    """Run `rand_like` and its kin, and with rows as probabilities `bernoulli` (collective)."""
     return rows(_drawn(op, args, kwargs), args[0].piece)
 
 
@@ -102,7 +102,7 @@ def eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`new_zeros` and its kin: sharded alike where dim 0 is the rows, else plain and whole."""
+    """Run `new_zeros` and its kin: cut the same way where dim 0 is the rows, else plain and whole."""
     like, size = args[0], tuple(args[1])
     piece: Piece = like.piece
     if not size or size[:1] != tuple(like.shape[:1]):
@@ -113,7 +113,7 @@ def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Views (and `expand` to no more) that leave dim 0 the rows and what tensor parallelism cuts alone."""
+    """Run views (and `expand` to no more) that leave dim 0 and dims cut by tensor parallelism alone."""
     tensor, size = args[0], args[1]
     if isinstance(size, torch.dtype) or len(args) > 2 or any(kwargs.values()):
         refuse(op, args, kwargs)
@@ -129,7 +129,7 @@ def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`mm`: rows times a whole matrix. `bmm`: the matrices of the same rows, one by one."""
+    """Run `mm`, rows times a whole matrix, or `bmm`, the matrices of the same rows, one by one."""
     a, b = args
     if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or is_foreign(b):
         refuse(op, args, kwargs)
@@ -149,7 +149,7 @@ def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`rows[mask] = scalar`, where the mask is cut alike."""
+    """Run `rows[mask] = scalar`, with a mask of the same cut."""
     target, indices, value = args[:3]
     mask = indices[0] if len(indices) == 1 else None
     if (
@@ -165,7 +165,7 @@ def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`item()` of a tensor of one element, wherever it lies (collective)."""
+    """Run `item()` of a tensor of one element, wherever it lies (collective)."""
     if args[0].numel() != 1:
         refuse(op, args, kwargs)
     return whole_of(args[0]).item()

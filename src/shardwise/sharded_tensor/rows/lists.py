@@ -29,7 +29,7 @@ _locals: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
 def foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An elementwise op on lists, fused ones too. A steady step costs two `map`s for each list."""
+    """Run an elementwise op on lists, fused ones too. A steady step costs two `map`s for each list."""
     first = args[0] if type(args[0]) is list else args[1]
     try:
         pieces = list(map(_pieces, first))
@@ -56,7 +56,7 @@ class _Differs(Exception):  # noqa: N818 - not an error: the list takes the slow
 
 
 def _same(value: Any, pieces: list[Piece]) -> Any:
-    """A list cut as `pieces`, as its rows. Anything but a list of tensors with dims stays."""
+    """Return a list cut as `pieces`, as its rows. Anything but a list of tensors with dims stays."""
     if type(value) is not list or not value or not isinstance(value[0], Tensor):
         if isinstance(value, ShardedRows):
             raise _Differs
@@ -69,7 +69,7 @@ def _same(value: Any, pieces: list[Piece]) -> Any:
 
 
 def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists in which some tensors are plain, or broadcast: cut place by place."""
+    """Run an op on lists in which some tensors are plain, or broadcast: cut place by place."""
     values = [*args, *kwargs.values()]
     count = len(args[0] if type(args[0]) is list else args[1])
     listed = [isinstance(value, list) and len(value) == count for value in values]
@@ -98,7 +98,7 @@ def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
-    """How the result at one place of the lists is cut; None if it is plain, or a DTensor that is not ours."""
+    """Return how the result at one place of the lists is cut; None if plain, or another DTensor."""
     if not any(isinstance(value, ShardedRows) for value in place):
         return None
     plain = [v for v in place if isinstance(v, Tensor) and v.ndim and not isinstance(v, ShardedRows)]
@@ -114,7 +114,7 @@ def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
 
 
 def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
-    """The results of `run` by place, where DTensors that are not ours get a call of their own."""
+    """Return the results of `run` by place; DTensors that are not ours get a call of their own."""
     results: list[Any] = [None] * len(places)
     ours = [
         any(isinstance(v, ShardedRows) for v in place) or not any(map(is_foreign, place)) for place in places
@@ -128,7 +128,7 @@ def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> 
 
 
 def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """`_foreach_norm`, and `_foreach_powsum`: sums of powers, without the root."""
+    """Run `_foreach_norm`, or `_foreach_powsum`: sums of powers, without the root."""
     tensors: Sequence[Tensor] = args[0]
     p = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     wanted = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -158,7 +158,7 @@ def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
 
 
 def _norms_of_rows(locals_: Sequence[Tensor], p: float, dtype: torch.dtype | None) -> Tensor:
-    """[tensors] on the device of the first; what changes no norm where there are no rows."""
+    """Return [tensors] on the device of the first; what changes no norm where there are no rows."""
     at, device = [i for i, local in enumerate(locals_) if local.numel()], locals_[0].device
     nothing = torch.full((len(locals_),), math.inf if p < 0 else 0.0, device=device)
     if not at:
@@ -179,7 +179,7 @@ def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Gradient scaling: a gradient that is not finite on one rank counts on all."""
+    """Unscale gradients: one that is not finite on one rank counts on all."""
     tensors, found, scale = args
     if foreign := [tensor for tensor in tensors if is_foreign(tensor)]:
         op(foreign, found, scale, **kwargs)

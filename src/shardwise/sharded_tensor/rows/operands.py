@@ -38,7 +38,7 @@ _FORWARD = (
 
 
 def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
-    """The error for an op whose answer from this rank's rows alone would be wrong."""
+    """Raise for an op whose answer from this rank's rows alone would be wrong."""
     listed = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
     sharded = next((value for each in listed for value in each if isinstance(value, ShardedRows)), None)
     name = op._schema.name.removeprefix("aten::")
@@ -56,23 +56,23 @@ def _called(name: str) -> str:
 
 
 def is_foreign(value: Any) -> bool:
-    """Is it a DTensor, and not rows?"""
+    """Return whether `value` is a DTensor, and not rows."""
     return isinstance(value, DTensor) and not isinstance(value, ShardedRows)
 
 
 def whole(tensor: ShardedRows) -> Tensor:
-    """The whole tensor, below autograd. Collective."""
+    """Return the whole tensor, below autograd. Collective."""
     return convert.full_tensor(tensor.local, tensor.piece)
 
 
 def rows(local: Tensor, piece: Piece) -> ShardedRows:
-    """A result on this rank, as its rows of the whole result."""
+    """Return a result on this rank, as its rows of the whole result."""
     assert local.shape == piece.rows.sizes, (local.shape, piece)
     return ShardedRows.wrap(local.contiguous(), piece)
 
 
 def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
-    """How the result of an elementwise op is cut."""
+    """Return how the result of an elementwise op is cut."""
     tensors = [value for value in operands if isinstance(value, Tensor)]
     pieces = [value.piece for value in tensors if isinstance(value, ShardedRows)]
     widest = max(pieces, key=lambda piece: piece.shape.numel()) if len(pieces) > 1 else pieces[0]
@@ -93,7 +93,7 @@ def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
 
 
 def local_operand(op: Any, value: Any, piece: Piece) -> Any:
-    """An operand of an elementwise op as this rank's rows of it, where the result is cut as `piece`."""
+    """Return an operand of an elementwise op as this rank's rows, where the result is cut as `piece`."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ShardedRows):
@@ -126,7 +126,7 @@ def _misfit(op: Any, value: Tensor, piece: Piece) -> ShardingError:
 
 
 def _broadcasts(piece: Piece, to: Piece) -> bool:
-    """The same rows, of widths that broadcast, cut alike where they are equal?"""
+    """Return whether `piece` broadcasts to `to`: the same rows, and the same cut of dims that are equal."""
     if len(piece.shape) != len(to.shape) or piece.shape[0] != to.shape[0]:
         return False
     of = [d if piece.shape[d] == to.shape[d] else None for d in range(1, len(to.shape))]

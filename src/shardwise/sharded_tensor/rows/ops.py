@@ -1,4 +1,4 @@
-"""What an operator does to tensors that are row ranges of whole ones.
+"""Operators on tensors that are row ranges of whole ones.
 
 `find_handler` decides once per operator. A handler gets the operator and its arguments and answers for the
 whole tensors::
@@ -28,7 +28,7 @@ _KNOWN: dict[str, Handler] = {**OTHERS, **LISTS, **REDUCTIONS}
 
 @does(handler_of)
 def find_handler(op: Any) -> Handler:
-    """How to run `op`."""
+    """Choose how to run `op`."""
     name = op._schema.name.removeprefix("aten::")
     if op.namespace == "prims":  # of which tracers make steps of optimizers
         return elementwise if torch.Tag.pointwise in op.tags or name == "prims::fma" else refuse
@@ -44,7 +44,7 @@ def find_handler(op: Any) -> Handler:
 
 
 def decomposed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op made of others arrives whole in inference mode, and from handlers."""
+    """Run an op made of others, which arrives whole in inference mode and from handlers."""
     result = op.decompose(*args, **kwargs)
     return refuse(op, args, kwargs) if result is NotImplemented else result
 
@@ -59,7 +59,7 @@ def _has_out(op: Any) -> bool:
 
 
 def _is_elementwise(name: str) -> bool:
-    """Known to be, or the in-place or list form of one that torch tags so?"""
+    """Return whether an op is known to be elementwise, or in-place or list form of one that torch tags so."""
     if name in UNTAGGED or name in ("zero", "copy", "copy_"):
         return True
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)

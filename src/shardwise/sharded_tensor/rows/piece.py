@@ -1,4 +1,4 @@
-"""Which part of a whole tensor one rank holds, and who holds the rest."""
+"""The piece of a whole tensor that one rank holds, and who holds the rest."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def check_torch(what: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Whole rows of a tensor on this rank.
+    """The whole rows of a tensor on this rank.
 
-    Pieces are equal where they cut tensors of one shape alike, on every rank: ranks never disagree
+    Pieces are equal where they cut tensors of one shape equally, on every rank: ranks never disagree
     about it, so that it may decide whether they communicate.
 
     Attributes:
@@ -108,7 +108,7 @@ class Piece:
 
     @cached_property
     def ranks(self) -> int:
-        """How many pieces the rows are cut into."""
+        """Number of pieces into which the rows are cut."""
         return place_over(self.groups)[1]
 
     @cached_property
@@ -118,7 +118,7 @@ class Piece:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """What each index over `groups` holds."""
+        """Box of each index over `groups`."""
         return tuple(self.box_of(rank) for rank in range(self.ranks))
 
     @cached_property
@@ -140,7 +140,7 @@ class Piece:
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """How a DTensor that is cut so is placed on `mesh`."""
+        """Placements on `mesh` of a DTensor that is cut so."""
         found: dict[dist.ProcessGroup, Placement] = {group: Shard(dim) for group, dim in self.even_cuts}
         step = 1
         for group in self.groups:
@@ -149,7 +149,7 @@ class Piece:
         return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or _groups_of(self.mesh))
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
-        """What DTensor knows of a tensor of this dtype that is cut so."""
+        """Return DTensor's spec of a tensor of this dtype that is cut so."""
         spec = self._specs.get(dtype)
         if spec is None:
             meta = _compat.TensorMeta(self.shape, _compat.contiguous_stride(self.shape), dtype)
@@ -166,12 +166,12 @@ class Piece:
         return self.axes_along(range(len(self.shape)))
 
     def axes_along(self, dims: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups whose ranks hold different elements along `dims`."""
+        """Return the process groups whose ranks hold different elements along `dims`."""
         rows = self.groups if 0 in dims else ()
         return (*rows, *(group for group, dim in self.even_cuts if dim in dims))
 
     def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
-        """The piece of a tensor with the same rows of another width: `(rows, *trailing)`.
+        """Return the piece of a tensor with the same rows of another width: `(rows, *trailing)`.
 
         Args:
             trailing: sizes of its dims from 1 on.
@@ -190,7 +190,7 @@ class Piece:
         return replace(self, shape=shape, box_of=box_of, even_cuts=self.even_cuts_of((0, *of)))
 
     def even_cuts_of(self, of: Sequence[int | None]) -> EvenCuts:
-        """Those of a tensor whose dims are cut as this one's dims `of`."""
+        """Return the even cuts of a tensor whose dims are cut as this one's dims `of`."""
         return tuple((group, of.index(dim)) for group, dim in self.even_cuts if dim in of)
 
 
@@ -201,7 +201,7 @@ _known: WeakValueDictionary[object, Piece] = WeakValueDictionary()
 def piece_of(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> Piece:
-    """This rank's part of a tensor of `shape` that is placed so, as `RowShard` says. No communication."""
+    """Return this rank's part of a tensor of `shape` placed so, as `RowShard` says. No communication."""
     key = (id(mesh), tuple(placements), tuple(shape), dtype)
     piece = _known.get(key)
     if piece is None:  # a living piece keeps its mesh alive, and so the mesh's id its own
@@ -230,7 +230,7 @@ def _piece_of(
 
 
 def even_cuts_of(spec: _compat.DTensorSpec | None) -> EvenCuts:
-    """How tensor parallelism cuts a DTensor; not at all where it is none.
+    """Return how tensor parallelism cuts a DTensor; not at all where it is none.
 
     Raises:
         ShardingError: by other than `Shard` and `Replicate`.
@@ -249,13 +249,13 @@ def _even_cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
 
 
 def even_boxes(sizes: tuple[int, ...], group: dist.ProcessGroup, dim: int) -> list[Box]:
-    """What each rank of `group` holds of a tensor that it cuts evenly."""
+    """List the boxes of each rank of `group`, of a tensor that it cuts evenly."""
     ranks = group.size()
     return [EvenShard(dim).box(sizes, rank=rank, ranks=ranks) for rank in range(ranks)]
 
 
 def _even_part(shape: torch.Size, even_cuts: EvenCuts) -> Box:
-    """What they leave of a tensor to this rank."""
+    """Return the part of a tensor that `even_cuts` leave to this rank."""
     box = Box.whole(shape)
     for group, dim in even_cuts:
         box = even_boxes(box.sizes, group, dim)[group.rank()].shifted(box.offsets)
@@ -263,7 +263,7 @@ def _even_part(shape: torch.Size, even_cuts: EvenCuts) -> Box:
 
 
 def place_over(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
-    """This process's index over `groups`, the first group's rank varying fastest, and how many there are."""
+    """Return this process's index over `groups`, the first group's rank varying fastest, and the total."""
     rank, ranks = 0, 1
     for group in groups:
         rank += group.rank() * ranks
@@ -272,5 +272,5 @@ def place_over(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
 
 
 def local_part(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, or of one that broadcasts to it: a view."""
+    """Return this rank's part of a whole tensor, or of one that broadcasts to it: a view."""
     return within(whole, piece.box, size=piece.shape)

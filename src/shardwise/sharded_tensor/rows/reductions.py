@@ -1,6 +1,6 @@
 """Sums, means, norms, extremes and their kin, of whole tensors.
 
-Along trailing dims each row has its own answer: no communication, and the result is sharded alike. Over
+Along trailing dims each row has its own answer: no communication, and the result has the same cut. Over
 dim 0 the answers of the ranks' rows are combined by an all-reduce over every process group that cuts the
 tensor along a reduced dim, and the result is a plain whole tensor, equal on all ranks.
 
@@ -33,7 +33,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
-    """The ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
+    """Return the ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
     if value.is_floating_point():
         wide = torch.promote_types(value.dtype, torch.float32)
     else:
@@ -50,7 +50,7 @@ def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
 
 
 def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
-    """`value` itself, or in a graph, where a tracer's tensors stand for values, another."""
+    """Return `value` itself, or in a graph, where a tracer's tensors stand for values, another."""
     if type(value) is Tensor:
         with announced(group, f"reduce rows to the {_NAMES[reduce]} of {list(value.shape)} values"):
             dist.all_reduce(value, op=reduce, group=group)
@@ -59,7 +59,7 @@ def all_reduced(value: Tensor, reduce: Any, group: dist.ProcessGroup) -> Tensor:
 
 
 def combine_powers(norms: Tensor, axes: Sequence[Groups], p: float, *, root: bool = True) -> Tensor:
-    """The p-norms of whole tensors from those of local rows, in fp64: [tensors] to [tensors].
+    """Return the p-norms of whole tensors from those of local rows, in fp64: [tensors] to [tensors].
 
     Collective: one all-reduce for each process group, of all norms that it cuts. `axes[i]` are the groups
     that cut tensor i. Without `root`, norms are sums of powers on the way out.
@@ -124,22 +124,22 @@ class _Call:
 
     @property
     def count(self) -> int:
-        """How many elements become one."""
+        """Number of elements that become one."""
         return math.prod(self.tensor.shape[d] for d in self.dims)
 
     def on(self, local: Tensor, **options: Any) -> Any:
-        """What the op makes of local rows."""
+        """Apply the op to local rows."""
         return self.op(local, *self.args[1:], **{**self.kwargs, **options})
 
     def filled(self, neutral: float) -> Tensor:
-        """The local rows, or where there is nothing along `dims`, one neutral element in its place."""
+        """Return the local rows, or where there is nothing along `dims`, one neutral element in its place."""
         if all(self.local.shape[d] for d in self.dims):
             return self.local
         sizes = [1 if d in self.dims else size for d, size in enumerate(self.local.shape)]
         return self.local.new_full(sizes, neutral)
 
     def spread(self, value: Tensor) -> Tensor:
-        """`value`, reduced on all ranks that cut `dims`: sharded rows, or if dim 0 went whole."""
+        """Return `value`, reduced on all ranks that cut `dims`: sharded rows, or if dim 0 went whole."""
         piece, shape = self.tensor.piece, self.tensor.shape
         stays = value.ndim == len(shape)
         of = [None if d in self.dims else d for d in range(len(shape)) if stays or d not in self.dims]
@@ -153,7 +153,7 @@ class _Call:
 
 
 def reduction(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: Callable[[_Call], Any]) -> Any:
-    """Along dims that no group cuts the op on local rows; else what `rule` makes of all ranks' rows."""
+    """Reduce local rows along dims that no group cuts; let `rule` reduce all ranks' rows along others."""
     call = _Call(op, args, kwargs)
     is_local = not call.groups and call.local.numel()  # of no elements the op may warn
     found = call.on(call.local) if is_local else rule(call)
@@ -164,14 +164,14 @@ def reduction(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: C
 
 
 def _along(call: _Call) -> Any:
-    """What each row has its own answer of."""
+    """Apply an op that has an answer for each row."""
     if call.groups:
         call.refuse("along a dim that is cut over ranks")
     return call.on(call.local)
 
 
 def _combined(call: _Call, *, reduce: Any) -> Tensor:
-    """What the op makes of each rank's rows, reduced."""
+    """Reduce what the op makes of each rank's rows."""
     if reduce == PRODUCT and call.wanted.is_complex:
         call.refuse()
     if call.wanted not in HALF or not any(each.name == "dtype" for each in call.op._schema.arguments):
@@ -217,7 +217,7 @@ def _extreme(call: _Call, *, largest: bool) -> Any:
 
 
 def _variance(call: _Call, *, root: bool) -> Tensor:
-    """The mean of squared distances from the mean."""
+    """Return the mean of squared distances from the mean."""
     if not call.tensor.is_floating_point():
         call.refuse()
     correction = call.argument("correction")
@@ -231,7 +231,7 @@ def _variance(call: _Call, *, root: bool) -> Tensor:
 
 
 def equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """`torch.equal`: collective over the axes that cut either."""
+    """Run `torch.equal`. Collective over the axes that cut either."""
     a, b = args
     return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all().item())
 

@@ -20,7 +20,7 @@ from shardwise.errors import ShardingError, here
 
 
 class RowShard(OwnShard):
-    """Whole rows of dim 0, as many for each rank as `counts` says, one rank's after the other's.
+    """A cut into whole rows of dim 0, as many for each rank as `counts` says, one rank's after the other's.
 
     Attributes:
         counts: rows of each rank. With tensor parallelism, of this rank's part of the tensor.
@@ -62,7 +62,7 @@ class RowShard(OwnShard):
         return self
 
     def local_rows(self, rows: int, ranks: int, rank: int) -> tuple[int, int]:
-        """How many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
+        """Return how many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
         if rows != sum(self.counts) or ranks != len(self.counts):
             raise ShardingError(
                 f"{here()}: {self} cuts {sum(self.counts)} rows over {len(self.counts)} ranks; here are"

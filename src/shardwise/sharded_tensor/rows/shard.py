@@ -2,7 +2,7 @@
 
     reduced shard    A A A A B B C C C -     gradients A, B and C are views; padding is zero
 
-What treats every element alike, or sums over all, then costs one operation in place of one for each.
+An operation that is elementwise, or sums over all, then costs one operation in place of one for each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def declare(shard: Any, used: int) -> None:
 
 
 def merged(locals_: Sequence[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors, one at least: a declared shard in place of its views, where all are
-    there, and none without elements.
+    """Merge views of a declared shard into it, where all are there, and drop tensors without elements.
+
+    At least one tensor is left.
     """
     found: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}

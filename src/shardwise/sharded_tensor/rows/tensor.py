@@ -38,11 +38,11 @@ _handlers: dict[Any, Handler] = {}  # by operator, once it was met
 
 @declared
 def handler_of(op: Any) -> Handler:  # type: ignore[empty-body]
-    """How to run `op` on rows, met for the first time; `ops` decides."""
+    """Choose how to run `op` on rows, met for the first time; `ops` decides."""
 
 
 def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
-    """A method that refuses, since its answer would be of this rank's rows alone."""
+    """Return a method that refuses, since its answer would be of this rank's rows alone."""
 
     def refuse(self: ShardedRows, *unused: Any, **ignored: Any) -> NoReturn:
         raise ShardingError(
@@ -67,7 +67,7 @@ class ShardedRows(OwnDTensor):
 
     @classmethod
     def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = False) -> ShardedRows:
-        """`local` (shape `piece.rows.sizes`, contiguous) as this rank's part of a whole tensor. Local."""
+        """Wrap `local` (shape `piece.rows.sizes`, contiguous) as this rank's part of a tensor. Local."""
         made: ShardedRows = _compat.make_wrapper(
             ShardedRows, piece.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
@@ -80,7 +80,7 @@ class ShardedRows(OwnDTensor):
     @classmethod
     @_compat.runs_eagerly
     def from_dtensor(cls, dtensor: DTensor, piece: Piece) -> ShardedRows:
-        """A DTensor of the same global shape, cut as `piece`. Collective over the DTensor's mesh."""
+        """Return a DTensor of the same global shape, cut as `piece`. Collective over the DTensor's mesh."""
         return cls.wrap(convert.rows_of(dtensor, piece), piece)
 
     @classmethod
@@ -99,16 +99,16 @@ class ShardedRows(OwnDTensor):
 
     @property
     def box(self) -> Box:
-        """Where `local` lies in the whole tensor."""
+        """The position of `local` in the whole tensor."""
         return self.piece.box
 
     def description(self) -> _compat.DTensorSpec:
-        """What DTensor keeps as its `_spec`: mesh, placements, global shape and dtype."""
+        """Return what DTensor keeps as its `_spec`: mesh, placements, global shape and dtype."""
         return self.piece.spec(self.dtype)
 
     @_compat.runs_eagerly
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's rows; with gradient where this has one, else `local` itself. Local.
+        """Return this rank's rows; with gradient where this has one, else `local` itself. Local.
 
         Args:
             grad_placements: how the gradient of the result is placed: as this tensor, but for sums that are
@@ -120,7 +120,7 @@ class ShardedRows(OwnDTensor):
 
     @_compat.runs_eagerly
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, in memory of its own. Differentiable.
+        """Return the whole tensor, in memory of its own. Differentiable.
 
         Collective over the ranks that hold its parts.
 
@@ -141,7 +141,7 @@ class ShardedRows(OwnDTensor):
         forward_dtype: torch.dtype | None = None,
         **how: Any,
     ) -> DTensor:
-        """The same values, placed otherwise. Differentiable. Collective over `device_mesh`.
+        """Return the values with other placements. Differentiable. Collective over `device_mesh`.
 
         Rows to even rows over the same ranks move each row at most once; other placements gather the whole
         tensor on the way. `how` is what else DTensor takes (`async_op`, `backward_dtype`): this waits, and
@@ -157,7 +157,7 @@ class ShardedRows(OwnDTensor):
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
-        """The same tensor cut evenly on dim 0 over every axis of `mesh`, without gradient.
+        """Return the tensor cut evenly on dim 0 over every axis of `mesh`, without gradient.
 
         `mesh` is by default of the ranks over which rows are cut. Collective as `redistribute`.
         """
@@ -179,7 +179,7 @@ class ShardedRows(OwnDTensor):
         return cast(ShardedRows, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a DTensor is pickled: this rank's rows and where they lie, in memory of their own."""
+        """Pickle as a DTensor does: this rank's rows and where they lie, in memory of their own."""
         local, mesh, placements = self._local_tensor.detach().clone(), self.device_mesh, self.placements
         return _unpickled, (local, mesh, placements, self.shape, self.requires_grad, self._is_param)
 
@@ -187,12 +187,12 @@ class ShardedRows(OwnDTensor):
 
     @property
     def data(self) -> Tensor:
-        """The same rows without gradient."""
+        """The rows without gradient."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Other rows of a tensor of the same shape, or a DTensor of it, copied to where these lie.
+        """Copy other rows of a tensor of the same shape, or a DTensor of it, to where these lie.
 
         Ranks gather that memory; only another dtype or device takes other.
         """
@@ -260,7 +260,7 @@ class ShardedRows(OwnDTensor):
         return ShardedRows.wrap(local, piece, requires_grad=meta[-1])
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled graphs are cached by; unlike DTensor's, it tells this rank's rows from others'."""
+        """Return the cache key for compiled graphs; unlike DTensor's, it depends on this rank's rows."""
         local, box = self._local_tensor, self.piece.box
         facts = (
             *(tuple(self.shape), tuple(local.shape), local.stride(), local.dtype, local.device),

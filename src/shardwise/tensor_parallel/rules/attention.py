@@ -37,7 +37,7 @@ def attention(p: Partition, node: fx.Node) -> None:
 
 
 def _dropout(node: fx.Node) -> float:
-    """What share of the weights is dropped."""
+    """Return the probability with which weights are dropped."""
     names = [argument.name for argument in _compat.schema(node.target).arguments]  # type: ignore[union-attr]
     given: Any = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return float(given.get("dropout_p", 0.0))
@@ -56,7 +56,7 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
 
 
 def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
-    """The ranks that have none of the heads, dim `dim`, where there are fewer than ranks.
+    """Return the ranks that have none of the heads, dim `dim`, where there are fewer than ranks.
 
     The kernel for CPU divides by their number, and until torch 2.12 is chosen even so.
     """
@@ -64,12 +64,12 @@ def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
 
 
 def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Nothing, in the shape that attention has, with a gradient for each."""
+    """Return an empty result in the shape that attention has, with a gradient for each input."""
     return (q.sum(-1, True) + k.sum((-2, -1), True)) * v.sum(-2, True)
 
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
-    """As products and softmax: a kernel that drops weights would draw for this rank's heads alone."""
+    """Compute attention as products and softmax: a kernel with dropout would draw for local heads alone."""
     args = [*args_of(node), *(None, 0.0, False)[len(node.args) - 3 :]]
     q, keys, _, mask, share, is_causal = args
     scale: Any = node.kwargs.get("scale") or 1 / math.sqrt(p.hints(q)[-1])
@@ -95,12 +95,12 @@ def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Nod
 
 
 def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
-    """A mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
+    """Return a mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
     return p.take(x, p.aligned(x, cut, p.shape(q))) if is_tensor(x) else p.take(x)
 
 
 def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
-    """Fewer heads of keys than of queries: each rank has the key heads that its queries use."""
+    """Cut attention with fewer heads of keys than of queries: each rank has the key heads its queries use."""
     q, k, v = args_of(node)[:3]
     at, dim = p.placement(q), len(p.shape(q)) - 3
     if not isinstance(at, Split) or at.dim != dim:
@@ -115,13 +115,13 @@ def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
 
 
 def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split, bool]:
-    """The heads of keys that heads of queries cut by `at` use, and is that on each rank all uses of them?"""
+    """Return the key heads that query heads cut by `at` use, and whether each rank has all their users."""
     needed = at.each(lambda begin, end: (begin // group, -(-end // group))).within(0, count)
     whole = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
     return needed, whole
 
 
 def for_queries(p: Partition, x: Any, needed: Split, at: Split, *, group: int) -> fx.Node:
-    """Keys or values once for each head of queries that this rank has."""
+    """Return keys or values once for each head of queries that this rank has."""
     repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, needed), group, at.dim)
     return p.inside(repeated, needed.scaled(group), at)

@@ -26,7 +26,7 @@ from shardwise.tensor_parallel.rules.registry import aten_rule
 
 @aten_rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(p: Partition, node: fx.Node) -> None:
-    """Each row's gradient is one number at the target's place: on the rank that has it."""
+    """Put each row's gradient, one number at the target's place, on the rank that has it."""
     gradient, x, target, weight, reduction, ignored, total = args_of(node)
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
@@ -75,7 +75,7 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
 
 
 def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
-    """Sums of a loss's gradient along the cut dim, which are known whole."""
+    """Return the sums of a loss's gradient along the cut dim, which are known whole."""
     source: Any = gradient
     while source not in p.row_sums and op_of(source) in ("view", "reshape"):
         source = source.args[0]
@@ -90,7 +90,7 @@ def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
 
 @aten_rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm_backward(p: Partition, node: fx.Node) -> None:
-    """Over the last dims, which must be whole; each rank's rows add to the weights' gradients."""
+    """Cut a norm's backward; its dims must be whole, and each rank's rows add to weights' gradients."""
     gradient, x, shape, *rest = args_of(node)
     at = p.cut_of(x, gradient)
     if at is None or at.dim >= len(p.shape(x)) - len(shape) or not at.disjoint:
@@ -110,7 +110,7 @@ def norm_backward(p: Partition, node: fx.Node) -> None:
     "_scaled_dot_product_cudnn_attention_backward",
 )
 def attention_backward(p: Partition, node: fx.Node) -> None:
-    """Every head by itself: the gradients are cut as the queries, keys and values are."""
+    """Differentiate each head by itself: gradients are cut as the queries, keys and values are."""
     gradient, q, k, v = args_of(node)[:4]
     at = p.cut_of(q, gradient, k, v)
     heads = [p.hints(x)[-3] for x in (q, k, v)]
@@ -129,7 +129,7 @@ def _attention(p: Partition, node: fx.Node, at: Split, k: fx.Node, v: fx.Node) -
 
 
 def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> None:
-    """Fewer heads of keys: where several ranks use one, each has a term of its gradient."""
+    """Cut a backward with fewer key heads: where several ranks use one, each has a term of its gradient."""
     _, q, k, v = args_of(node)[:4]
     if at is None or at.dim != 1 or at != p.placement(q) or any(len(held) > 1 for held in at.ranges):
         return p.repeat(node)
@@ -151,7 +151,7 @@ def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> No
 
 
 def _with_heads(p: Partition, x: Any, at: Split, q: fx.Node) -> Any:
-    """The result, its statistics [batch, heads, queries], a mask, which broadcasts, or a number."""
+    """Return the result, its statistics [batch, heads, queries], a mask, which broadcasts, or a number."""
     if is_tensor(x) and len(p.shape(x)) == len(p.shape(q)) - 1 and isinstance(p.placement(x), Split):
         return p.take(x, at)
     return mask_for(p, x, at, q)
@@ -162,7 +162,7 @@ def _with_heads(p: Partition, x: Any, at: Split, q: fx.Node) -> Any:
 
 @aten_rule("slice_backward", "select_backward")
 def part_backward(p: Partition, node: fx.Node) -> None:
-    """A gradient among zeros: along another dim than the cut one."""
+    """Put a gradient among zeros, along another dim than the cut one."""
     gradient, sizes, dim, *rest = args_of(node)
     at = p.cut_of(gradient)
     if at is None:

@@ -30,7 +30,7 @@ def embedding(p: Partition, node: fx.Node) -> None:
 def _by_rows(
     p: Partition, node: fx.Node, cut: Split, padding: Any = -1, by_count: Any = False, sparse: Any = False
 ) -> None:
-    """Each rank looks up the ids whose rows it has; the others add nothing."""
+    """Look up, on each rank, the ids whose rows it has; the others add nothing."""
     weight, ids = args_of(node)[:2]
     own = among_own(p, cut, p.shape(weight)[0])
     # one more row, of zeros, for ids of other ranks: where there is none, or where uses of a row are counted
@@ -48,7 +48,7 @@ def _by_rows(
 
 @aten_rule("embedding_dense_backward")
 def embedding_backward(p: Partition, node: fx.Node) -> None:
-    """The gradient of a table, as the table is cut that the same ids were looked up in."""
+    """Compute a table's gradient, cut as the table in which the same ids were looked up."""
     gradient, ids, _, padding, by_count = args_of(node)
     at, last = _table_of(p, node, ids), len(p.shape(gradient)) - 1
     if not isinstance(at, Split):
@@ -73,7 +73,7 @@ def embedding_backward(p: Partition, node: fx.Node) -> None:
 
 
 def _table_of(p: Partition, node: fx.Node, ids: fx.Node) -> Placement:
-    """Where the table is that `ids` were looked up in, of the size of this gradient."""
+    """Return the placement of the table that `ids` were looked up in, of the size of this gradient."""
     for user in ids.users:
         if op_of(user) == "embedding" and user.args[1] is ids:
             table: Any = user.args[0]

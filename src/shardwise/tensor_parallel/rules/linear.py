@@ -33,7 +33,7 @@ def addmm(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("mm", "matmul", "bmm")
 def product(p: Partition, node: fx.Node) -> None:
-    """By a parameter, or of activations: cut along a batch dim (heads), rows, columns or the summed dim."""
+    """Multiply parameters or activations: cut along a batch dim (heads), rows, columns or summed dim."""
     a, b = args_of(node)
     at = expert_cut(p, b) if b in p.parameters else None
     if at is not None:
@@ -53,7 +53,7 @@ def product(p: Partition, node: fx.Node) -> None:
 
 
 def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int) -> None:
-    """x @ weight + bias, where the weight is a parameter with a style, or any value."""
+    """Compute x @ weight + bias, where the weight is a parameter with a style, or any value."""
     parameter, in_dim = p.parameters.get(weight), 1 - out_dim
     style = None if parameter is None else parameter.style
     known = p.placement(weight) if parameter is None else parameter.placement
@@ -87,7 +87,7 @@ def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out
 
 @rule("transformers::grouped_mm_fallback", "aten::_grouped_mm")
 def grouped(p: Partition, node: fx.Node) -> None:
-    """Rows of x, each by the matrix [in, out] of its expert; all experts on every rank, each of them cut."""
+    """Multiply rows of x by the matrix [in, out] of their expert; every rank has a part of each expert."""
     x, weight = args_of(node)[:2]
     at = expert_cut(p, weight) or p.placement(weight)
     if not isinstance(at, Split) or len(p.shape(weight)) != 3 or at.dim == 0:
@@ -98,8 +98,7 @@ def grouped(p: Partition, node: fx.Node) -> None:
 
 
 def expert_cut(p: Partition, weight: Any) -> Split | None:
-    """Where the experts' weights [experts, in, out] will be, if they are a parameter still to be cut, or its
-    transpose."""
+    """Return the cut of experts' weights [experts, in, out]; None unless a parameter is still to be cut."""
     source: Any = weight if weight in p.parameters else weight.args[0] if weight.args else None
     parameter = p.parameters.get(source)
     experts = (u for u in weight.users if "grouped_mm" in str(u.target) or op_of(u) == "bmm")
@@ -115,13 +114,13 @@ def expert_cut(p: Partition, weight: Any) -> Split | None:
 
 @by_dims("baddbmm")
 def baddbmm(p: Partition, node: fx.Node) -> Dims:
-    """A batch of products, and something added to each."""
+    """Multiply batches of matrices, and add to each product."""
     first, a, b = args_of(node)[:3]
     return {**_factors(p, node, a, b), first: p.spread(first, p.shape(node))}
 
 
 def _factors(p: Partition, node: fx.Node, a: Any, b: Any) -> dict[fx.Node, list[int | None]]:
-    """Of a product's factors: dims of batches, rows of the first, columns of the second."""
+    """Return dims of a product's factors: of batches, rows of the first, columns of the second."""
     ndim, ndim_a, ndim_b = len(p.shape(node)), len(p.shape(a)), len(p.shape(b))
     if min(ndim_a, ndim_b) < 2:
         return {}
@@ -130,7 +129,7 @@ def _factors(p: Partition, node: fx.Node, a: Any, b: Any) -> dict[fx.Node, list[
 
 
 def _is_weight(p: Partition, x: Any) -> bool:
-    """Is `x` a parameter, maybe transposed, and so rather used in parts than gathered?"""
+    """Return whether `x` is a parameter, maybe transposed, and so better used in parts than gathered."""
     while x not in p.parameters and str(x.target).startswith(("aten.t.", "aten.transpose.", "aten.permute.")):
         x = x.args[0]
     return x in p.parameters

@@ -48,13 +48,13 @@ def softmax(p: Partition, node: fx.Node) -> None:
 
 
 def by_rows(p: Partition, x: Any, dim: int) -> bool:
-    """Has each rank one interval of `dim` of `x`, of which the whole is nowhere needed yet?"""
+    """Return whether each rank has one interval of `dim` of `x`, and the whole is not needed anywhere yet."""
     at = p.placement(x)
     return isinstance(at, Split) and by_intervals(at, dim) and not p.is_gathered(x)
 
 
 def by_intervals(at: Split, dim: int) -> bool:
-    """Has each rank one interval of `dim`, or nothing?"""
+    """Return whether each rank has at most one interval of `dim`."""
     return at.dim == dim and at.disjoint and all(len(held) <= 1 for held in at.ranges)
 
 
@@ -89,7 +89,7 @@ class Rows:
         return Rows(p, node, p.run(torch.sub, here, most), at)
 
     def sums(self, *terms: fx.Node) -> list[fx.Node]:
-        """The logarithm of each row's sum of powers, and the sums of `terms` over ranks: one all-reduce."""
+        """Return each row's log of the sum of exponentials, and ranks' sums of `terms`: one all-reduce."""
         dim = self.at.dim
         powers = self.p.run(lambda x: x.exp().sum(dim, True), self.here)
         sizes = [term.meta["val"].shape[dim] for term in (powers, *terms)]
@@ -113,7 +113,7 @@ class Rows:
 
 
 def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
-    """Does the gather `node` take elements along `dim` from every row of its input, with int indices?"""
+    """Return whether the gather `node` takes elements along `dim` from every row, with int indices."""
     x, along, index = args_of(node)[:3]
     if not is_tensor(index) or len(p.shape(index)) != len(p.shape(x)) or not p.shape(x):
         return False
@@ -123,7 +123,7 @@ def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
 
 
 def choose(p: Partition, node: fx.Node) -> None:
-    """x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
+    """Cut x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
     x, _, index = args_of(node)[:3]
     rows, at = waiting(p, x), p.cut_of(x)
     assert at is not None
@@ -136,13 +136,13 @@ def choose(p: Partition, node: fx.Node) -> None:
 
 
 def waiting(p: Partition, x: fx.Node) -> Rows | None:
-    """The rows of a softmax's logarithm that nothing has used yet."""
+    """Return the rows of a softmax's logarithm that nothing has used yet."""
     rows: Rows | None = p.later.get(x)
     return rows if rows is not None and rows.logarithm is None else None
 
 
 def placed(p: Partition, node: fx.Node) -> None:
-    """x.scatter(dim, index, value) along the cut dim, of one value a row: on the rank that has the place."""
+    """Cut x.scatter(dim, index, value) of one value a row: it is on the rank that has the place."""
     x, _, index, value = args_of(node)
     at = p.cut_of(x)
     assert at is not None
@@ -168,13 +168,13 @@ class Own:
     size: int
 
     def among(self, index: Tensor, *, hole: int = 0) -> tuple[Tensor, Tensor]:
-        """Indices of the dim among this rank's elements; and which are those of other ranks: `hole`."""
+        """Return indices of the dim among this rank's elements, and which are other ranks': `hole`."""
         local = index - self.begin
         elsewhere = (local < 0).logical_or(local >= self.count)
         return local.masked_fill(elsewhere, hole), elsewhere
 
     def of(self, index: Tensor, *, hole: int = 0, more: int = 0) -> tuple[Tensor, Tensor]:
-        """The same; what is no index of the whole dim is none of this rank's elements either.
+        """Return what `among` does; what is no index of the whole dim is no element of this rank either.
 
         The operation that takes the result, with `more` elements than `count`, raises then on every rank.
         """
@@ -183,7 +183,7 @@ class Own:
         return local.masked_fill(nowhere, self.count + more), elsewhere
 
     def chosen(self, here: Tensor, index: Tensor) -> Tensor:
-        """The elements of `here` at `index` along the dim; zeros for those of other ranks."""
+        """Return the elements of `here` at `index` along the dim; zeros for those of other ranks."""
         if not self.count:  # one zero for none: gradients flow, and wrong indices raise, as on other ranks
             here = here.sum(self.dim, True)
         local, elsewhere = self.of(index, more=int(not self.count))
@@ -191,7 +191,7 @@ class Own:
 
 
 def among_own(p: Partition, at: Split, size: Any) -> Own:
-    """Of a dim of `size`, cut into one interval for each rank."""
+    """Return this rank's elements of a dim of `size`, cut into one interval for each rank."""
     begin, end = (*at.ranges[p.rank], (0, 0))[0]
     return Own(at.dim, begin, end - begin, size)
 
@@ -251,7 +251,7 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
 def nll(p: Partition, node: fx.Node) -> None:
-    """Of logarithms of probabilities; cross-entropy where these have waited."""
+    """Take the loss of logarithms of probabilities; cross-entropy where these have waited."""
     args = [*args_of(node), *(None, MEAN, -100)[max(0, len(node.args) - 2) :]]
     x, target, weight, reduction, ignored = args
     dim, values = class_dim(p, x), several(node.meta["val"])
@@ -275,7 +275,7 @@ def nll(p: Partition, node: fx.Node) -> None:
 
 
 def _picked(p: Partition, x: fx.Node, at: Split, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """This rank's terms of the elements that targets name, of rows cut by `at`."""
+    """Return this rank's terms of the elements that targets name, of rows cut by `at`."""
     own = among_own(p, at, p.shape(x)[at.dim])
 
     def picked(here: Tensor, target: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def reduced(
     ignored: int,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of whole rows, and the sum of their weights; `added` to weighted losses of rows."""
+    """Return the loss of whole rows, and the sum of their weights; `added` to weighted losses of rows."""
     index = target.to(torch.int64).unsqueeze(dim)
     skipped = index == ignored
     weights = loss_weights(weight, index, skipped, loss.dtype)
@@ -307,7 +307,7 @@ def reduced(
 
 
 def loss_weights(weight: Tensor | None, index: Tensor, skipped: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight of each target's class; 1 if there are none, 0 for those skipped."""
+    """Return the weight of each target's class; 1 if there are none, 0 for those skipped."""
     if weight is None:
         return skipped.logical_not().to(dtype)
     return weight.to(dtype)[index.masked_fill(skipped, 0)].masked_fill(skipped, 0)

@@ -35,7 +35,7 @@ _PADS = ("constant_pad_nd", "pad")  # each of them twice in the padding
 
 @by_dims(*_DIM_AT_OF, *_LAST_OF, *_SHAPES, *_PADS)
 def along(p: Partition, node: fx.Node) -> Dims:
-    """Along some dims, which must be whole."""
+    """Cut operations along some dims, which must be whole."""
     args, op = args_of(node), op_of(node)
     ndim, place = len(p.shape(args[0])), _DIM_AT_OF.get(op)
     if place is not None:
@@ -48,7 +48,7 @@ def along(p: Partition, node: fx.Node) -> Dims:
 
 
 def _dims(given: Any, ndim: int) -> set[int]:
-    """The dims that an argument names; all of them where it names none, or the value has none."""
+    """Return the dims that an argument names; all of them where it names none, or the value has none."""
     if isinstance(given, bool) or given is None or given == [] or not ndim:
         return set(range(ndim))
     return {int(d) % ndim for d in (given if isinstance(given, (list, tuple)) else [given])}
@@ -60,7 +60,7 @@ def _dims(given: Any, ndim: int) -> set[int]:
     *("norm", "linalg_vector_norm"),
 )
 def reduce(p: Partition, node: fx.Node) -> None:
-    """Over some dims or all. A sum or mean over the cut dim is a term of the whole one."""
+    """Reduce over some dims or all. A sum or mean over the cut dim is a term of the whole one."""
     x, *rest = args_of(node)
     op, at, ndim = op_of(node), p.cut_of(x), len(p.shape(x))
     if op in ("max", "min") and rest and is_tensor(rest[0]):
@@ -78,7 +78,7 @@ def reduce(p: Partition, node: fx.Node) -> None:
 
 
 def _reduced(node: fx.Node, ndim: int) -> tuple[set[int], bool]:
-    """Which dims of the input, and are they kept with one element each?"""
+    """Return the reduced dims of the input, and whether they stay with one element each."""
     args = args_of(node)
     place = 2 if op_of(node) in ("norm", "linalg_vector_norm") else 1
     given = args[place] if len(args) > place else node.kwargs.get("dim")

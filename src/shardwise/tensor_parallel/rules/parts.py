@@ -18,7 +18,7 @@ from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 @aten_rule("slice", "narrow", "select", "split", "chunk", "split_with_sizes", "unbind", "tensor_split")
 def part(p: Partition, node: fx.Node) -> None:
-    """Parts along a dim; along the cut one, each rank's part of them."""
+    """Take parts along a dim; along the cut one, each rank's part of them."""
     x, op = args_of(node)[0], op_of(node)
     ndim = len(p.shape(x))
     dim = part_dim(node, ndim)
@@ -41,7 +41,7 @@ def part(p: Partition, node: fx.Node) -> None:
 
 
 def _weights_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
-    """Where a fused weight [out, in] is to be cut whose parts are weights of several linear layers."""
+    """Return the cut of a fused weight [out, in] whose parts are weights of several linear layers."""
     parameter = p.parameters.get(args_of(node)[0])
     if parameter is None or parameter.style != "column" or parameter.placement is not None or dim != 0:
         return None
@@ -60,7 +60,7 @@ def _weights_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
 
 
 def _slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int | None:
-    """Where a slice of `size` elements begins, if numbers say it; its dim is the argument at `place`."""
+    """Return where a slice of `size` elements begins, if a number; its dim is the argument at `place`."""
     args = args_of(node)
     given: list[Any] = [*args[place:], *(0, 0, None, 1)[len(args) - place :]]
     dim, begin, _, step = given
@@ -71,12 +71,12 @@ def _slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int |
 
 
 def _sliced(p: Partition, at: Split, begin: int, size: int) -> tuple[Split, int]:
-    """The cut of `size` elements from `begin` on, and where this rank's among them begin among all of its."""
+    """Return the cut of `size` elements from `begin` on, and where this rank's begin among all of its."""
     return at.within(begin, begin + size), at.within(0, begin).size(p.rank)
 
 
 def _along(p: Partition, node: fx.Node, at: Split) -> None:
-    """Parts along the cut dim, each cut alike: as the parts of a fused projection are."""
+    """Take parts along the cut dim, each cut itself, like those of a fused projection."""
     cuts, begin = [], 0
     for piece in node.meta["val"]:
         end = begin + hint(piece.shape[at.dim])
@@ -87,7 +87,7 @@ def _along(p: Partition, node: fx.Node, at: Split) -> None:
 
 
 def getitem(p: Partition, node: fx.Node) -> None:
-    """One of several results."""
+    """Take one of several results."""
     whole, index = args_of(node)
     value = p.values[whole]
     if not isinstance(value.placement, tuple):
@@ -112,7 +112,7 @@ def cat(p: Partition, node: fx.Node) -> None:
 
 
 def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) -> None:
-    """Values cut along the dim they are joined in: the parts of a fused projection, put together again."""
+    """Join values along the dim in which they are cut: the parts of a fused projection."""
     cuts = [at for x in tensors if isinstance(at := p.placement(x), Split) and at.dim == dim]
     if len(cuts) < len(tensors):
         return p.repeat(node)
@@ -132,7 +132,7 @@ def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) ->
 
 @aten_rule("index")
 def index(p: Partition, node: fx.Node) -> None:
-    """x[i, j, ...]: dims with indices are replaced by the indices' own."""
+    """Index x[i, j, ...]: dims with indices are replaced by the indices' own."""
     x, indices = args_of(node)[:2]
     of_x = _indexed(p, x, indices)
     if of_x is not None and p.may_stay_partial(x):
@@ -143,7 +143,7 @@ def index(p: Partition, node: fx.Node) -> None:
 
 @by_dims("index_put")
 def index_put(p: Partition, node: fx.Node) -> Dims:
-    """x[i, j, ...] = values, as key/value caches are written: along dims without indices."""
+    """Write x[i, j, ...] = values, as key/value caches are written: along dims without indices."""
     x, indices, values = args_of(node)[:3]
     of_x = _indexed(p, x, indices)
     if of_x is None:
@@ -158,7 +158,7 @@ def index_put(p: Partition, node: fx.Node) -> Dims:
 
 
 def _indexed(p: Partition, x: fx.Node, indices: Any) -> list[int | None] | None:
-    """For each dim of x[indices], which dim of x it is, None for those of indices; None if masks choose."""
+    """Return, for each dim of x[indices], its dim of x, None for those of indices; None if masks choose."""
     used = {d: i for d, i in enumerate(indices) if i is not None}
     if not used or any(i.meta["val"].dtype == torch.bool for i in used.values()):
         return None
@@ -171,7 +171,7 @@ def _indexed(p: Partition, x: fx.Node, indices: Any) -> list[int | None] | None:
 
 @by_dims("index_copy", "index_add", "index_fill")
 def index_copy(p: Partition, node: fx.Node) -> Dims:
-    """Elements of one dim replaced, the indices' order being the source's."""
+    """Replace elements of one dim; the source is ordered as the indices."""
     x, dim, _, source = args_of(node)[:4]
     own = [None if d == dim % len(p.shape(x)) else d for d in range(len(p.shape(x)))]
     return dict.fromkeys([x, source] if is_tensor(source) and p.shape(source) else [x], own)
@@ -186,7 +186,7 @@ def index_select(p: Partition, node: fx.Node) -> Dims:
 
 @aten_rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather(p: Partition, node: fx.Node) -> None:
-    """Indices have the dims of the value: they are cut with it."""
+    """Gather by indices that have the dims of the value, and are cut with it."""
     args, op = args_of(node), op_of(node)
     dim, chosen = (args[2], args[1]) if op == "take_along_dim" else (args[1], args[2])
     x, tensors = args[0], [a for a in args if is_tensor(a)]
@@ -206,7 +206,7 @@ def gather(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("slice_scatter", "select_scatter")
 def overwrite(p: Partition, node: fx.Node) -> None:
-    """A part of a value replaced: along another dim than the cut one, or each rank's part of it."""
+    """Replace a part of a value: along another dim than the cut one, or each rank's part of it."""
     x, source, *rest = args_of(node)
     selects, sizes = op_of(node) == "select_scatter", p.shape(x)
     dim = (rest[0] if rest else 0) % len(sizes)
@@ -225,7 +225,7 @@ def overwrite(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("new_zeros", "new_ones", "new_full", "new_empty")
 def new(p: Partition, node: fx.Node) -> None:
-    """Only the dtype and device of the first input matter."""
+    """Make a new tensor, for which only the dtype and device of the first input matter."""
     x, *rest = args_of(node)
     made = p.emit(node.target, p.values[x].node, *p.take_all(rest), **p.take_all(node.kwargs))
     return p.keep(node, made, REPLICATE)

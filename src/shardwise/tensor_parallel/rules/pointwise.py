@@ -1,4 +1,4 @@
-"""Operations that treat every element alike, on inputs that broadcast to one shape."""
+"""Elementwise operations, on inputs that broadcast to one shape."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _aten_op(node: fx.Node) -> str:
 
 
 def pointwise(p: Partition, node: fx.Node) -> None:
-    """Every input as the first one that is cut; the result alike."""
+    """Cut every input, and the result, as the first input that is cut."""
     if p.is_whole(node):
         return p.repeat(node)
     inputs = [x for x in node.all_input_nodes if is_tensor(x)]

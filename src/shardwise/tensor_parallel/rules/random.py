@@ -1,6 +1,6 @@
 """Random values: every rank draws those of the whole value, in the whole program's order, and keeps its own.
 
-So generators that begin alike on all ranks stay alike: what is whole gets the same mask on every rank, parts
+So generators that start equal on all ranks stay equal: what is whole gets the same mask on every rank, parts
 get masks that have nothing to do with one another, and a cut program draws what the whole one would.
 """
 
@@ -33,7 +33,7 @@ def dropout(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("rand_like", "randn_like", "randint_like", "bernoulli.p")
 def like(p: Partition, node: fx.Node) -> None:
-    """Values that do not depend on the input's."""
+    """Make values that do not depend on the input's."""
     x = args_of(node)[0]
     at = p.cut_of(x)
     if at is None:
@@ -47,7 +47,7 @@ def like(p: Partition, node: fx.Node) -> None:
 def dropped(
     p: Partition, here: fx.Node, at: Split, sizes: Sequence[Any], share: float
 ) -> tuple[fx.Node, fx.Node]:
-    """This rank's part of a value of whole `sizes` after dropout of `share`, and its part of the mask."""
+    """Return this rank's part of a value of `sizes` after dropout of `share`, and its part of the mask."""
     mask = _drawn(p, here, at, sizes, lambda whole: whole.bernoulli(1 - share), of=torch.bool)
     made = p.emit(aten.mul.Tensor, here, mask)
     return p.emit(aten.mul.Tensor, made, 0.0 if share == 1 else 1 / (1 - share)), mask
@@ -62,7 +62,7 @@ def _drawn(
     *,
     of: torch.dtype | None = None,
 ) -> fx.Node:
-    """This rank's part of what `draw` gives for a value of whole `sizes`, of which `here` is its part."""
+    """Return this rank's part of what `draw` gives for a value of whole `sizes`; `here` is its part."""
     known = [n if isinstance(n, int) else p.emit(aten.sym_size.int, here, dim) for dim, n in enumerate(sizes)]
     whole = p.emit(aten.new_empty.default, here, known, dtype=of)
     return p.cut(p.run(draw, whole), at)

@@ -1,4 +1,4 @@
-"""Which rule builds which operation.
+"""The registry of rules, by operation.
 
     rule(p, node)    emits this rank's form of `node` into the partition `p`, and says with `p.keep` where
                      the result is
@@ -64,7 +64,7 @@ def by_dims(*names: str, terms: bool = False) -> Callable[[DimRule], DimRule]:
 
 
 def find(node: fx.Node) -> Rule | None:
-    """The rule for `node`, if there is one."""
+    """Return the rule for `node`, if there is one."""
     name = name_of(node)
     known = RULES.get(name) or RULES.get(name.partition(".")[0])
     if known is None and _compat.schema(node.target) is None:
@@ -73,5 +73,5 @@ def find(node: fx.Node) -> Rule | None:
 
 
 def _unless_whole(known: Rule, p: Partition, node: fx.Node) -> None:
-    """The rule, where there is anything to decide."""
+    """Apply the rule, where there is anything to decide."""
     return p.repeat(node) if p.is_whole(node) else known(p, node)

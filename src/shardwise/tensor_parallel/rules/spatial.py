@@ -16,7 +16,7 @@ _GROUPS_AT = {"convolution": 8, "conv1d": 6, "conv2d": 6, "conv3d": 6}
 
 @aten_rule(*_GROUPS_AT)
 def convolution(p: Partition, node: fx.Node) -> None:
-    """Column: channels out; row: channels in, terms of a sum; each group of channels by itself."""
+    """Cut a convolution. Column: channels out; row: channels in, terms of a sum; groups by themselves."""
     x, weight, *rest = args_of(node)
     bias, more = (rest or [None])[0], rest[1:]
     place = _GROUPS_AT[op_of(node)]
@@ -53,7 +53,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
 
 
 def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
-    """No channels as one of zeros: torch refuses to work on none."""
+    """Pad no channels to one of zeros: torch refuses to work on none."""
     padding = [0] * (2 * here.meta["val"].ndim)
     padding[-2 * dim - 1] = 1
     return p.emit(aten.constant_pad_nd.default, here, padding, 0)
@@ -62,7 +62,7 @@ def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
 def _by_groups(
     p: Partition, node: fx.Node, at: Split | None, groups: Any, channel: int, style: str | None
 ) -> None:
-    """Whole groups of channels on each rank."""
+    """Cut into whole groups of channels on each rank."""
     x, weight, *rest = args_of(node)
     width = p.shape(x)[channel] // groups
     if at is None and style == "column":
@@ -78,7 +78,7 @@ def _by_groups(
 
 
 def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
-    """The groups of `width` channels that ranks have, if each has some, and all whole."""
+    """Return the groups of `width` channels that ranks have, if each has some, and all whole."""
     some = all(at.size(rank) for rank in range(p.ranks))  # torch divides by their number
     return at.divided(width) if some else None
 
@@ -92,7 +92,7 @@ def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
     "cudnn_batch_norm",
 )
 def batch_norm(p: Partition, node: fx.Node) -> None:
-    """Every channel by itself."""
+    """Normalise each channel by itself."""
     x, *rest = args_of(node)
     at = p.cut_of(x)
     if at is None or at.dim != 1 or _groups_of(p, at, 1) is None:
@@ -107,7 +107,7 @@ def batch_norm(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("group_norm", "native_group_norm")
 def group_norm(p: Partition, node: fx.Node) -> None:
-    """Every group of channels by itself, where ranks have whole groups."""
+    """Normalise each group of channels by itself, where ranks have whole groups."""
     native = op_of(node) == "native_group_norm"
     x, *rest = args_of(node)
     at, place = p.cut_of(x), 5 if native else 0
@@ -125,7 +125,7 @@ def group_norm(p: Partition, node: fx.Node) -> None:
 
 @by_dims("prelu", "_prelu_kernel")
 def prelu(p: Partition, node: fx.Node) -> Dims:
-    """One weight, or one for each channel."""
+    """Cut a PReLU with one weight, or one for each channel."""
     x, weight = args_of(node)
     dims = range(len(p.shape(x)))
     if len(p.shape(weight)) == len(dims):

@@ -1,4 +1,4 @@
-"""The same elements in another shape: what is cut stays cut, along the dim that it becomes."""
+"""Views of the same elements in another shape: what is cut stays cut, along the dim that it becomes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def view(p: Partition, node: fx.Node) -> None:
 
 
 def _sizes(p: Partition, node: fx.Node) -> list[Any]:
-    """The whole value's new sizes: numbers, or nodes of this rank's program where they are symbolic."""
+    """Return the whole value's new sizes: numbers, or nodes of this rank's program for symbolic ones."""
     known = p.shape(node)
     asked: Any = node.args[1] if len(node.args) > 1 and op_of(node) != "unflatten" else None
     if isinstance(asked, (list, tuple)) and len(asked) == len(known):
@@ -40,7 +40,7 @@ def _sizes(p: Partition, node: fx.Node) -> list[Any]:
 
 
 def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
-    """A symbolic size of the result, from a dim of the source that has it."""
+    """Return a symbolic size of the result, from a dim of the source that has it."""
     x = args_of(node)[0]
     at = p.placement(x)
     for d, size in enumerate(p.shape(x)):
@@ -70,7 +70,7 @@ def unsqueeze(p: Partition, node: fx.Node) -> Dims:
 
 @by_dims("view_as_complex", "view_as_real", terms=True)
 def as_complex(p: Partition, node: fx.Node) -> Dims:
-    """The last dim, of two elements, becomes one number, or comes of it."""
+    """Cut views as complex or real: the last dim, of two elements, becomes one number, or comes of it."""
     x = args_of(node)[0]
     both = min(len(p.shape(x)), len(p.shape(node)))
     return {x: [d if d < both else None for d in range(len(p.shape(x)))]}
@@ -106,7 +106,7 @@ def expand(p: Partition, node: fx.Node) -> None:
 
 @by_dims("repeat")
 def repeat(p: Partition, node: fx.Node) -> Dims:
-    """Whole copies along each dim: of the cut one only if it is not repeated."""
+    """Repeat whole copies along each dim: of the cut one only if it is not repeated."""
     x, counts = args_of(node)
     new = len(counts) - len(p.shape(x))
     return {x: [d if counts[d] == 1 else None for d in range(new, len(counts))]}
@@ -114,7 +114,7 @@ def repeat(p: Partition, node: fx.Node) -> Dims:
 
 @aten_rule("repeat_interleave.self_int")
 def repeat_interleave(p: Partition, node: fx.Node) -> None:
-    """Every element so many times over: heads of keys, for the queries that share them."""
+    """Repeat each element: key heads, for the queries that share them."""
     x, count, *rest = args_of(node)
     dim: Any = rest[0] if rest else node.kwargs.get("dim")
     at = p.cut_of(x)
@@ -130,7 +130,7 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("sym_size")
 def sym_size(p: Partition, node: fx.Node) -> None:
-    """A size of the whole value, from a value that has it whole."""
+    """Read a size of the whole value from a value that has it whole."""
     x, dim = args_of(node)
     at = p.placement(x)
     dim %= len(p.shape(x))

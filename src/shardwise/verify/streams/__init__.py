@@ -1,4 +1,4 @@
-"""Does every operation on an accelerator's streams wait for what it needs? Found out without one.
+"""The check that operations on an accelerator's streams wait for what they need, without an accelerator.
 
 clocks.py knows who runs after whom, memory.py who touches what; streams.py, device.py and collectives.py are
 a simulated device that tells them; check.py runs code on it, training.py a script's `Case`. values.py

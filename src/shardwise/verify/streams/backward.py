@@ -1,4 +1,4 @@
-"""On which stream autograd's engine runs a node of backward, and what that stream waits for.
+"""The streams on which autograd's engine runs nodes of backward, and what those wait for.
 
     a node             runs on its forward's stream, after the nodes that give it gradients; the first ones
                        after what the caller of backward issued
@@ -52,7 +52,7 @@ class Backward(Generic[S]):
         self._began: Clock = dict(caller.line.clock)
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
         self._given: set[tuple[int, int]] = set()  # nodes and places that have a gradient already
-        self._sums: deque[Any] = deque()  # for whom the engine adds next, after the node that ended last
+        self._sums: deque[Any] = deque()  # for which the engine adds next, after the node that ended last
         self._running: Any = None
         self._has_ended = self._is_over = False
         self._first_uses: dict[int, int] = {}  # of leaves: the number of the first node that used it
@@ -92,7 +92,7 @@ class Backward(Generic[S]):
                 handle.remove()
 
     def follow(self, node: Any) -> bool:
-        """Is one of these nodes the one that runs, with `stream`? It begins if it is seen first now."""
+        """Return whether one of these nodes is running, with `stream`; begin it if it is seen first now."""
         if node is None or node is self.parent or id(node) not in self._nodes:
             if self._running is not None:
                 self._finish()  # callbacks at the end of backward
@@ -105,7 +105,7 @@ class Backward(Generic[S]):
         return True
 
     def issued(self) -> None:
-        """An operation was issued: it was the engine's if the node that runs has ended."""
+        """Note an issued operation: it was the engine's if the node that runs has ended."""
         if self._has_ended and self._sums:
             merge(self._arrivals.setdefault(id(self._sums.popleft()), {}), self.stream.line.clock)
 

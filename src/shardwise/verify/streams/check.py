@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """What a simulation found.
+    """The races and differences that a simulation found.
 
     Attributes:
         findings: each pair of places once.
@@ -74,7 +74,7 @@ class Findings:
 
     @property
     def operations(self) -> int:
-        """How many of the device were looked at."""
+        """Number of the device's operations that were checked."""
         streams = self.simulation.timeline.lines[1:]
         return sum(line.clock.get(line.number, 0) for line in streams)
 
@@ -85,7 +85,7 @@ class Findings:
             self.findings.append(Finding(earlier, later, self.name_of(block, address), again))
 
     def name_of(self, block: Block, address: int) -> str:
-        """What lies there, in words."""
+        """Describe what lies at an address of a block."""
         return names.name_at(address, self.models) or block.made
 
 
@@ -196,7 +196,7 @@ class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
 
 
 class _Generator(torch.Generator, metaclass=_AnyGenerator):
-    """In the place of `torch.Generator`: random numbers of the device are the CPU's."""
+    """Stand-in for `torch.Generator`: random numbers of the device are the CPU's."""
 
     _named: torch.device
 
@@ -213,7 +213,7 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
 
 
 def _indexed(value: Any) -> Any:
-    """The device with its number, by which torch sees that a tensor is there already."""
+    """Return the device with its number, by which torch sees that a tensor is there already."""
     return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
 
 
@@ -226,7 +226,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _module() -> types.ModuleType:
-    """What torch asks of a device's module."""
+    """Make the module that torch expects of a device."""
     module: Any = types.ModuleType("torch.lazy")
 
     @contextmanager

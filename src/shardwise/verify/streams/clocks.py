@@ -1,4 +1,4 @@
-"""Who runs after whom: vector clocks of streams, events and the host.
+"""Vector clocks of streams, events and the host: which operation runs after which.
 
 A stream runs what it is given one after another. It is ordered after another stream only by waits:
 
@@ -42,12 +42,12 @@ def merge(into: Clock, other: Clock) -> None:
 
 
 def comes_after(clock: Clock, operation: Operation) -> bool:
-    """Is `operation` before whatever `clock` belongs to?"""
+    """Return whether `operation` happens before the moment of `clock`."""
     return clock.get(operation.line, 0) >= operation.tick
 
 
 def latest(operations: Iterable[Operation]) -> dict[int, Operation]:
-    """The last operation of each line."""
+    """Return the last operation of each line."""
     found: dict[int, Operation] = {}
     for operation in operations:
         known = found.get(operation.line)
@@ -58,15 +58,20 @@ def latest(operations: Iterable[Operation]) -> dict[int, Operation]:
 
 @dataclass(eq=False)
 class Line:
-    """A stream's, or the host's, own clock."""
+    """Clock of a stream, of a process group's asynchronous collectives, or of the host.
+
+    Attributes:
+        key: name that all ranks give to it, though some make lines that others do not.
+    """
 
     number: int
     name: str
+    key: str = ""
     clock: Clock = field(default_factory=dict)
     last: Operation | None = None
 
     def issue(self, name: str, place: str, host: Clock) -> Operation:
-        """The next operation; the host issues it, so it comes after all that the host waited for."""
+        """Issue the next operation; the host issues it, so it comes after all that the host waited for."""
         merge(self.clock, host)
         tick = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         self.last = Operation(self.number, tick, name, place, self.name)

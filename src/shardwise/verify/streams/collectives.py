@@ -41,7 +41,7 @@ _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 
 
 class _Work(dist.Work):
-    """In the place of the work of an asynchronous collective."""
+    """Stand-in for the work of an asynchronous collective."""
 
     def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor], work: Any) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Work(dist.Work):
 
 
 class _Future(torch.futures.Future[Any]):
-    """In the place of the future of an asynchronous collective; callbacks run on a stream of their own."""
+    """Stand-in for the future of an asynchronous collective; callbacks run on a stream of their own."""
 
     def __init__(self, work: _Work, value: Any) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Part:
 
 
 class _Backend:
-    """In the place of the backend of the device: such as NCCL's, of which point-to-point batches are one."""
+    """Stand-in for the device's backend, such as NCCL's; point-to-point batches go through it."""
 
     supports_coalescing = True
 
@@ -145,17 +145,17 @@ class Collectives:
         name = group.group_name
         if name not in self._lines:
             ranks = f"process group of {group.size()} ranks ({name})"
-            self._lines[name] = self.simulation.timeline.line(f"asynchronous stream of the {ranks}")
+            self._lines[name] = self.simulation.timeline.line(f"asynchronous stream of the {ranks}", name)
         return self._lines[name]
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A process group's method in its place."""
+        """Wrap a process group's method."""
 
         def again(group: dist.ProcessGroup, given: Any, outcome: Any) -> Any:
             args, kwargs = given
             work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
-                _as_if_alike(name, args, group.size())
+                _as_equal_ranks(name, args, group.size())
             return work
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class Collectives:
                 self.simulation.timeline.current().synchronize()
             if not any(isinstance(one, SimTensor) for one in tensors):
                 if late is not None:
-                    late.run_all()  # in the host's own collectives nobody answers
+                    late.run_all()  # no rank answers in the host's own collectives
                 return original(group, *args, **kwargs)
             batch = self._batches.get(group.group_name)
             options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
@@ -246,7 +246,7 @@ class Collectives:
         return operation, read, written
 
     def functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A functional collective, which is asynchronous until `wait_tensor`."""
+        """Run a functional collective, which is asynchronous until `wait_tensor`."""
         simulation = self.simulation
         namespace, _, name = func.name().partition("::")
         if name.partition(".")[0] == "_wrap_tensor_autograd":
@@ -254,7 +254,7 @@ class Collectives:
         bare = on_tensors(args, bare_of)
         result = func(*bare, **on_tensors(kwargs, bare_of))
         if namespace == NATIVE:
-            return on_tensors(result, on_device)  # the method of a process group has been told of
+            return on_tensors(result, on_device)  # the method of a process group has reported it
         if name.partition(".")[0] == WAIT:
             clock, _ = self._functional.pop(args[0].untyped_storage().data_ptr(), ({}, []))
             merge(simulation.timeline.current().line.clock, clock)
@@ -288,7 +288,7 @@ class Collectives:
 
 
 def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
-    """What an all-gather writes: in place it leaves this rank's own part as it is."""
+    """Return what an all-gather writes: in place, it leaves this rank's own part unchanged."""
     begin = part.storage_offset() - whole.storage_offset()
     end = begin + part.numel()
     if storage_id(part) != storage_id(whole) or begin < 0 or end > whole.numel():
@@ -308,8 +308,8 @@ def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: 
         out.copy_(wait_for_collective(result))
 
 
-def _as_if_alike(name: str, args: Any, ranks: int) -> None:
-    """Under a no-op group: results as of ranks that all send what this one does; zeros of a message."""
+def _as_equal_ranks(name: str, args: Any, ranks: int) -> None:
+    """Write the results of a no-op group, as if all ranks sent what this one does; zeros for a message."""
     if name == "recv":
         for tensor in tensors_in(args[0]):
             bare_of(tensor).zero_()

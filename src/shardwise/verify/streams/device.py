@@ -1,7 +1,7 @@
 """A simulated accelerator: tensors of a device of their own over CPU memory, so that all code takes its way.
 
     torch.device(NAME)    with streams, events, pinned memory, copies from and to the host
-    SimTensor             a tensor there; each operator runs at once, on the CPU, and the `Simulation` is told
+    SimTensor             a tensor there; each operator runs at once, on the CPU, and the `Simulation` sees
 
 The device is registered with torch for the rest of the process, and counts as available only while a
 simulation runs.
@@ -58,7 +58,7 @@ class SimTensor(Tensor):
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The CPU memory of a tensor of the device, as a tensor.
+    """Return the CPU memory of a tensor of the device, as a tensor.
 
     Raises:
         RuntimeError: it was freed. (`set_` would give the storage other memory, unseen.)
@@ -74,13 +74,13 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def on_device(memory: Tensor) -> Tensor:
-    """CPU memory as a tensor of the device."""
+    """Make CPU memory a tensor of the device."""
     found: Tensor = _compat.as_device_tensor(SimTensor, memory, torch.device(NAME, 0))
     return found
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from the first to behind the last element."""
+    """Return the addresses from the first to behind the last element."""
     if not tensor.numel():
         return 0, 0
     reach = 1 + sum(
@@ -91,7 +91,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def extent_of(tensor: Tensor) -> Extent:
-    """The bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     low, high = span(tensor)
     itemsize, sizes = tensor.element_size(), zip(tensor.shape, tensor.stride(), strict=True)
     steps = tuple((int(n), int(stride) * itemsize) for n, stride in sizes if n > 1 and stride)
@@ -100,11 +100,11 @@ def extent_of(tensor: Tensor) -> Extent:
 
 
 class Simulation:
-    """What the device does, operator by operator.
+    """The simulated device, operator by operator.
 
     Attributes:
-        memory: of the device; `host` is what of the CPU's copies run from or to.
-        late: told of everything that is done, to do it over again in another order (`values.Late`).
+        memory: of the device; `host` is the CPU memory that copies read or write.
+        late: gets everything that is done, to run it again in another order (`values.Late`).
     """
 
     def __init__(self, report: Report) -> None:
@@ -128,7 +128,7 @@ class Simulation:
         return self.memory.at(span(tensor)[0])
 
     def allocated(self, storage: torch.UntypedStorage, made: str, *, blank: bool = False) -> None:
-        """A storage has memory now, given out on the current stream; `blank` if it has no values yet."""
+        """Note that a storage has memory, from the current stream; `blank` if it has no values yet."""
         block = None
         if storage.nbytes():
             owner = self.timeline.current().line.number
@@ -156,7 +156,7 @@ class Simulation:
             self.late.freed(block)
 
     def resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """`UntypedStorage.resize_`: memory is given back, other memory taken, on the current stream."""
+        """Wrap `UntypedStorage.resize_`: memory is given back, and other allocated, on the current stream."""
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             known = self._seen.get(id(storage))
@@ -192,7 +192,7 @@ class Simulation:
         return tensor.untyped_storage() in self._pinned
 
     def _host_memory(self, tensor: Tensor) -> None:
-        """From now on what the host does with this memory is looked at."""
+        """Track what the host does with this memory from now on."""
         storage = tensor.untyped_storage()
         if storage.nbytes() and self.host.at(storage.data_ptr()) is None:
             block = self.host.allocate(
@@ -203,13 +203,13 @@ class Simulation:
     # Operators
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator of which some tensor, or its result, is on the device."""
+        """Run an operator of which some tensor, or its result, is on the device."""
         if self.is_elsewhere():
             raise ShardwiseError(
                 f"{func} on the simulated device in another thread than the simulation's, which follows one"
                 " thread alone. Call it there"
             )
-        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made anew
+        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made again
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
                 return self.run(func, args, kwargs) if found is NotImplemented else found
@@ -272,7 +272,7 @@ class Simulation:
     def touch(
         self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
     ) -> None:
-        """An operation of `line` reads or writes a tensor; `copies` it while the host goes on."""
+        """Note that an operation of `line` reads or writes a tensor; `copies`: while the host goes on."""
         extent = extent_of(tensor)
         on_host = not isinstance(tensor, SimTensor) and self.memory.at(extent.low) is None
         if on_host:
@@ -285,7 +285,7 @@ class Simulation:
         memory.access(extent, operation, line.clock, writes=writes)
 
     def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator of the host; memory that copies run from or to is looked at."""
+        """Run an operator of the host; memory that copies read or write is tracked."""
         pins = kwargs.get("pin_memory")
         if pins:
             kwargs = kwargs | {"pin_memory": False}
@@ -311,7 +311,7 @@ class Simulation:
                     self.host.access(extent_of(tensor), operation, host.clock, writes=does_write)
 
     def read_by(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of tensors that reads memory of the host past torch's operators, or lets others do."""
+        """Wrap a tensor method that reads host memory past torch's operators, or lets others do so."""
 
         def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if (
@@ -394,7 +394,7 @@ _latest: list[Simulation] = []
 
 
 def running() -> Simulation:
-    """The simulation that runs, or ran last: its tensors may outlive it."""
+    """Return the simulation that runs, or ran last: its tensors may outlive it."""
     return _latest[-1]
 
 

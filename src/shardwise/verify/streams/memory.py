@@ -1,4 +1,4 @@
-"""Which operations touch the same memory without an order between them.
+"""Memory of the simulated device, with operations that touch it without an order between them.
 
 Accesses are matched by address: several storages may lie over the same memory. Two that overlap, one of them
 a write, must be ordered. So must be whatever touches memory that is given out again: the caching allocator
@@ -55,7 +55,7 @@ class Extent:
         return self.low <= other.low and other.high <= self.high
 
     def _within(self, low: int, high: int) -> npt.NDArray[np.int64] | None:
-        """The addresses of its bytes there, or None for all of them."""
+        """Return the addresses of its bytes there, or None for all of them."""
         if not self.steps:
             return None
         found = np.arange(self.low, self.low + self.itemsize)
@@ -87,12 +87,12 @@ class Block:
     made: str
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
-    guarded: set[int] = field(default_factory=set)  # lines that the allocator was told of (`record_stream`)
+    guarded: set[int] = field(default_factory=set)  # lines passed to `record_stream`
     shadow: Any = None  # of `values`: what lies there where operations run in another order
 
 
 class Memory:
-    """All blocks of a device."""
+    """The blocks of a device."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -100,7 +100,7 @@ class Memory:
         self._freed: dict[int, dict[int, Operation]] = {}  # by owner: what its next allocation must follow
 
     def allocate(self, low: int, nbytes: int, *, owner: int, made: str) -> Block:
-        """A new block. What was there and was never seen to be freed is forgotten."""
+        """Allocate a new block. What was there and was never seen to be freed is forgotten."""
         for old in self._overlapping(low, low + nbytes):
             self._blocks.remove(old)
         block = Block(low, low + nbytes, owner, made, dict(self._freed.get(owner, {})))
@@ -118,11 +118,11 @@ class Memory:
         self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *used, *own])
 
     def living(self) -> list[Block]:
-        """What has not been freed."""
+        """List blocks that have not been freed."""
         return list(self._blocks)
 
     def at(self, address: int) -> Block | None:
-        """The block that has this address."""
+        """Return the block that has this address."""
         index = bisect_right(self._blocks, address, key=_LOW) - 1
         found = self._blocks[index] if index >= 0 else None
         return found if found is not None and address < found.high else None
@@ -133,7 +133,7 @@ class Memory:
         return [block for block in self._blocks[first:last] if block.low < high and low < block.high]
 
     def access(self, extent: Extent, operation: Operation, clock: Clock, *, writes: bool) -> None:
-        """`operation`, of a line that has `clock`, reads or writes these bytes."""
+        """Note that `operation`, of a line that has `clock`, reads or writes these bytes."""
         block = self.at(extent.low)
         if block is None or extent.low >= extent.high:
             return

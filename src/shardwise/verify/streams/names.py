@@ -1,4 +1,4 @@
-"""What lies at an address of the simulated device, in the words of the library and its users."""
+"""Names for addresses of the simulated device, in the words of the library and its users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.verify.streams.device import SimTensor, span
 
 
 def name_at(address: int, models: list[nn.Module]) -> str:
-    """The parameter, gradient or buffer of a group that has `address`; nothing where it is none of them.
+    """Return the parameter, gradient or buffer of a group that has `address`; nothing if none has.
 
     Args:
         models: whose parameters have the names by which they are called.

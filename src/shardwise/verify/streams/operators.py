@@ -1,4 +1,4 @@
-"""What an operator of torch reads, writes and returns, by its schema."""
+"""The reads, writes and results of torch's operators, by their schemas."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Operator:
     crosses: bool
 
     def accesses(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that are read, and those that are written."""
+        """Return the tensors that are read, and those that are written."""
         if self.only_allocates or self.only_views:
             return [], []
         writes = self.writes
@@ -90,7 +90,7 @@ class Operator:
     def returned(
         self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]
     ) -> Any:
-        """The result, in which written arguments are the arguments themselves."""
+        """Return the result, in which written arguments are the arguments themselves."""
         if not isinstance(result, (list, tuple)):
             known = self.returns[0] if self.returns else None
             if known is not None:
@@ -125,7 +125,7 @@ def _tensors_at(at: int | str, args: Any, kwargs: dict[str, Any]) -> list[Tensor
 
 @cache
 def of(func: Any) -> Operator:
-    """What an overload does."""
+    """Return what an overload reads, writes and returns."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     reads: list[int | str] = []
@@ -165,7 +165,7 @@ def of(func: Any) -> Operator:
 
 @cache
 def runs_its_own(kind: type) -> bool:
-    """Is it a tensor class that wraps others and computes with them, or has no memory?"""
+    """Return whether a tensor class wraps others and computes with them, or has no memory."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ or issubclass(
         kind, FakeTensor
     )

@@ -12,7 +12,7 @@ _STALLS = 0.05  # of the operations, where a seed chooses some
 
 @dataclass(frozen=True)
 class Order:
-    """Which operations run as soon as they can. All others run when something that must run needs them.
+    """The operations that run as soon as they can. All others run when something that must run needs them.
 
     Attributes:
         early: lines (streams by number) whose operations do.
@@ -28,42 +28,42 @@ class Order:
 
     @staticmethod
     def at_once() -> Order:
-        """Everything runs as soon as it can."""
+        """Run everything as soon as possible."""
         return Order(others=True)
 
     @staticmethod
     def as_needed() -> Order:
-        """Nothing runs before the host waits for it."""
+        """Run nothing before the host waits for it."""
         return Order()
 
     @staticmethod
     def first(line: int) -> Order:
-        """What this line does runs as soon as it can, everything else as late as possible."""
+        """Run a line's operations as soon as possible, everything else as late as possible."""
         return Order(frozenset([line]))
 
     @staticmethod
     def last(line: int) -> Order:
-        """What this line does runs as late as possible, everything else as soon as it can."""
+        """Run a line's operations as late as possible, everything else as soon as possible."""
         return Order(frozenset([line]), others=True)
 
     @staticmethod
     def without(*operations: Operation) -> Order:
-        """Operations of an earlier run of the same code are as late as possible, everything else at once.
+        """Run given operations of an earlier run as late as possible, everything else at once.
 
         Whatever does not wait for one overtakes it, while all that it works on is there. Two that race have
-        both begun.
+        both started.
         """
         return Order(stalled=frozenset((one.line, one.tick) for one in operations))
 
     @staticmethod
     def of(seed: int) -> Order:
-        """Some lines are early and some late, or some operations stall."""
+        """Choose by `seed` lines that are early and late, or operations that stall."""
         return Order(seed=seed)
 
     def runs_at_once(
         self, own: Operation, clock: Clock, stalled: list[Operation], chance: random.Random
     ) -> bool:
-        """Is an operation run now, which comes after what `clock` says? One that stalls joins `stalled`."""
+        """Return whether an operation runs now, after what `clock` says; one that stalls joins `stalled`."""
         if self.seed is None and not self.stalled:
             return (own.line in self.early) is not self.others
         if self.seed is not None and self.seed % 2:
@@ -75,6 +75,6 @@ class Order:
 
 
 def all_orders(lines: int, *, seeds: int) -> list[Order]:
-    """Each line first and each last, all at once, all as needed, and some that seeds choose."""
+    """List orders: each line first and last, all at once, all as needed, and some that seeds choose."""
     of_lines = [order(line) for line in range(HOST + 1, lines) for order in (Order.first, Order.last)]
     return [Order.at_once(), Order.as_needed(), *of_lines, *map(Order.of, range(seeds))]

@@ -1,7 +1,7 @@
 """Collectives that each rank runs a second time when it wants to, so that no two ranks wait for each other.
 
-A rank that waits for a collective tells the others which, after a moment; and whoever waits for any runs what
-others have told of. Each stream has groups of its own for this: on two streams ranks may differ in order.
+A rank that waits for a collective announces it after a moment; whichever rank waits runs what others have
+announced. Each stream has groups of its own for this: on two streams ranks may differ in order.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,9 @@ _WAITERS = 64  # waits may nest: what others wait for may wait itself
 
 @dataclass
 class _Known:
-    """What stays with a default group: a twin that is destroyed leaves its name in the store."""
+    """State that outlives a simulation: the second groups of a default group, as making them takes long."""
 
-    twins: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
+    twins: dict[str, Future[dist.ProcessGroup]] = field(default_factory=dict)
     simulations: int = 0
 
 
@@ -49,22 +49,27 @@ class Peers:
             known = _known.setdefault(world, _Known())
             self._run = known.simulations = known.simulations + 1
 
-    def twin(self, group: dist.ProcessGroup, line: int, before: Callable[[], None]) -> dist.ProcessGroup:
-        """The same ranks, for what a line runs a second time. `before` they make one, nobody may wait."""
+    def name(self, group: dist.ProcessGroup, line: str) -> str:
+        """Return the name that all ranks of `group` give to the next collective on a line."""
+        key = f"{group.group_name}/{line}"
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        return f"shardwise/second/{self._run}/{key}/{count}"
+
+    def twin(self, group: dist.ProcessGroup, line: str, name: str) -> dist.ProcessGroup:
+        """Return a group of the same ranks for what a line runs a second time.
+
+        The first collective of a line, `name`, makes it, together with whoever runs that collective: ranks
+        of several groups may come to their first ones in any order.
+        """
         if isinstance(group, NoopGroup):
             return group
         world = dist.group.WORLD
         assert world is not None
-        twins, key = _known.setdefault(world, _Known()).twins, (group.group_name, line)
+        twins, key = _known.setdefault(world, _Known()).twins, f"shardwise/second/{group.group_name}/{line}"
         if key not in twins:
-            before()
-            twins[key] = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        return twins[key]
-
-    def name(self, twin: dist.ProcessGroup) -> str:
-        """What all its ranks call the next collective of a twin."""
-        count = self._counts[twin.group_name] = self._counts.get(twin.group_name, 0) + 1
-        return f"shardwise/second/{self._run}/{twin.group_name}/{count}"
+            twins[key] = self._waiters.submit(_compat.second_group, group, key)
+        self._until(twins[key], name)
+        return twins[key].result()
 
     def wait(self, work: Any, name: str | None = None) -> None:
         """Wait for a collective, by its name if it is a second one; meanwhile run what others wait for."""
@@ -74,6 +79,10 @@ class Peers:
             work.wait()
             return
         ended = self._waiters.submit(work.wait)  # as not every work knows when it is completed
+        self._until(ended, name)
+        ended.result()
+
+    def _until(self, ended: Future[Any], name: str | None) -> None:
         began = time.monotonic()
         while not wait([ended], _LOOKS_EVERY_SECONDS).done:
             if time.monotonic() - began > _TELLS_AFTER_SECONDS:
@@ -84,4 +93,3 @@ class Peers:
                 for wanted, run in list(self.put_off.items()):
                     if wanted in self.put_off and store.check([wanted]):
                         run()
-        ended.result()

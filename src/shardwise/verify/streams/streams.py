@@ -23,7 +23,7 @@ _INSIDE = ("shardwise/verify/streams/", "/torch/", "<frozen", "<string>", "conte
 
 
 def place_in_code() -> str:
-    """The innermost line of code that is neither torch's nor the simulation's."""
+    """Return the innermost line of code that is neither torch's nor the simulation's."""
     frame = sys._getframe(1)
     inner = None
     while frame is not None:
@@ -39,7 +39,7 @@ def place_in_code() -> str:
 
 
 class Stream:
-    """In the place of `torch.Stream`: what is issued while it is entered is issued to it."""
+    """Stand-in for `torch.Stream`: operations issued while it is entered are issued to it."""
 
     def __init__(self, device: Any = None, *, priority: int = 0, name: str = "", **_: Any) -> None:
         self.device, self.priority = torch.device("lazy", 0), priority
@@ -93,14 +93,14 @@ class Stream:
 
 
 class Event:
-    """In the place of `torch.Event`: a moment of a stream."""
+    """Stand-in for `torch.Event`: a moment of a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._recorded: tuple[Timeline, Clock] = (active(), {})
 
     @property
     def clock(self) -> Clock:
-        """What came before it; nothing of an earlier simulation, which has ended."""
+        """The clock at which this was recorded; empty for an earlier simulation, which has ended."""
         timeline, clock = self._recorded
         return clock if timeline is active() else {}
 
@@ -122,17 +122,18 @@ class Event:
 
 
 class Timeline:
-    """All lines of a device: its streams, those of process groups, and the host."""
+    """The lines of a device: its streams, those of process groups, and the host."""
 
     def __init__(self) -> None:
         self.host = Line(HOST, "the host")
         self.lines = [self.host]
+        self._streams = 0
         self._current: list[tuple[Stream, int | None]] = []  # entered, and inside of which node
         self._made: tuple[list[int], list[Stream]] = ([], [])  # nodes below a number, on which stream
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
-        self.waited: Callable[[Clock], None] | None = None  # told what the host waits for
+        self.waited: Callable[[Clock], None] | None = None  # called with what the host waits for
         self._asked: Clock | None = None  # what the host last asked about
-        # Told of each operation, with how many of each line it comes after.
+        # Called with each operation, and the clock of what it comes after.
         self.listener: Callable[[Operation, Clock], None] | None = None
 
     @contextmanager
@@ -150,7 +151,7 @@ class Timeline:
     # The current stream
 
     def current(self) -> Stream:
-        """The stream that operators are issued to."""
+        """Return the stream that operators are issued to."""
         node = self._node()
         if self._current and self._current[-1][1] == node:
             return self._current[-1][0]
@@ -180,7 +181,7 @@ class Timeline:
     # Autograd
 
     def _note_nodes(self) -> None:
-        """The current stream changes: the nodes made since it last did were made on it."""
+        """Note a change of the current stream: nodes made since the last one were made on it."""
         numbers, streams = self._made
         now, current = _compat.next_node_number(), self.current()
         if not numbers or now > numbers[-1]:
@@ -193,12 +194,12 @@ class Timeline:
         return streams[at] if at < len(numbers) else self._outer
 
     def _node(self) -> int | None:
-        """The node of backward that runs now."""
+        """Return the node of backward that runs now."""
         node = _compat.autograd_node()
         return id(node) if self._backwards and self._backwards[-1].follow(node) else None
 
     def backward(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Autograd's engine, with its nodes followed."""
+        """Wrap autograd's engine, to follow its nodes."""
 
         def call(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             asked = _compat.nodes_of(args[3] or ()) if len(args) > 3 else []
@@ -215,8 +216,11 @@ class Timeline:
 
     # Waiting
 
-    def line(self, name: str) -> Line:
-        made = Line(len(self.lines), name)
+    def line(self, name: str, group: str | None = None) -> Line:
+        """Return a new line: of a stream, or of the process group of that name."""
+        if group is None:
+            self._streams += 1
+        made = Line(len(self.lines), name, f"stream{self._streams}" if group is None else f"group{group}")
         self.lines.append(made)
         return made
 
@@ -229,7 +233,7 @@ class Timeline:
         return operation
 
     def host_waits(self, clock: Clock) -> None:
-        """The host goes on after what `clock` comes after."""
+        """Let the host wait for all that comes before `clock`."""
         merge(self.host.clock, clock)
         if self.waited is not None:
             self.waited(clock)
@@ -246,7 +250,7 @@ class Timeline:
         return all(self.host.clock.get(line, 0) >= tick for line, tick in clock.items())
 
     def synchronize(self) -> None:
-        """The host waits for everything."""
+        """Let the host wait for everything."""
         for line in self.lines:
             self.host_waits(dict(line.clock))
 
@@ -255,12 +259,12 @@ _active: list[Timeline] = []
 
 
 def is_active() -> bool:
-    """Is a device simulated now?"""
+    """Return whether a device is simulated now."""
     return bool(_active)
 
 
 def active() -> Timeline:
-    """The timeline of the device that is simulated now."""
+    """Return the timeline of the device that is simulated now."""
     if not _active:
         raise LifecycleError("streams of the simulated device were asked for when none is simulated")
     return _active[-1]

@@ -18,7 +18,7 @@ from shardwise.verify.streams.device import NAME
 
 @dataclass(frozen=True)
 class StreamsResult:
-    """What was found, and how much was looked at."""
+    """The findings, and how much was checked."""
 
     findings: tuple[Finding, ...]
     operations: int
@@ -30,7 +30,7 @@ class StreamsResult:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "verdict": "ordered" if self.ok else "waits are missing",
             "layout": self.layout,
@@ -49,7 +49,7 @@ class StreamsResult:
         }
 
     def describe(self) -> str:
-        """The findings, one a line, and how many."""
+        """Return the findings, one a line, and how many."""
         looked = f"{self.operations} operations on {self.streams} streams"
         if self.ok:
             return f"No operation of {looked} reads or writes what another may still use."
@@ -69,7 +69,7 @@ def check_streams(
 
     Arguments as of `verify`; the model, its hooks, communication and optimizer are the case's own, sharded by
     whatever its `shard` calls. Starts no processes: collectives are those of a group that has this rank only,
-    whose results are as if all ranks were alike.
+    whose results are as if all ranks were equal.
 
     Raises:
         CaseError: no such case; one whose batch cannot be cut, that raises, or that uses no device.

@@ -1,4 +1,4 @@
-"""Do the numbers hold if a simulated device runs its operations in another order, one that its events allow?
+"""Values of a simulated device that runs operations in another order, one that its events allow.
 
 There are two worlds of memory. In the first each operator runs at once, in the order of the host: that gives
 shapes, and the numbers to compare with. In the second each block of the device has a shadow. An operation is
@@ -79,7 +79,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Shadow:
-    """What lies in a block in the second world.
+    """A block's contents in the second world.
 
     Attributes:
         before: freed ones, of which something was still to run when this was allocated.
@@ -100,7 +100,7 @@ class _Shadow:
         _forget(self.memory)
 
     def may_be_given_out(self) -> bool:
-        """Has the allocator waited for all lines that it was told of (`record_stream`)?"""
+        """Return whether the allocator has waited for every stream passed to `record_stream`."""
         return not any(job.operation.line in self.block.guarded for job in self.waiting)
 
 
@@ -121,7 +121,7 @@ class Late:
     # Memory
 
     def allocated(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
-        """A block was given out. If it has no values yet, it gets none in the first world either."""
+        """Note an allocated block. If it has no values yet, it gets none in the first world either."""
         if blank:
             _forget(storage)
         freed = self._freed[block.owner] = [one for one in self._freed.get(block.owner, ()) if one.waiting]
@@ -130,7 +130,7 @@ class Late:
         block.shadow.forget()
 
     def freed(self, block: Block) -> None:
-        """A block goes back to where it came from."""
+        """Note that a block was freed."""
         if block.shadow is not None:
             self._freed.setdefault(block.owner, []).append(block.shadow)
 
@@ -146,7 +146,7 @@ class Late:
         return block.shadow  # type: ignore[no-any-return]
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """The same tensor in the second world; a copy of one of the host that is not looked at."""
+        """Return the tensor in the second world; a copy if it is on the host and not tracked."""
         with _compat.below_modes():
             shadow = self._shadow_of(tensor) if tensor.numel() else None
             if shadow is None:
@@ -166,7 +166,7 @@ class Late:
         outcome: Any,
         random_state: Tensor | None,
     ) -> None:
-        """An operator has run in the first world: put it off in the second."""
+        """Put off, in the second world, an operator that has run in the first."""
         how = operators.of(func)
         reads, writes = how.accesses(args, kwargs)
         if how.name in _OVERWRITE:
@@ -196,15 +196,15 @@ class Late:
         written: Sequence[Tensor],
         outcome: Any = None,
     ) -> None:
-        """A collective has run in the first world; `again(group, given, outcome)` does it over again."""
+        """Put off a collective that ran in the first world; `again(group, given, outcome)` repeats it."""
         twin = _Memo(self._twin)
         twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
-        twin_group = self.peers.twin(group, operation.line, self.run_all)
-        name = self.peers.name(twin_group)
-        clock = dict(self.simulation.timeline.lines[operation.line].clock)
+        line = self.simulation.timeline.lines[operation.line]
+        name, clock = self.peers.name(group, line.key), dict(line.clock)
 
         def run() -> None:
             self.peers.put_off.pop(name)
+            twin_group = self.peers.twin(group, line.key, name)
             self.peers.wait(again(twin_group, twins, results), name)
 
         self.peers.put_off[name] = lambda: self.run_until(clock)
@@ -213,7 +213,7 @@ class Late:
     def moved(
         self, operation: Operation, before: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
     ) -> None:
-        """A storage was resized that had values; so many bytes of them are kept."""
+        """Note that a storage with values was resized; so many bytes of them stay."""
         with _compat.below_modes():
             _of_bytes(storage)[nbytes:].fill_(_NO_VALUE)
         old, new = _of_bytes(before.shadow.memory)[:nbytes], _of_bytes(block.shadow.memory)[:nbytes]
@@ -321,7 +321,7 @@ class Late:
         )
 
     def _begin_what_can(self) -> None:
-        """What could run now may have begun: what it will write is no value until it has."""
+        """Begin operations that could run now: what they write has no value until they finish."""
         for jobs in self._waiting.values():
             if jobs and not jobs[0].begun and self._is_ready(jobs[0]):
                 job, jobs[0].begun = jobs[0], True
@@ -354,7 +354,7 @@ class Late:
     # Comparing
 
     def host_reads(self, tensors: Iterable[Tensor], name: str) -> None:
-        """The host is about to read memory of its own."""
+        """Prepare for a read of the host's own memory."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
             if (
@@ -367,7 +367,7 @@ class Late:
             self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
 
     def host_wrote(self, tensors: Iterable[Tensor]) -> None:
-        """The host has written memory of its own, at once."""
+        """Note that the host has written memory of its own, at once."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
             if block is not None and block.shadow is not None:
@@ -389,7 +389,7 @@ class Late:
 
 
 def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
-    """What an operation has done when it has begun: destroyed what it will write, but for what it reads."""
+    """Return a function that destroys what an operation will write, but for what it reads."""
 
     touched = {tensor.untyped_storage().data_ptr() for tensor in overwrites}
     same = [_once(tensor) for tensor in reads if tensor.untyped_storage().data_ptr() in touched]
@@ -410,7 +410,7 @@ def _forget_values(tensor: Tensor) -> None:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """The same memory without the dims that repeat it."""
+    """Return a view of `tensor` with dims of stride 0 cut to one element."""
     sizes = [
         size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
@@ -432,7 +432,7 @@ class _Memo:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A copy of a tensor's values, bit for bit."""
+    """Return a copy of a tensor's values, bit for bit."""
     with _compat.below_modes():
         return bare_of(tensor).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
