@@ -14,7 +14,8 @@ HSDP   ?=
 FLAT   ?=
 STRATEGY ?=
 RESUME ?= 1
-OUT    ?= runs/train_gpt
+MESH   ?=
+OUT    ?= runs/$(if $(MESH),train_dimensions,train_gpt)
 ARGS   ?=
 WORKERS ?= 2
 CASES  ?= 500
@@ -30,6 +31,9 @@ MINUTES ?= 9
 TRAIN_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) \
 	$(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(HSDP)),--hsdp) \
 	$(if $(STRATEGY),--strategy $(STRATEGY)) $(if $(filter-out 0,$(FLAT)),--flat) $(if $(filter 0,$(RESUME)),--no-resume)
+
+MESH_FLAGS = --steps $(STEPS) --layout $(LAYOUT) --dtype $(DTYPE) --out $(OUT) $(if $(DATA),--data "$(DATA)") \
+	$(if $(filter 0,$(RESUME)),--no-resume)
 
 # Another torch than the pinned one has an environment of its own, and brings what it needs itself.
 PINS = $(if $(TORCH),$(VENV)/)constraints.txt
@@ -65,8 +69,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
 	touch $@
 
-train: $(VENV)/.installed ## train a small GPT on RANKS ranks; run it again to resume : RANKS STEPS LAYOUT STRATEGY FLAT HSDP DTYPE DATA RESUME OUT ARGS
-	$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(TRAIN_FLAGS) $(ARGS)
+train: $(VENV)/.installed ## train a small GPT on RANKS ranks, or on MESH=pp2,dp2,tp2; run it again to resume : RANKS STEPS LAYOUT STRATEGY FLAT HSDP DTYPE DATA RESUME MESH OUT ARGS
+	$(BIN)/python $(if $(MESH),examples/train_dimensions.py --mesh $(MESH) $(MESH_FLAGS),examples/train_gpt.py --ranks $(RANKS) $(TRAIN_FLAGS)) $(ARGS)
 
 recommender: $(VENV)/.installed ## train embedding tables cut over RANKS ranks, beside the unsharded model : RANKS ARGS
 	$(BIN)/python examples/recommender.py --ranks $(RANKS) $(ARGS)

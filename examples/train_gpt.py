@@ -305,10 +305,13 @@ def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
 
 
 def training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    stages: DeviceMesh | None = None,
 ) -> dict[str, Any]:
     """All a run needs to go on: shards of parameters and moments, plain numbers, each rank's random state."""
-    moments = optimizer_state(model, optimizer)
+    moments = optimizer_state(model, optimizer, stages=stages)
     own = PerRank({"rng": torch.get_rng_state()}, optional=True)  # other numbers of ranks go on without
     return {"model": get_model_state_dict(model), "optimizer": moments, "progress": progress, "own": own}
 
@@ -320,8 +323,9 @@ def resume(
     progress: dict[str, Any],
     *,
     step: int | None = None,
+    stages: DeviceMesh | None = None,
 ) -> None:
-    state = training_state(model, optimizer, progress)
+    state = training_state(model, optimizer, progress, stages)
     load(folder, state, step=step)
     torch.set_rng_state(state["own"].value["rng"])
     set_model_state_dict(model, state["model"])

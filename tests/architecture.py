@@ -24,6 +24,7 @@ ORDER = [
     "launch",
     "files",
     "mesh",
+    "dimensions",
     "layout",
     "comm",
     "sharded_tensor",

@@ -117,7 +117,7 @@ def public_methods(cls: type) -> set[str]:
 def test_the_pages_expected_are_there() -> None:
     assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= set(PAGES)
     guides = {"fsdp", "strategies", "sharded_parameter", "optim", "migrating", "checkpoint", "verify"}
-    guides |= {"sharded_tensor", "tensor_parallel", "compile"}
+    guides |= {"sharded_tensor", "tensor_parallel", "compile", "dimensions"}
     assert {f"docs/{name}.md" for name in guides} <= set(PAGES)
     licence = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in licence
@@ -188,6 +188,7 @@ RUN = {  # on how many ranks; one after the other in the same folder where sever
     "docs/checkpoint.md": [4],
     "docs/optim.md": [4],
     "docs/strategies.md": [4],
+    "docs/dimensions.md": [4],
     "docs/sharded_tensor.md": [4],
     "docs/tensor_parallel.md": [4],
     "docs/compile.md": [1],  # which each rank compiles; on several, tests/graph does

@@ -2,6 +2,7 @@
 
 from .adapters import install, uninstall
 from .comm.join import join
+from .comm.watch import watched_stages
 from .errors import CheckpointError, LifecycleError, RankMismatchError, ShardingError, ShardwiseError
 from .fsdp import (
     CPUOffloadPolicy,
@@ -64,4 +65,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",
+    "watched_stages",
 ]

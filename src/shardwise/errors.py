@@ -6,6 +6,10 @@ problem, what was expected, what was found, and what to do about it.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 
 class ShardwiseError(RuntimeError):
     """Base of every error this library raises on purpose."""
@@ -32,4 +36,24 @@ def here() -> str:
     import torch.distributed as dist  # the command reports errors without it
 
     known = dist.is_available() and dist.is_initialized()
-    return f"rank {dist.get_rank()}" if known else "rank ?"
+    return f"rank {placed(dist.get_rank())}" if known else "rank ?"
+
+
+def name_places(places: Callable[[int], str]) -> None:
+    """Let messages say where on a mesh ranks are, as long as the default process group lives."""
+    import torch.distributed as dist
+
+    _places[:] = [(weakref.ref(dist.group.WORLD), places)]
+
+
+def placed(rank: int) -> str:
+    """`3`, or `3 (pp 1, dp 1)` where a mesh has names for it."""
+    import torch.distributed as dist
+
+    for group, places in _places:
+        if dist.is_initialized() and group() is dist.group.WORLD and (place := places(rank)):
+            return f"{rank} ({place})"
+    return str(rank)
+
+
+_places: list[tuple[weakref.ref[Any], Callable[[int], str]]] = []

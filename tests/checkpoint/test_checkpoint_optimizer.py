@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import on_ranks
 from shardwise import fully_shard
@@ -263,3 +265,35 @@ def test_what_a_saved_run_trained_is_frozen_after_loading(tmp_path: Path) -> Non
     state["optimizer"]["state"] = {}
     with pytest.raises(CheckpointError, match=r"1\.bias\.momentum_buffer: .* the one saved$"):
         load(tmp_path, state)
+
+
+@on_ranks(2)
+def test_a_state_of_stages_and_one_of_the_whole_model_load_each_other(tmp_path: Path) -> None:
+    stages = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+    def built(names: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+        groups = [{"params": list(model.parameters())}, {"params": [], "lr": 0.5}]
+        return model, torch.optim.SGD(groups, lr=0.1 * len(names), momentum=0.9)
+
+    def state(of: Any, mesh: Any = None) -> dict[str, Any]:
+        return {"optimizer": optimizer_state(*of, stages=mesh)}
+
+    mine = "ab"[dist.get_rank()]
+    for path, source, target in (("stages", mine, "ab"), ("whole", "ab", mine)):
+        torch.manual_seed(0)
+        saved, loaded = built(source), built(target)
+        for number, (_, param) in enumerate(sorted(saved[0].named_parameters())):
+            param.grad = torch.full_like(param, ord(source[number]))
+        saved[1].step()
+        save(tmp_path / path, state(saved, stages if source == mine else None), step=1)
+        filled = state(loaded, stages if target == mine else None)
+        load(tmp_path / path, filled)
+        set_optimizer_state_dict(*loaded, filled["optimizer"])
+        for name, param in loaded[0].named_parameters():
+            assert loaded[1].state[param]["momentum_buffer"].unique().tolist() == [ord(name[0])]
+    model, optimizer = built(mine)
+    if dist.get_rank() == 1:
+        optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(CheckpointError, match=r"stages have \[2, 1\] parameter groups"):
+        optimizer_state(model, optimizer, stages=stages)

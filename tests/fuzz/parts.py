@@ -41,5 +41,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sharded_tensor": ("sharded_tensor_part", {"batch": 100}),
     "compiled": ("compiled_part", {"limit": 40.0, "batch": 10}),
     "streams": ("streams_part", {}),
+    "meshes": ("meshes_part", {"limit": 60.0, "batch": 5}),
     "disagree": ("disagree_part", {"limit": 40.0, "batch": 1, "breaks_group": True}),
 }

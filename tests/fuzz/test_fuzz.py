@@ -18,6 +18,7 @@ FIXED = {
     "sharded_tensor": (12, 40),
     "compiled": (4, 2),
     "streams": (1, 28),
+    "meshes": (2, 6),
     "disagree": (2, 6),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.fsdp.finalization import reduce_what_is_left
 from shardwise.fsdp.module_state import ModuleState
+from shardwise.optim import norm
 
 
 class StateOfStage:
@@ -29,3 +30,6 @@ class StateOfStage:
         """Reduce the gradients of backwards without synchronisation. Collective over the module's mesh."""
         if self._state.schedule is not None:
             reduce_what_is_left(self._state).wait()
+            for state in (self._state, *self._state.below):
+                for group in state.groups:
+                    norm.of_a_stage(param.sharded for param in group.params)

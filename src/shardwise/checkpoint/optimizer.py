@@ -8,13 +8,17 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError, here
 from shardwise.optim.by_name import undo_step
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
+def optimizer_state(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], *, stages: DeviceMesh | None = None
+) -> dict[str, Any]:
     """Return the state by parameter name, to save or to load into; the optimizer is as before.
 
     It is what torch's `get_optimizer_state_dict(model, optimizer)` returns, of several optimizers one state
@@ -25,9 +29,39 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]
     not begin so: momentum of SGD with `dampening`, which begins by the first gradient undampened, and what
     an optimizer of others counts besides `step`.
 
+    Args:
+        stages: the ranks of a pipeline's stages, `mesh["pp"]`, each with a model and an optimizer of its own.
+            The state then names the parameters of all, as that of the whole model does: they load each other.
+            Collective over them.
+
     Raises:
-        CheckpointError: several optimizers, one of which loads a state of its own parameters only.
+        CheckpointError: several optimizers, one of which loads a state of its own parameters only; or stages
+            with different numbers of parameter groups, on all of them.
     """
+    told = _of_all(model, optimizer)
+    if stages is not None:
+        _name_all(told["param_groups"], stages)
+    return told
+
+
+def _name_all(groups: list[dict[str, Any]], stages: DeviceMesh) -> None:
+    """Let each group name the parameters that it has on any stage."""
+    names = together(
+        "taking the state of all stages' optimizers",
+        lambda: [group["params"] for group in groups],
+        group=stages.get_group(),
+    )
+    counts = [len(each) for each in names]
+    if len(set(counts)) > 1:
+        raise CheckpointError(
+            f"{here()}: the optimizers of a pipeline's stages have {counts} parameter groups; give all"
+            " of them the same groups, in one order, empty where a stage has no such parameters"
+        )
+    for index, group in enumerate(groups):
+        group["params"] = list(dict.fromkeys(name for each in names for name in each[index]))
+
+
+def _of_all(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
     if isinstance(optimizer, Optimizer):
         return _state_of(model, optimizer)
     several = list(optimizer)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
+from shardwise.errors import placed
+
 _SHOWN_LINES = 20
 _SHOWN_CHARACTERS = 400  # of a line
 _BEFORE = 100  # of which so many lie before what differs
@@ -46,7 +48,7 @@ def by_ranks(problems: Mapping[int, str]) -> str:
 
 def named(ranks: Sequence[int]) -> str:
     """Return `rank 1`, or `ranks 0, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(placed, ranks))}"
 
 
 def _merged(texts: Mapping[int, str]) -> dict[str, list[int]]:

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import _compat
 from shardwise.comm.auto import over_gloo
@@ -141,6 +142,41 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         raise explained(error, [order], first_line(what)) from error
 
 
+@contextmanager
+def watched_stages(stages: DeviceMesh) -> Iterator[None]:
+    """Run a step of a pipeline: whoever waits for a stage that raises or ends is told which, in seconds.
+
+        with watched_stages(mesh["pp"]):
+            schedule.step(inputs, target=targets)
+
+    Collective over the ranks of the stages, over gloo; elsewhere it does nothing, unless the environment sets
+    SHARDWISE_CHECK_ORDER=1.
+
+    Raises:
+        RankMismatchError: in place of a transport's failure; it names the rank.
+    """
+    order, what = order_of(stages.get_group()), "run a step of the pipeline"
+    if order is None:
+        yield
+        return
+    order.advance(event_for(what))
+    try:
+        yield
+    except Exception as error:
+        root: BaseException = error
+        while root.__cause__ is not None and not isinstance(root, ShardwiseError):
+            root = root.__cause__  # torch wraps what a stage raised
+        if isinstance(root, RuntimeError):
+            root = explained(root, [order], what)
+        leave_all(f"raised {type(root).__name__} in a step of the pipeline: {first_line(str(root))}")
+        order.verdict = order.verdict or f"{here()} {order.left}"
+        with suppress(RuntimeError):
+            order.post()
+        if isinstance(root, ShardwiseError):
+            raise root from error
+        raise
+
+
 def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
     """Return why this rank would wait in vain, or None."""
     for rank, record in sorted(records.items()):
@@ -172,7 +208,7 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
     # Where this rank left the same pass, and began another, its peers will: all had the same error.
     if record["left"] is None or not earlier or record["passes"] in order.abandoned:
         return None
-    return f"rank {order.ranks[rank]} will not come to {order.doing()}: it {record['left']}"
+    return f"{named([order.ranks[rank]])} will not come to {order.doing()}: it {record['left']}"
 
 
 def _roll_call(order: Order, *, closed: bool = False) -> str | None:
@@ -216,8 +252,8 @@ def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
     if order.size < 3 or len(cut) < order.size or len(lost) != 1:
         return None
     return (
-        f"rank {order.ranks[lost[0]]} has lost its connections to all other ranks, which have theirs to each"
-        " other: see to the network of its host"
+        f"{named([order.ranks[lost[0]]])} has lost its connections to all other ranks, which have theirs to"
+        " each other: see to the network of its host"
     )
 
 

@@ -1,6 +1,7 @@
-"""Parts of models: a cross-entropy in less memory, and sequences cut over ranks."""
+"""Parts of models: a cross-entropy in less memory, sequences and experts cut over ranks."""
 
+from shardwise.nn.experts import ExpertCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.nn.sequence import SequenceCut
 
-__all__ = ["SequenceCut", "linear_cross_entropy"]
+__all__ = ["ExpertCut", "SequenceCut", "linear_cross_entropy"]

@@ -8,12 +8,14 @@ Gradients of the contiguous layout that fill their group's reduced shard are tak
 
 A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
 which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
-not, experts and not) thus get one right norm. The infinity norm takes MAX in place of SUM.
+not, experts and not) thus get one right norm. Stages of a pipeline have other parameters each: their sums
+are added last; what two stages both have counts half on each. The infinity norm takes MAX in place of SUM.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
@@ -32,11 +35,14 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import ShardedRows
 
 Axes = tuple[dist.ProcessGroup, ...]
+_OF_A_STAGE = "_shardwise_of_a_stage"
 _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
 
 
 @torch.no_grad()
-def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def get_total_norm(
+    tensors: Iterable[Tensor], norm_type: float = 2.0, *, stages: DeviceMesh | None = None
+) -> Tensor:
     """Return the norm of all elements of `tensors` taken together, as if each were whole.
 
     Collective over every mesh of a sharded tensor in `tensors`; all ranks must pass the same tensors in
@@ -45,6 +51,7 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Args:
         tensors: plain tensors (equal on all ranks), `ShardedRows`, `ShardedTensor`s, and DTensors.
         norm_type: the p of the p-norm, positive or infinite.
+        stages: ranks that have other tensors each, a pipeline's stages; all of them must call.
 
     Returns:
         A scalar on the device of the first tensor, fp32 or wider, equal on all ranks; zero for no
@@ -54,7 +61,7 @@ def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
     """
     by_axes, counts = _local_by_axes(tensors)
-    return _norm(by_axes, counts, norm_type, "")
+    return _norm(by_axes, counts, norm_type, "", stages, {})
 
 
 def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
@@ -95,18 +102,26 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]],
 
 
 def _norm(
-    by_axes: dict[Axes, list[Tensor]], counts: Mapping[Axes, int], norm_type: float, purpose: str
+    by_axes: dict[Axes, list[Tensor]],
+    counts: Mapping[Axes, int],
+    norm_type: float,
+    purpose: str,
+    stages: DeviceMesh | None,
+    halves: Mapping[Axes, list[Tensor]],
 ) -> Tensor:
-    """Return the norm of everything. Collective over all of the axes."""
+    """Return the norm of everything, `halves` counted half. Collective over all axes and the stages."""
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
-    if not by_axes:
+    if not by_axes and not halves and stages is None:
         return torch.tensor(0.0)
     infinite = math.isinf(norm_type)
     pending = {axes: _local_power_sum(locals_, norm_type) for axes, locals_ in by_axes.items()}
-    for group in dict.fromkeys(group for axes in by_axes for group in axes):
+    for axes, locals_ in halves.items():
+        half = _local_power_sum(locals_, norm_type) * (1.0 if infinite else 0.5)
+        pending[axes] = half if axes not in pending else _add(pending[axes], half, infinite=infinite)
+    for group in dict.fromkeys(group for axes in pending for group in axes):
         cut = [axes for axes in pending if group in axes]
-        count = sum(counts[axes] for axes in by_axes if group in axes)
+        count = sum(counts[axes] for axes in counts if group in axes)
         what = f"reduce the {norm_type}-norm of {count} tensors{purpose}"
         reduced = _all_reduce(
             torch.stack([pending.pop(axes) for axes in cut]), group, what, infinite=infinite
@@ -114,7 +129,11 @@ def _norm(
         for axes, total in zip(cut, reduced.unbind(), strict=True):
             rest = tuple(other for other in axes if other is not group)
             pending[rest] = total if rest not in pending else _add(pending[rest], total, infinite=infinite)
-    (total,) = pending.values()
+    total = next(iter(pending.values()), torch.zeros(()))  # a stage may have no gradients
+    if stages is not None:
+        what = f"reduce the {norm_type}-norm of all stages{purpose}"
+        wide = total.reshape(1).to(stages.device_type, torch.float64)  # whatever stages have
+        (total,) = _all_reduce(wide, stages.get_group(), what, infinite=infinite).to(total.dtype)
     return total if infinite else total.pow(1 / norm_type)
 
 
@@ -125,6 +144,9 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    stages: DeviceMesh | None = None,
+    tied: Iterable[Tensor] = (),
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
 
@@ -132,6 +154,11 @@ def clip_grad_norm_(
     either layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts any.
 
     Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
+
+    Args:
+        stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes its own stages' parameters, and
+            all are scaled by the norm of the whole model's gradients. Without it each has a norm of its own.
+        tied: those parameters that one other stage has too, with equal gradients: see `add_tied_gradients`.
 
     Returns:
         The norm before clipping: a scalar, equal on all ranks.
@@ -141,18 +168,27 @@ def clip_grad_norm_(
         RankMismatchError: ranks differ in the norm, its bound or how many gradients they have (over gloo).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if stages is None and parameters and getattr(parameters[0], _OF_A_STAGE, False):
+        warnings.warn(
+            f"{here()}: gradients of a pipeline's stage are clipped by the norm of this stage alone; pass"
+            ' stages=mesh["pp"] for that of the whole model',
+            stacklevel=2,
+        )
     with _compat.plain_attributes():
         found = [p.grad for p in parameters]
     # The gradients of a ShardedTensor are on its shards; its attribute puts them together.
-    gradients = [
-        grad
-        for p, own in zip(parameters, found, strict=True)
-        if (grad := p.grad if own is None and isinstance(p, ShardedTensor) else own) is not None
+    own = [
+        (id(p), grad)
+        for p, plain in zip(parameters, found, strict=True)
+        if (grad := p.grad if plain is None and isinstance(p, ShardedTensor) else plain) is not None
     ]
-    by_axes, counts = _local_by_axes(gradients)
+    twice = set(map(id, tied))
+    by_axes, counts = _local_by_axes(grad for p, grad in own if p not in twice)
+    halves, more = _local_by_axes(grad for p, grad in own if p in twice)
+    counts += more
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
-    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}")
+    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"{here()}: the {norm_type}-norm of the gradients is {total.item()}, so they cannot be clipped;"
@@ -160,12 +196,18 @@ def clip_grad_norm_(
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for locals_ in by_axes.values():
+    for locals_ in (*by_axes.values(), *halves.values()):
         for local in locals_:
             by_device.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), locals_ in by_device.items():
         _compat.foreach_mul(locals_, scale.to(device, dtype))
     return total
+
+
+def of_a_stage(parameters: Iterable[Tensor]) -> None:
+    """Mark parameters as those of a pipeline's stage, which has not all of the model. Local."""
+    for param in parameters:
+        setattr(param, _OF_A_STAGE, True)
 
 
 def _sharded_axes(tensor: DTensor) -> Axes:

@@ -1,0 +1,177 @@
+"""Which ranks share what in a mesh of several dimensions, by the dims' names:
+
+    pp          stages of the model, one after another
+    replicate   copies of everything
+    dp          rows of the batch; parameters are sharded over it
+    sp          sequences in pieces
+    ep          rows of the batch, and experts
+    tp          matrices, tensor parallel
+
+The number of ranks is the product. Dense parameters are sharded over dp, sp and ep, whose ranks have tokens
+of their own; experts, which ep cuts already, over dp, sp and tp. Ranks of tp are neighbours: they talk most.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here, name_places
+
+NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # neighbours in the last
+_OF_BATCH = ("replicate", "dp", "ep")
+_SAYS = {
+    "pp": "activations of a micro-batch, to the next stage and back",
+    "replicate": "gradients, summed once a step",
+    "dp": "parameters, gathered by group; gradients, reduced once a step",
+    "sp": "queries, keys, values and results of attention; parameters and gradients as dp",
+    "ep": "tokens, to their experts and back; dense parameters and gradients as dp",
+    "tp": "activations, twice a block; experts as dp",
+}
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """A mesh by its text: `Dimensions("pp2,dp2,tp2")` has 8 ranks.
+
+    Attributes:
+        text: names with sizes, in any order; dp is there always, of size 1 where it is not named.
+
+    Raises:
+        ShardingError: a name that is not of this module, twice, or without a size.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        _ = self.sizes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return sizes by name, from those ranks that are farthest apart to neighbours."""
+        found: dict[str, int] = {}
+        for part in self.text.replace(" ", "").split(","):
+            match = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
+            if match is None or match[1] not in NAMES or match[1] in found:
+                raise ShardingError(
+                    f"{here()}: '{part}' in the mesh '{self.text}'; expected each of {', '.join(NAMES)} at"
+                    " most once, with its size, such as pp2,dp2,tp2"
+                )
+            found[match[1]] = int(match[2])
+        return {name: found.get(name, 1) for name in NAMES if found.get(name, 1) > 1 or name == "dp"}
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """Make the mesh; messages name ranks by their places on it. Collective over all ranks.
+
+        Raises:
+            ShardingError: another number of ranks.
+        """
+        if dist.get_world_size() != self.ranks:
+            raise ShardingError(
+                f"{here()}: the mesh {self.text} has {self.ranks} ranks, and {dist.get_world_size()} are"
+                " here; start as many, or change a size"
+            )
+        name_places(self._said)
+        return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank, by name."""
+        found: dict[str, int] = {}
+        for name, size in reversed(self.sizes.items()):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.sizes}
+
+    def _said(self, rank: int) -> str:
+        return ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if self.sizes[name] > 1)
+
+    def peers(self, name: str) -> list[list[int]]:
+        """Return all sets of ranks that differ in this dim alone."""
+
+        def others(rank: int) -> list[int]:
+            return [at for other, at in self.place(rank).items() if other != name]
+
+        return [list(ranks) for _, ranks in groupby(sorted(range(self.ranks), key=others), key=others)]
+
+    def picture(self) -> str:
+        """Draw every rank in its place, and say who sends what to whom, in lines of text."""
+        sizes = {name: size for name, size in self.sizes.items() if size > 1} or self.sizes
+        columns: list[str] = [name for name in sizes if name in ("ep", "tp")] or list(sizes)[-1:]
+        rows = [name for name in sizes if name not in columns]
+
+        def label(names: list[str], rank: int) -> str:
+            at = self.place(rank)
+            return "  ".join(f"{name} {at[name]}" for name in names)
+
+        across = math.prod(sizes[name] for name in columns)
+        margin = len(label(rows, self.ranks - 1))
+        head = [label(columns, rank) for rank in range(across)]
+        width = max(len(each) + 3 for each in (*head, str(self.ranks - 1)))
+        lines = [" " * margin + "".join(each.rjust(width) for each in head)]
+        for first in range(0, self.ranks, across):
+            ranks = "".join(str(rank).rjust(width) for rank in range(first, first + across))
+            lines.append(label(rows, first).ljust(margin) + ranks)
+        lines.append("")
+        for name, size in sizes.items():
+            if size > 1:
+                sets = [_run(ranks) for ranks in self.peers(name)]
+                shown = "  ".join(sets[:4] + ["..."] * (len(sets) > 4))
+                lines.append(f"{name}: {_SAYS[name]}\n    {shown}")
+        return "\n".join(lines)
+
+
+def part(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """Return the ranks that differ from this one in one dim; None where the mesh has no such dim."""
+    return mesh[name] if name in (mesh.mesh_dim_names or ()) else None
+
+
+def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh over which all but experts is sharded: shard, or replicate and shard. Collective."""
+    return _data_mesh(mesh, ("dp", "sp", "ep"))
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh over which experts are sharded that ep cuts already. Collective.
+
+    Their gradients are sums over all ranks' tokens: `set_gradient_divide_factor(data_ranks(mesh))`.
+    """
+    return _data_mesh(mesh, ("dp", "sp", "tp"))
+
+
+def data_ranks(mesh: DeviceMesh) -> int:
+    """Return how many ranks have tokens of their own: the mean over them is the batch's."""
+    return math.prod(_size(mesh, name) for name in (*_OF_BATCH, "sp"))
+
+
+def share_of_batch(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return (index, count): which of how many even shares of the batch's rows this rank takes."""
+    index, count = 0, 1
+    for name in _OF_BATCH:
+        if (size := _size(mesh, name)) > 1:
+            index, count = index * size + mesh.get_local_rank(name), count * size
+    return index, count
+
+
+def _size(mesh: DeviceMesh, name: str) -> int:
+    found = part(mesh, name)
+    return 1 if found is None else found.size()
+
+
+def _data_mesh(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:
+    names = tuple(name for name in wanted if name in (mesh.mesh_dim_names or ()))
+    shard = mesh[names[0]] if len(names) == 1 else _compat.flatten_mesh(mesh[names], "_".join(names))
+    replicate = part(mesh, "replicate")
+    return shard if replicate is None else _compat.concatenate_meshes([replicate, shard])
+
+
+def _run(ranks: list[int]) -> str:
+    return "-".join(map(str, ranks))

@@ -1,0 +1,138 @@
+"""Experts over ranks: tokens travel to those that they chose, and results come back.
+
+    here                tokens in order of the experts that they chose
+    all-to-all          rank 0's tokens, rank 1's, ..., each in order of this rank's experts
+    experts             tokens in order of this rank's experts
+    all-to-all          back, into the tokens' own order, weighted and added up
+
+How many go to whom differs from step to step: an all-to-all of counts comes first, and the host reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardwise import _compat
+from shardwise.errors import ShardingError, here
+
+Experts = Callable[[Tensor, Tensor], Tensor]
+Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertCut:
+    """Experts in even shares, one after another over the ranks of a mesh.
+
+        cut = ExpertCut(mesh["ep"], 8)
+        cut.distribute(experts)                                # parameters [8, ...] -> [8 / ranks, ...] here
+        fully_shard(experts, mesh=...).set_gradient_divide_factor(...)
+        mixed = cut.mixture(experts)(tokens, chosen, weights)  # [n, width], [n, k], [n, k] -> [n, width]
+
+    An expert's gradient is the sum over tokens of all ranks of the mesh; that of dense parameters is of this
+    rank's tokens alone. `fully_shard` takes means of both, so the experts' come out larger by the size of the
+    mesh: divide theirs by the number of all ranks with tokens of their own, `dimensions.data_ranks(mesh)`.
+
+    Args:
+        mesh: of one dimension: the ranks, by their order in it. None: every rank has all experts.
+        experts: how many there are, a multiple of the ranks.
+        alike: ranks with the same tokens, as those of tensor parallelism: each sends an even share of them.
+
+    Raises:
+        ShardingError: experts that cannot be shared evenly.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, experts: int, *, alike: DeviceMesh | None = None) -> None:
+        self.mesh, self.alike, self.count = mesh, alike, experts
+        self.ranks = 1 if mesh is None else mesh.size()
+        if experts % self.ranks or not experts:
+            raise ShardingError(
+                f"{here()}: {experts} experts over {self.ranks} ranks; expected a multiple of the ranks"
+            )
+
+    def distribute(self, module: nn.Module) -> None:
+        """Cut parameters [experts, ...] over the ranks, as DTensors. Collective.
+
+        Raises:
+            ShardingError: a parameter whose dim 0 is not of all experts; before anything is cut.
+        """
+        found = dict(module.named_parameters())
+        for name, param in found.items():
+            if not param.ndim or param.shape[0] != self.count:
+                raise ShardingError(
+                    f"{here()}: '{name}' has shape {tuple(param.shape)}; expected dim 0 of {self.count},"
+                    " the number of experts"
+                )
+        if self.mesh is None:
+            return
+        for name, param in found.items():
+            owner, _, own = name.rpartition(".")
+            cut = nn.Parameter(distribute_tensor(param, self.mesh, [Shard(0)]), param.requires_grad)
+            module.get_submodule(owner).register_parameter(own, cut)
+
+    def mixture(self, function: Experts) -> Mixture:
+        """Return a mixture for this rank's tokens of `function` for this rank's experts. Calls are collective.
+
+        Args:
+            function: of tokens [m, width] in order of this rank's experts, and how many each has, int64
+                [experts / ranks], to results [m, any width]. m may be 0.
+
+        Returns:
+            A function of tokens [n, width], the numbers [n, k] of the experts that each chose, int64, and
+            their weights [n, k], to weighted sums of results [n, any width]. n may be 0.
+
+        Raises:
+            ShardingError: by what it returns, on every rank: a number on any that is of no expert.
+        """
+
+        def mixed(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            rows = len(tokens)
+            tokens, chosen, weights = (self._share(each) for each in (tokens, chosen, weights))
+            wanted = chosen.reshape(-1)
+            order = wanted.argsort(stable=True)
+            counts, arriving = self._counts(wanted)
+            sent, got = counts.sum(1).tolist(), arriving.sum(1).tolist()
+            received = self._exchange(tokens[order // chosen.shape[1]], got, sent)
+            expert = torch.arange(self.count // self.ranks, device=tokens.device).repeat(self.ranks)
+            by_expert = expert.repeat_interleave(arriving.reshape(-1)).argsort(stable=True)
+            found = function(received[by_expert], arriving.sum(0))
+            results = self._exchange(found[by_expert.argsort()], sent, got)[order.argsort()]
+            each = results.view(*chosen.shape, results.shape[1])
+            return self._whole((each * weights.unsqueeze(-1)).sum(1), rows)
+
+        return mixed
+
+    def _counts(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Count tokens for each rank's experts [ranks, its experts], and from each rank for this one's."""
+        inside = (wanted >= 0) & (wanted < self.count)
+        counts = torch.bincount(wanted.where(inside, 0), minlength=self.count).view(self.ranks, -1)
+        arriving = counts.where(inside.all(), -1)
+        if self.mesh is not None:
+            dist.all_to_all_single(arriving, arriving.clone(), group=self.mesh.get_group())
+        if (told := (arriving < 0).any(1)).any():
+            raise ShardingError(
+                f"{here()}: tokens of ranks {told.nonzero().flatten().tolist()} of the mesh chose experts"
+                f" that are not of the {self.count}; expected numbers from 0 to {self.count - 1}"
+            )
+        return counts, arriving
+
+    def _exchange(self, rows: Tensor, got: list[int], sent: list[int]) -> Tensor:
+        return rows if self.mesh is None else _compat.exchange(rows, got, sent, self.mesh.get_group())
+
+    def _share(self, whole: Tensor) -> Tensor:
+        """Return this rank's rows of what all that are alike have."""
+        if self.alike is None:
+            return whole
+        same = DTensor.from_local(whole, self.alike, [Replicate()], run_check=False)
+        return same.redistribute(self.alike, [Shard(0)]).to_local()
+
+    def _whole(self, share: Tensor, rows: int) -> Tensor:
+        if self.alike is None:
+            return share
+        shape, stride = torch.Size((rows, share.shape[1])), (share.shape[1], 1)
+        cut = DTensor.from_local(share, self.alike, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return cut.full_tensor()

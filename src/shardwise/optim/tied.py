@@ -1,0 +1,63 @@
+"""Parameters that two stages of a pipeline both have, such as an embedding that is the output head too.
+
+Each stage has a copy, and gradients of its own uses of it. Where both add up the two gradients after
+backward, before clipping and the optimizer's step, copies that begin equal stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import _compat
+from shardwise.comm.agree import fingerprint
+from shardwise.errors import ShardingError, here
+
+
+@torch.no_grad()
+def add_tied_gradients(parameters: Iterable[Tensor], stages: DeviceMesh, *, other: int) -> None:
+    """Add to gradients those that rank `other` of the pipeline has of the same parameters, as it adds ours.
+
+    Both ranks call it, with the same parameters in one order, once a step: after `schedule.step`, before
+    clipping (`clip_grad_norm_(..., stages=stages, tied=parameters)`) and the optimizer. The two stages shard
+    such a parameter alike if a `fully_shard` of its own takes it, over data-parallel meshes of one size.
+
+    Args:
+        parameters: with gradients, whole or sharded in either layout.
+        stages: the ranks of the pipeline, `mesh["pp"]`.
+        other: rank in it that has the other copies.
+
+    Raises:
+        ShardingError: no gradient, or another number of elements or dtype there; on both ranks.
+    """
+    group = stages.get_group()
+    peer = dist.get_global_rank(group, other)
+    with _compat.plain_attributes():
+        found = [param.grad for param in parameters]
+    locals_ = [_compat.local_of(grad) for grad in found if grad is not None]
+    sizes = [(local.numel(), str(local.dtype)) for local in locals_]
+    mine = torch.tensor([fingerprint(str(sizes)), len(found) - len(locals_)], device=stages.device_type)
+    theirs = torch.empty_like(mine)
+    _swap([(mine, theirs)], group, peer)
+    if not torch.equal(mine, theirs) or len(locals_) < len(found):
+        raise ShardingError(
+            f"{here()}: {len(found) - len(locals_)} of {len(found)} tied parameters have no gradient, the"
+            f" others {sizes} here, not as on rank {peer}; expected a gradient of each, of one size on both."
+            " Call it after backward with the same parameters, each sharded by a fully_shard of its own"
+        )
+    pairs = [(local, torch.empty_like(local)) for local in locals_ if local.numel()]
+    _swap(pairs, group, peer)
+    for local, received in pairs:
+        local.add_(received)
+
+
+def _swap(pairs: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup, peer: int) -> None:
+    """Send the first of each pair, receive the second."""
+    sends = [dist.P2POp(dist.isend, sent.contiguous(), peer, group) for sent, _ in pairs]
+    receives = [dist.P2POp(dist.irecv, received, peer, group) for _, received in pairs]
+    for work in dist.batch_isend_irecv([*sends, *receives]) if pairs else ():
+        work.wait()
