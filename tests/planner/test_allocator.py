@@ -121,9 +121,7 @@ def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> Non
 @pytest.mark.parametrize("longer", [0.5, 2.0])
 def test_in_pieces_a_gather_or_a_reduction_is_beside_the_matmul_but_for_one(longer: float) -> None:
     hardware = replace(hardware_of("h100"), host_seconds=0.0)
-    gather = Send(
-        Collective("all_gather", 8 * 10**9, torch.bfloat16, 8), TENSOR_PARALLEL, TENSOR_PARALLEL
-    )
+    gather = Send(Collective("all_gather", 8 * 10**9, torch.bfloat16, 8), TENSOR_PARALLEL, TENSOR_PARALLEL)
     sends = send_seconds(gather.collective, hardware)
     rate = hardware.memory_bytes_per_s * hardware.bandwidth_efficiency
     matmul = Compute("mm", 1, int(longer * sends * rate), "bfloat16", COMPUTATION)  # its bytes take longer

@@ -171,7 +171,7 @@ class _Pieces:
 
 
 def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, pieces: int = 1) -> Times:
-    """Compute the times of the recording's last step; tensor parallelism's collectives are in so many `pieces`."""
+    """Compute times of the last step; tensor parallelism's collectives are in so many `pieces`."""
     tensor = _Pieces(pieces)
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
