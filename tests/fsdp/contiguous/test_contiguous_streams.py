@@ -120,10 +120,10 @@ def test_forward_gathers_run_beside_the_computation_of_the_module_before() -> No
 def test_memory_that_was_not_freed_yet_is_gathered_into_again() -> None:
     places = []
     with noop_world(2), simulated():
-        model = nn.Sequential(*[nn.Linear(4, 4, device=DEVICE)] * 2)
-        module: Any = model[0]
+        module, between = (nn.Linear(4, 4, device=DEVICE) for _ in range(2))
+        model = nn.Sequential(module, between, module)
         module.register_forward_hook(lambda *_: places.append(module.weight.data_ptr()))
-        for each in (module, model):
+        for each in (module, between, model):
             shardwise.fully_shard(each, mesh=init_device_mesh(DEVICE, (2,)), layout="contiguous")
         with torch.no_grad():
             model(torch.ones(2, 4, device=DEVICE))
