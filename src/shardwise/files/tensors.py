@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
@@ -155,10 +156,6 @@ def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
 
 def _open(file: Path) -> Any:
     """Open a safetensors file, as a context manager."""
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise CheckpointError("reading safetensors files needs `pip install safetensors`") from error
     opened: Any = safe_open
     try:
         return opened(regular(file), framework="pt")

@@ -5,13 +5,13 @@ What one rank has is put in its place; what several have, whole or in part, must
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint import save_slices
 from shardwise.errors import CheckpointError
 from shardwise.tensor_parallel.materialize import missing_weights
 from shardwise.tensor_parallel.package import file_in, manifest_of
@@ -80,18 +80,10 @@ def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overw
     place = Path(out)
     if place.is_dir() or (place.exists() and not overwrite):
         raise CheckpointError(f"{out} is there already; choose another file, or pass --overwrite")
-    from safetensors.torch import save_file
-
     named = {name.removeprefix(strip): x for name, x in merge(folder).items()}
-    first: dict[int, str] = {}
-    alone = {
-        name: x if first.setdefault(x.data_ptr(), name) == name else x.clone() for name, x in named.items()
-    }
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(f"{out}.part")
-        save_file(alone, beside, metadata={"format": "pt"})
-        os.replace(beside, place)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    return f"{len(alone)} tensors, {sum(x.nbytes for x in alone.values()):,} bytes, in {out}\n"
+    save_slices(named, place, metadata={"format": "pt"})
+    return f"{len(named)} tensors, {sum(x.nbytes for x in named.values()):,} bytes, in {out}\n"
