@@ -20,7 +20,6 @@ so what any one host loses, the others have.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import socket
 import sys
@@ -44,7 +43,7 @@ from shardwise.checkpoint.write import Job, begun
 from shardwise.comm.agree import together
 from shardwise.comm.watch import announced
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import MANIFEST, whole_file
+from shardwise.files.manifest import MANIFEST, digest, whole_file
 from shardwise.files.stores import on_disk
 
 _TAG = 0x7B100000
@@ -204,11 +203,11 @@ class HostMemory:
         found = {}
         for step, version, folder in checkpoints(self._path):
             with suppress(CheckpointError, OSError):
-                digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+                own = digest(folder / MANIFEST)["sha256"]
                 names = {*manifest_of(folder)["files"], MANIFEST}
                 sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
                 entry = {"step": step, "version": version, "folder": str(folder)}
-                found[digest] = {**entry, "files": sizes, "names": sorted(names)}
+                found[own] = {**entry, "files": sizes, "names": sorted(names)}
         return found
 
     def _fetched(self, copy: _Copy, state: dict[str, Any]) -> Whole | None:
@@ -300,16 +299,16 @@ def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
     """Yield the copies of which every file is on some host, the newest first."""
     known: dict[str, dict[int, Any]] = {}
     for host, copies in enumerate(listed):
-        for digest, entry in copies.items():
-            known.setdefault(digest, {})[host] = entry
-    newest = {digest: max((e["step"], e["version"]) for e in on.values()) for digest, on in known.items()}
-    for digest in sorted(known, key=lambda digest: (newest[digest], digest), reverse=True):
-        on = known[digest]
+        for key, entry in copies.items():
+            known.setdefault(key, {})[host] = entry
+    newest = {key: max((e["step"], e["version"]) for e in on.values()) for key, on in known.items()}
+    for key in sorted(known, key=lambda key: (newest[key], key), reverse=True):
+        on = known[key]
         files = {host: entry["files"] for host, entry in on.items()}
         names = next(iter(on.values()))["names"]
         if {*names} <= {name for each in files.values() for name in each}:
             folders = {host: entry["folder"] for host, entry in on.items()}
-            yield _Copy(newest[digest][0], digest, folders, files)
+            yield _Copy(newest[key][0], key, folders, files)
 
 
 def _check_index(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:

@@ -13,7 +13,6 @@ read. The manifest's digests guard against damage; they do not say who wrote the
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from shardwise.checkpoint.stored import Stored, locate
 from shardwise.checkpoint.told import alike
 from shardwise.comm.agree import raise_all, together
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import MANIFEST, whole_file
+from shardwise.files.manifest import MANIFEST, digest, whole_file
 from shardwise.files.paths import inside, regular
 from shardwise.files.stores import Location, location
 
@@ -154,7 +153,7 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
 def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], None]) -> Whole:
     """Read a checkpoint's manifest and index, after `check` finds nothing wrong with its files. Local."""
     manifest = manifest_of(folder)
-    own = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    own = digest(folder / MANIFEST)["sha256"]
     check(folder, manifest["files"])
     return Whole(folder, manifest, own, read_index(folder, manifest["tensors"], manifest["files"]))
 

@@ -11,7 +11,6 @@ What is wrong with one rank's ids raises on all ranks.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.agree import together
+from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.autograd import all_reduced, replicated
 from shardwise.sharded_tensor.group import is_outside
@@ -48,7 +47,8 @@ def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Looku
         return asked, []
     told = torch.zeros(group.size(), 4, dtype=torch.int64)
     if asked is not None:
-        told[group.rank()] = torch.tensor([1, _hash(asked), len(asked.ids), asked.bags])
+        ids = fingerprint(f"{asked.shape} {asked.bags}", asked.ids.to(torch.int64), asked.bag)
+        told[group.rank()] = torch.tensor([1, ids, len(asked.ids), asked.bags])
     on_group = told if asked is None else told.to(asked.ids.device)
     told = all_reduced(on_group, group).cpu()
     if not told[:, _RIGHT].all():
@@ -91,11 +91,3 @@ def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> 
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def _hash(asked: Lookup) -> int:
-    """Return 63 bits of a hash of the ids, their shape and their bags."""
-    digest = hashlib.blake2b(repr((asked.shape, asked.bags)).encode(), digest_size=8)
-    for tensor in (asked.ids, asked.bag):
-        digest.update(tensor.to("cpu", torch.int64).contiguous().numpy().tobytes())
-    return int.from_bytes(digest.digest(), "big") >> 1
