@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankPool, on_ranks
-from shardwise.checkpoint.slices import load_slices, save_slices
-from shardwise.checkpoint.slices.write import _Place, _write_box
+from shardwise.checkpoint.slices import _Place, _write_box, load_slices, save_slices
 from shardwise.errors import CheckpointError
 from shardwise.files.tensors import DTYPES as BY_NAME
 from shardwise.layout import Box

@@ -25,9 +25,9 @@ from torch.distributed import _symmetric_memory
 from shardwise import _compat
 from shardwise.comm import api, foreach
 from shardwise.comm.agree import device_of
-from shardwise.comm.divide import divide_factors
+from shardwise.comm.api import SymmetricAllGather
+from shardwise.comm.arithmetic import divide_factors
 from shardwise.comm.streams import CommStreams, record_event
-from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.planner.calibrate import _context_bytes, _device_name, _memory_bytes, _wait
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.extremes import extreme
+from shardwise.comm.arithmetic import extreme
 
 nan, inf = torch.nan, torch.inf
 

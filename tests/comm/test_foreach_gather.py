@@ -21,9 +21,9 @@ from shardwise.comm import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
+from shardwise.comm.api import SymmetricAllGather
 from shardwise.comm.count import Collective, CommCounter
 from shardwise.comm.foreach import gather_dtype
-from shardwise.comm.symmetric import SymmetricAllGather
 from shardwise.errors import ShardingError
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.symmetric import SymmetricAllGather
+from shardwise.comm.api import SymmetricAllGather
 
 
 class Symmetric(SymmetricAllGather):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.layout import Box
-from shardwise.sharded_tensor.ops.boxes import expand_box, pick_box, reshape_boxes
+from shardwise.layout.regroup import expand_box, pick_box, reshape_boxes
 
 SIZES = st.lists(st.sampled_from([1, 2, 2, 3, 4, 6]), max_size=4)
 

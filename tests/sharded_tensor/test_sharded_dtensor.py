@@ -32,9 +32,8 @@ from shardwise.sharded_tensor import (
     TensorProperties,
     shard_tensor,
 )
-from shardwise.sharded_tensor.dtensor import _table, from_dtensor, to_dtensor
+from shardwise.sharded_tensor.dtensor import _table, from_dtensor, from_rows, to_dtensor, to_rows
 from shardwise.sharded_tensor.rows import Piece, ShardedRows
-from shardwise.sharded_tensor.rows.boxes import from_rows, to_rows
 
 SHAPES = [(7,), (8, 3), (5, 6), (1, 9), (0, 4), (3, 0), (4, 5, 3), (16,), (13, 11), (2, 1, 6)]
 

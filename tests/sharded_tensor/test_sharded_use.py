@@ -20,7 +20,7 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.layout import Box
 from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec, autograd, ones, zeros
-from shardwise.sharded_tensor.ops.arguments import given
+from shardwise.sharded_tensor.ops.operands import given
 
 SIZE = (5, 7)
 # On three ranks: one shard each; several on rank 0 and none on rank 2.

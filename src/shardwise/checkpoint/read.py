@@ -32,8 +32,7 @@ from shardwise.checkpoint.commit import find, manifest_of, rank_and_size
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
-from shardwise.checkpoint.told import alike
-from shardwise.comm.agree import raise_all, together
+from shardwise.comm.agree import merge_or_raise, raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, whole_file
 from shardwise.files.paths import inside, regular
@@ -64,7 +63,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
         return {"call": {"step": step}, "found": [str(folder) for folder in found], "torn": torn}
 
     asked = together(what, ask)
-    alike(what, asked, {"call": "Load the same step on every rank"})
+    merge_or_raise(what, asked, {"call": "Load the same step on every rank"})
     if asked[0]["torn"]:
         warnings.warn(asked[0]["torn"], stacklevel=2)
     return fill(_newest_whole(asked[0]["found"]), state)

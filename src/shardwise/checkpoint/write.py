@@ -25,8 +25,7 @@ from shardwise.checkpoint.commit import FORMAT, discard, open_staging, publish, 
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
-from shardwise.checkpoint.told import alike
-from shardwise.comm.agree import together
+from shardwise.comm.agree import merge_or_raise, together
 from shardwise.errors import CheckpointError
 from shardwise.files.lock import lock, unlock
 from shardwise.files.stores import Location, StorePath, location, write_whole
@@ -255,7 +254,7 @@ _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, 
 
 def _agreed(what: str, told: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest's contents over all ranks. Raises on every rank where they differ."""
-    found = alike(what, told, _KINDS)
+    found = merge_or_raise(what, told, _KINDS)
     mixed = sorted(set(found["tensors"]) & set(found["values"]))
     if mixed:
         raise CheckpointError(f"{what} failed: {mixed[0]}: a tensor on one rank, a plain value on another")

@@ -8,8 +8,8 @@ from shardwise.comm.api import (
     ProcessGroupAllocReduceScatter,
     ReduceScatter,
 )
+from shardwise.comm.arithmetic import DivideFactors, divide_factors
 from shardwise.comm.auto import AutoAllGather, AutoReduceScatter
-from shardwise.comm.divide import DivideFactors, divide_factors
 from shardwise.comm.foreach import (
     AllGatherResult,
     ReduceResult,

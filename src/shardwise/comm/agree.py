@@ -1,9 +1,10 @@
 """Agreement: the one way in which ranks compare what they are about to do, and raise the same error.
 
-    agree       all describe the same thing: 8 bytes to each rank, the texts only where they differ
-    Agreement   the same, posted before other work and completed after it
-    together    all do what one alone may fail at; what goes wrong on any raises on all
-    gather_text every rank's text
+    agree             all describe the same thing: 8 bytes to each rank, the texts only where they differ
+    Agreement         one posted before other work and completed after it
+    together          all do what one alone may fail at; what goes wrong on any raises on all
+    merge_or_raise    what ranks described by name, as one; local
+    gather_text       every rank's text
 
 A rank that raised alone would leave the others waiting in their next collective. So ranks exchange
 descriptions, find the same in all of them, and all raise the same error. What they exchange is text and
@@ -45,7 +46,7 @@ def fingerprint(text: str, *tensors: Tensor) -> int:
     """Return 63 bits of a hash of `text` and the values of tensors, the same in every process."""
     digest = hashlib.sha256(text.encode())
     for tensor in tensors:
-        digest.update(tensor.cpu().contiguous().numpy())
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
@@ -207,6 +208,35 @@ def raise_all(
     found = {rank: problem for rank, problem in problems.items() if problem is not None}
     if found:
         raise kind(f"{what} failed\n{by_ranks(found)}") from cause
+
+
+def merge_or_raise(
+    what: str, described: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Merge what ranks described by name, of each of `kinds`; for descriptions that every rank knows. Local.
+
+    Args:
+        what: is being done, for the error.
+        described: by rank, for each kind what it has by name, as JSON; equal on every rank.
+        kinds: and how to fix a difference.
+
+    Raises:
+        CheckpointError: on every rank, naming the higher of two ranks whose entries differ.
+    """
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    problems: dict[int, str | None] = {}
+    for rank, own in enumerate(described):
+        wrong = []
+        for kind, fix in kinds.items():
+            for name, entry in own[kind].items():
+                expected = found[kind].setdefault(name, entry)
+                if json.dumps(expected) != json.dumps(entry):
+                    wrong.append(
+                        f"{name}: expected {expected!r:.200} as on a lower rank, found {entry!r:.200}. {fix}"
+                    )
+        problems[rank] = "\n".join(wrong) or None
+    raise_all(what, problems)
+    return found
 
 
 def _said_by(error: Exception) -> str:

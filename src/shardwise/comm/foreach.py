@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.api import AllGather, ReduceScatter
-from shardwise.comm.divide import DivideFactors
+from shardwise.comm.arithmetic import DivideFactors
 from shardwise.comm.streams import CommStreams, record_event
 from shardwise.errors import ShardingError, here
 

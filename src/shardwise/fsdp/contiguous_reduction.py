@@ -26,13 +26,12 @@ from shardwise.comm.foreach import Input, Reduction, current_stream, finish_redu
 from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.fast import allocates_as
+from shardwise.fsdp.fast import allocates_as, mark_complete
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
 from shardwise.fsdp.rows import RowsParam
 from shardwise.layout import ContiguousSegment
 from shardwise.sharded_tensor.rows import ShardedRows
-from shardwise.sharded_tensor.rows.shard import declare
 
 _MANY = 8  # ranks: so many copies of a slice cost the host more than one strided copy
 
@@ -190,7 +189,7 @@ class ContiguousReducer(GradReducer):
         if self.group.offloads:
             shard = self._to_home(params, shard)
         if self.group.settings.all_reduce_hook is None:  # which may write to padding
-            declare(shard, members.used)
+            mark_complete(shard, members.used)
         begin, dtype, device = shard.storage_offset(), shard.dtype, shard.device
         filled, empty = members.filled, members.empty
         if params is not members.params:

@@ -11,6 +11,7 @@ parameters; forward and backward unless it says otherwise):
     allocates_as    gathers write where parameters are, and staging is made once: 179, not 201
     own_code        compilers keep so many graphs for a code object and not more: equal blocks share one
     own_storage     parts of buffers in place of copies, where torch wants a storage from its beginning
+    merge_views     norms and scaling of gradients take one tensor a reduced shard in place of one a gradient
 
 Elsewhere: rows count changes of `requires_grad` for all (`ShardedRows.changes`: 179, not 235), and `_compat`
 has functions that torch's tracer skips without a wrapper (`runs_eagerly`: 179, not 203) and hooks without
@@ -20,8 +21,9 @@ handles (`hook_gradient`: 179, not 184).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -91,6 +93,48 @@ def own_storage(piece: Tensor) -> Tensor:
 
 
 traced_by(own_storage)
+
+
+# Gradients that lie end to end in one reduced shard, taken as that shard:
+#
+#     reduced shard    A A A A B B C C C -     gradients A, B and C are views; padding is zero
+
+
+def mark_complete(shard: Any, used: int) -> None:
+    """Say that the views of `shard` that tensors are have `used` elements together, and the rest is zero."""
+    shard.used = used
+
+
+def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
+    """Merge views of a marked shard into it, where all are there, and drop tensors without elements.
+
+    At least one tensor is left.
+    """
+    found: list[Tensor] = []
+    views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    latest, members = None, found
+    for local in locals_:
+        base = _compat.base_of(local)
+        if base is None:
+            if local.numel():
+                found.append(local)
+            continue
+        if base is not latest:
+            latest = base
+            members = views.setdefault(id(base), (base, []))[1]
+        members.append(local)
+    for base, members in views.values():
+        found.extend([base] if _are_all_of(base, members) else members)
+    return found or list(locals_[:1])
+
+
+def _are_all_of(base: Tensor, members: Sequence[Tensor]) -> bool:
+    used = getattr(base, "used", None)
+    sizes = list(map(Tensor.numel, members))
+    if used is None or sum(sizes) != used:
+        return False
+    begins = list(compress(map(Tensor.storage_offset, members), sizes))
+    return len(set(begins)) == len(begins)
 
 
 # Optimizers of torch.optim that update each element by itself; others may communicate over a parameter.

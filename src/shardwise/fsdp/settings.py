@@ -19,7 +19,7 @@ from shardwise.comm import (
     ProcessGroupAllocReduceScatter,
     ReduceScatter,
 )
-from shardwise.comm.symmetric import SymmetricAllGather
+from shardwise.comm.api import SymmetricAllGather
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import finalization, trace_plan
 from shardwise.fsdp.finalization import GradientReductionHandle

@@ -33,11 +33,10 @@ from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
 from shardwise.layout import Box
 from shardwise.layout.placement import EvenShard
-from shardwise.sharded_tensor.dtensor import from_dtensor, of_boxes
+from shardwise.sharded_tensor.dtensor import from_dtensor, from_rows, of_boxes
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.metadata import RemoteDevice
 from shardwise.sharded_tensor.rows import ShardedRows
-from shardwise.sharded_tensor.rows.boxes import from_rows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 

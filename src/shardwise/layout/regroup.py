@@ -1,9 +1,18 @@
-"""Dims that hold the same elements before and after a reshape: arithmetic on shapes alone.
+"""Dims that hold the same elements before and after a reshape, and boxes after it, an index or an expansion.
 
 A reshape falls into groups of dims that hold each other's elements, as few at a time as possible:
 
     (4, 6, 5) to (2, 2, 30)     4 to (2, 2), and (6, 5) to 30
     (4, 1) to (4,)              4 to 4, and 1 to nothing
+
+A box stays a box if it does in every group. Strides within a group agree nowhere but at its ends, so there a
+box must be one range of the flattened group, and that range a box of the new dims:
+
+    (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are no range
+    24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are no box
+
+Dims of size 1 are in no group then: an empty box stays empty where it was. An index with steps keeps boxes:
+in each dim, what is left of a range of elements is a range of the result's.
 """
 
 from __future__ import annotations
@@ -12,6 +21,8 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from shardwise.layout import Box
 
 Groups = list[tuple[list[int], list[int]]]
 
@@ -62,3 +73,120 @@ def _without_elements(old: Sequence[Any], new: Sequence[Any], same: Callable[[An
     middle = list(range(first, len(old) - last)), list(range(first, len(new) - last))
     ends = [([len(old) - d], [len(new) - d]) for d in range(last, 0, -1)]
     return [*(([d], [d]) for d in range(first)), *([middle] if any(middle) else []), *ends]
+
+
+Pick = int | range | None  # of a dim: one element, or several; None is a new dim of size 1
+_Extent = tuple[int, int]  # offset and size
+
+
+def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int]) -> list[Box | None]:
+    """Reshape each box of a tensor of shape `old` to `new`, which has as many elements.
+
+    None where the elements of a box make no box of `new`; of an empty box, where `new` is a scalar.
+    """
+    ours, theirs = ([dim for dim, size in enumerate(sizes) if size != 1] for sizes in (old, new))
+    groups = [
+        ([ours[dim] for dim in before], [theirs[dim] for dim in after])
+        for before, after in regrouped([old[dim] for dim in ours], [new[dim] for dim in theirs])
+    ]
+    return [_reshape_box(box, old, new, groups) for box in boxes]
+
+
+def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: Groups) -> Box | None:
+    extents: list[_Extent] = [(0, size) for size in new]
+    for ours, theirs in groups:
+        if len(ours) == len(theirs) == 1 and old[ours[0]] == new[theirs[0]]:
+            extents[theirs[0]] = (box.offsets[ours[0]], box.sizes[ours[0]])
+            continue
+        span = _span([(box.offsets[d], box.sizes[d]) for d in ours], [old[d] for d in ours])
+        image = None if span is None else _split(*span, [new[d] for d in theirs])
+        if image is None and not box.is_empty:
+            return None
+        for dim, extent in zip(theirs, image or [], strict=False):
+            extents[dim] = extent
+    if box.is_empty and all(size for _, size in extents):
+        if not new:
+            return None
+        dim = next((d for d, size in enumerate(new) if size == 1), 0)  # it was empty in a dim of size 1
+        extents[dim] = (new[dim], 0)
+    return Box(tuple(offset for offset, _ in extents), tuple(size for _, size in extents))
+
+
+def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
+    """Return the first element and number of elements in the flattened dims; None where they are no range."""
+    start, count, whole = 0, 1, True
+    for (offset, length), size in zip(extents, sizes, strict=True):
+        start = start * size + offset
+        if count > 1 and length != size:
+            whole = False
+        count *= length
+    return (start, count) if whole or not count else None
+
+
+def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None:
+    """Return the range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
+    extents: list[_Extent] = []
+    stride = math.prod(sizes)
+    if not count and not (stride and sizes):
+        return None
+    if not count:
+        return [(min(start * sizes[0] // stride, sizes[0]), 0), *((0, size) for size in sizes[1:])]
+    for dim, size in enumerate(sizes):
+        stride //= size
+        if count <= stride and start // stride == (start + count - 1) // stride:
+            extents.append((start // stride, 1))
+            start %= stride
+        elif start % stride or count % stride:
+            return None
+        else:
+            return [*extents, (start // stride, count // stride), *((0, s) for s in sizes[dim + 1 :])]
+    return extents
+
+
+def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | None, ...]] | None:
+    """Apply `picks`, by dim, to a box: return its place in the result, and an index into its tensor.
+
+    None where they leave nothing of it, unless they leave nothing of the whole tensor either or the box
+    was empty before.
+    """
+    offsets: list[int] = []
+    sizes: list[int] = []
+    index: list[int | slice | None] = []
+    extents = iter(zip(box.offsets, box.sizes, strict=True))
+    for pick in picks:
+        if pick is None:
+            offsets.append(0)
+            sizes.append(1)
+            index.append(None)
+            continue
+        offset, size = next(extents)
+        if isinstance(pick, int):
+            if not offset <= pick < offset + size:
+                return None
+            index.append(pick - offset)
+            continue
+        first, end = _steps(pick, offset), _steps(pick, offset + size)
+        if first == end and size and pick:
+            return None
+        offsets.append(first)
+        sizes.append(end - first)
+        index.append(
+            slice(pick[first] - offset, pick[end - 1] - offset + 1, pick.step) if first < end else slice(0)
+        )
+    return Box(tuple(offsets), tuple(sizes)), tuple(index)
+
+
+def _steps(pick: range, before: int) -> int:
+    """Count the elements picked that lie before one."""
+    return min(max(-(-(before - pick.start) // pick.step), 0), len(pick))
+
+
+def expand_box(box: Box, *, old: Sequence[int], new: Sequence[int]) -> Box:
+    """Return a box of a tensor of shape `old` which is broadcast to `new`."""
+    added = len(new) - len(old)
+    offsets, sizes = [0] * added, list(new[:added])
+    for offset, length, before, after in zip(box.offsets, box.sizes, old, new[added:], strict=True):
+        grows = before == 1 and after != 1
+        offsets.append(offset * after if grows else offset)
+        sizes.append(length * after if grows else length)
+    return Box(tuple(offsets), tuple(sizes))

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
-from shardwise.comm.extremes import extreme
+from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp.fast import merge_views
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import ShardedRows
-from shardwise.sharded_tensor.rows.shard import merged
 
 Axes = tuple[dist.ProcessGroup, ...]
 _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
@@ -90,7 +90,7 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]],
             by_axes.setdefault((), []).append(tensor)
     for axes, locals_ in rows.items():
         counts[axes] += len(locals_)
-        by_axes.setdefault(axes, []).extend(merged(locals_))
+        by_axes.setdefault(axes, []).extend(merge_views(locals_))
     return by_axes, counts
 
 

@@ -17,7 +17,7 @@ from shardwise.sharded_tensor.construct import (
     zeros,
 )
 from shardwise.sharded_tensor.custom import custom_sharded_op_impl, custom_sharding_spec_op
-from shardwise.sharded_tensor.dtensor import from_dtensor, to_dtensor
+from shardwise.sharded_tensor.dtensor import from_dtensor, from_rows, to_dtensor, to_rows
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
     Shard,
@@ -39,7 +39,6 @@ from shardwise.sharded_tensor.module import (
 )
 from shardwise.sharded_tensor.pickling import load_with_process_group
 from shardwise.sharded_tensor.rows import RowShard, ShardedParameter, ShardedRows
-from shardwise.sharded_tensor.rows.boxes import from_rows, to_rows
 from shardwise.sharded_tensor.spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,

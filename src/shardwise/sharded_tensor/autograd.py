@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm import extremes
 from shardwise.comm.agree import Agreement, backend_of
+from shardwise.comm.arithmetic import extreme
 from shardwise.comm.exchange import exchange, gather, part
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import failure
@@ -105,7 +105,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
 def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
     """Reduce to the greatest or least of ranks' elements, NaN where one is; no gradient. Collective."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
-    return extremes.extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
+    return extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
 
 def moved(

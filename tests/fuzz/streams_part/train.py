@@ -24,7 +24,7 @@ from fuzz.streams_part.beside import Pipelined, Tables
 from shardwise import _compat, optim
 from shardwise import checkpoint as checkpoints
 from shardwise.comm import DefaultReduceScatter
-from shardwise.comm.symmetric import SymmetricAllGather
+from shardwise.comm.api import SymmetricAllGather
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, Order, simulated

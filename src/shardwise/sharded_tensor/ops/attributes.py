@@ -15,8 +15,7 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
-from shardwise.sharded_tensor.ops.arguments import rule
-from shardwise.sharded_tensor.ops.operands import like
+from shardwise.sharded_tensor.ops.operands import like, rule
 from shardwise.sharded_tensor.registry import PLAIN, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 

@@ -9,7 +9,7 @@
                                                                                      the ids' holders
     sharded along dim 0   plain                        sharded like the ids          ids to all
 
-Ranks compare plain ids in a small all-reduce before (`ops.asked`), for which table they may be.
+Ranks compare plain ids in a small all-reduce before (`ops.lookup`), for which table they may be.
 A table of which one rank holds all counts among the other boxes. Gradients go back the same way;
 `sparse=True` gives local shards sparse ones. Ids sharded along dim 0 have (bags, ids in each) for bags.
 
@@ -29,11 +29,17 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import linked, replicated
-from shardwise.sharded_tensor.ops.arguments import by_name, probe
-from shardwise.sharded_tensor.ops.asked import compared, of_all
-from shardwise.sharded_tensor.ops.operands import check_group, like
+from shardwise.sharded_tensor.ops.lookup import (
+    Lookup,
+    compared,
+    like_ids,
+    of_all,
+    stand_in,
+    to_all,
+    to_holders,
+)
+from shardwise.sharded_tensor.ops.operands import by_name, check_group, like, probe
 from shardwise.sharded_tensor.ops.reduce import is_cut
-from shardwise.sharded_tensor.ops.table import Lookup, like_ids, stand_in, to_all, to_holders
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor

@@ -30,8 +30,8 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.move import placed_on
-from shardwise.sharded_tensor.ops.arguments import rule
 from shardwise.sharded_tensor.ops.elementwise import in_place
+from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import HANDLERS, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor

@@ -29,8 +29,7 @@ from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
-from shardwise.sharded_tensor.ops.arguments import called_as
-from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, total_of
+from shardwise.sharded_tensor.ops.operands import anchor_of, called_as, check_group, total_of
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 

@@ -29,9 +29,8 @@ from torch import Tensor
 from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
-from shardwise.sharded_tensor.ops.arguments import as_torch, given, rule
 from shardwise.sharded_tensor.ops.elementwise import elementwise
-from shardwise.sharded_tensor.ops.operands import anchor_of
+from shardwise.sharded_tensor.ops.operands import anchor_of, as_torch, given, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.tensor import ShardedTensor

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover
+from shardwise.layout.regroup import Pick, pick_box
 from shardwise.sharded_tensor.autograd import replicated, tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded_tensor.ops.arguments import probe, rule
-from shardwise.sharded_tensor.ops.boxes import Pick, pick_box
-from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, within
+from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, probe, rule, within
 from shardwise.sharded_tensor.ops.shape import Args, Kwargs, assembled, derived, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import handles

@@ -3,9 +3,9 @@
 Every shard becomes a shard of the result on the same rank: what the operation makes of its own tensor, a view
 of its memory where torch gives one. So in-place operations on the result write the original, as in torch.
 
-A reshape needs every shard's box to stay a box (`ops.boxes`): dims may merge where the shards have all but
-the first of them whole, or one element of it. Where a box does not stay one, every rank raises ShardingError,
-which names a cut that works. Arguments that torch refuses raise what torch raises.
+A reshape needs every shard's box to stay a box (`layout.regroup`): dims may merge where the shards have all
+but the first of them whole, or one element of it. Where a box does not stay one, every rank raises
+ShardingError, which names a cut that works. Arguments that torch refuses raise what torch raises.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Box
+from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.metadata import ShardMetadata
-from shardwise.sharded_tensor.ops.arguments import probe
-from shardwise.sharded_tensor.ops.boxes import expand_box, reshape_boxes
+from shardwise.sharded_tensor.ops.operands import probe
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import handles
 from shardwise.sharded_tensor.spec import ChunkShardingSpec

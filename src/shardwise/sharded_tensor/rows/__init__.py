@@ -1,8 +1,7 @@
 """Parameters, gradients and optimizer state that are row ranges of whole tensors."""
 
 from shardwise.sharded_tensor.rows import clients, ops
-from shardwise.sharded_tensor.rows.piece import Piece
-from shardwise.sharded_tensor.rows.row_shard import RowShard
+from shardwise.sharded_tensor.rows.piece import Piece, RowShard
 from shardwise.sharded_tensor.rows.tensor import ShardedParameter, ShardedRows
 
 __all__ = ["Piece", "RowShard", "ShardedParameter", "ShardedRows", "clients", "ops"]

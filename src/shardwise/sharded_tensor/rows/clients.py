@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from shardwise._compat.dtensors import fill_whole, route_dtensors
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.rows import autograd, convert
-from shardwise.sharded_tensor.rows.piece import local_part, piece_of
-from shardwise.sharded_tensor.rows.row_shard import RowShard
+from shardwise.sharded_tensor.rows import convert
+from shardwise.sharded_tensor.rows.piece import RowShard, local_part, piece_of
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 
@@ -42,7 +41,7 @@ class _Rows:
             )
         local = local.contiguous()
         if torch.is_grad_enabled() and local.requires_grad:
-            return cast(ShardedRows, autograd.from_local(local, piece, ShardedRows.wrap))
+            return cast(ShardedRows, convert.from_local(local, piece, ShardedRows.wrap))
         return ShardedRows.wrap(local, piece)
 
     @torch.no_grad()
@@ -68,7 +67,7 @@ class _Rows:
         if dtype is not None:
             tensor = cast(DTensor, tensor.to(dtype))
         piece = piece_of(mesh, placements, tensor.shape, tensor.dtype)
-        return cast(ShardedRows, autograd.into_rows(tensor, piece, ShardedRows.wrap))
+        return cast(ShardedRows, convert.into_rows(tensor, piece, ShardedRows.wrap))
 
     def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor:
         """Return this rank's rows of `whole`; leave another shape for `load_state_dict` to refuse."""

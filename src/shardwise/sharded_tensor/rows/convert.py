@@ -1,4 +1,4 @@
-"""Row ranges to whole tensors, other row ranges and DTensors, and back.
+"""Row ranges to whole tensors, other row ranges and DTensors, and back; below autograd, and with it.
 
 Between two ways of cutting rows over one process group each row moves at most once. Everything else goes by
 way of the whole tensor.
@@ -6,14 +6,15 @@ way of the whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.comm.agree import Agreement
@@ -22,11 +23,12 @@ from shardwise.comm.exchange import part as part_at
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
+from shardwise.sharded_tensor.autograd import linked
 from shardwise.sharded_tensor.rows.piece import EvenCuts, Piece, even_boxes, local_part
 
 
 @torch.no_grad()
-def full_tensor(local: Tensor, piece: Piece) -> Tensor:
+def make_whole(local: Tensor, piece: Piece) -> Tensor:
     """Return the whole tensor of which every rank gives its rows. Collective over `piece.axes`."""
     if 0 in piece.shape:
         return local.new_empty(piece.shape)
@@ -105,7 +107,7 @@ def placed(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequence[P
     if even := _even_over(mesh, placements, piece):
         made_as, found = placements, _moved(local, piece.boxes, even, piece)
     else:
-        made_as, found = [Replicate()] * mesh.ndim, full_tensor(local, piece)
+        made_as, found = [Replicate()] * mesh.ndim, make_whole(local, piece)
     spec = _compat.dtensor_spec(mesh, made_as, shape=piece.shape, dtype=local.dtype)
     made = _compat.dtensor(found, spec)
     return made if list(placements) == list(made_as) else made.redistribute(mesh, placements)
@@ -131,7 +133,7 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
             is_one_group = piece.group is not None and known.groups == piece.groups
             if is_one_group and not known.even_cuts and not piece.even_cuts:
                 return _moved(local, known.boxes, piece.boxes, piece)
-            whole = full_tensor(local, known)
+            whole = make_whole(local, known)
         elif even := _even_over(value.device_mesh, value.placements, piece):
             return _moved(local, even, piece.boxes, piece)
         elif all(placement.is_replicate() for placement in value.placements):
@@ -162,3 +164,74 @@ def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
         with announced(group, f"add up a gradient\nof shape {list(piece.shape)}"):
             dist.all_reduce(value, group=group)
     return value
+
+
+Wrap = Callable[[Tensor, Piece], Any]  # local rows as a tensor cut as a piece
+
+
+def to_local(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """Return this rank's plain tensor."""
+    piece, wrap = rows.piece, rows.wrap
+    sums = _partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
+
+    def back(grad: Tensor) -> tuple[Tensor]:
+        return (wrap(summed(grad, piece, sums).contiguous(), piece),)
+
+    return cast(Tensor, linked(lambda own: own.local.view_as(own.local), back, rows))
+
+
+def full_tensor(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """Return the whole tensor, equal on all ranks."""
+    piece, wrap = rows.piece, rows.wrap
+    sums = _partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
+
+    def back(grad: Tensor) -> tuple[Tensor]:
+        return (wrap(rows_of(summed(grad, piece, sums), piece), piece),)
+
+    return cast(Tensor, linked(lambda own: make_whole(own.local, piece), back, rows))
+
+
+def _partial_axes(
+    piece: Piece, asked: Sequence[Placement] | None, own: Sequence[Placement]
+) -> tuple[int, ...]:
+    """Return the mesh axes over which a gradient placed as `asked` is summed to be placed as `own`."""
+    found = []
+    for axis, (mine, other) in enumerate(zip(own, asked or (), strict=True)):
+        if mine.is_replicate() and isinstance(other, Partial) and other.reduce_op == "sum":
+            found.append(axis)
+        elif other != mine and not (other.is_shard(0) and mine.is_shard(0)):
+            raise ShardingError(
+                f"{here()}: grad_placements {tuple(asked or ())} of a tensor sharded by rows, for a result"
+                f" placed as {tuple(own)} on {piece.mesh}: on axis {axis} expected {mine}"
+                + (" or Partial()" if mine.is_replicate() else "")
+            )
+    return tuple(found)
+
+
+def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return a DTensor that is placed otherwise."""
+    piece, wrap = rows.piece, rows.wrap
+    return cast(
+        DTensor,
+        linked(
+            lambda own: placed(own.local, piece, mesh, placements),
+            lambda grad: (wrap(rows_of(grad, piece), piece),),
+            rows,
+        ),
+    )
+
+
+def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
+    """Return a DTensor, or rows that are cut otherwise, as rows cut as `piece`."""
+    mesh = dtensor.device_mesh
+    placements = tuple(Replicate() if p.is_partial() else p for p in dtensor.placements)
+    return linked(
+        lambda source: wrap(rows_of(source, piece), piece),
+        lambda grad: (placed(rows_of(grad, piece), piece, mesh, placements),),
+        dtensor,
+    )
+
+
+def from_local(local: Tensor, piece: Piece, wrap: Wrap) -> Any:
+    """Return this rank's plain tensor as rows cut as `piece`."""
+    return linked(lambda own: wrap(own.view_as(own), piece), lambda grad: (rows_of(grad, piece),), local)

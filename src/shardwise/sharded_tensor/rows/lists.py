@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.registry import Handler
-from shardwise.sharded_tensor.rows.operands import is_foreign, local_operand, refuse, result_piece, rows
+from shardwise.sharded_tensor.rows.elementwise import is_foreign, local_operand, refuse, result_piece, rows
 from shardwise.sharded_tensor.rows.piece import Piece
 from shardwise.sharded_tensor.rows.reductions import HALF, MAX, all_reduced, combine_powers
 from shardwise.sharded_tensor.rows.tensor import ShardedRows

@@ -7,7 +7,7 @@ whole tensors::
     random         elementwise.py   drawn whole from this rank's generator, then cut
     lists          lists.py         foreach and fused ops: one call for all; norms in one all-reduce
     reductions     reductions.py    the op on local rows, then an all-reduce; along trailing dims neither
-    the rest       operands.py      an error that names the op and what to use
+    the rest       elementwise.py   an error that names the op and what to use
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from shardwise.sharded_tensor.registry import Handler, does
-from shardwise.sharded_tensor.rows.elementwise import OTHERS, UNTAGGED, elementwise, elementwise_
+from shardwise.sharded_tensor.rows.elementwise import OTHERS, UNTAGGED, elementwise, elementwise_, refuse
 from shardwise.sharded_tensor.rows.lists import LISTS, foreach
-from shardwise.sharded_tensor.rows.operands import refuse
 from shardwise.sharded_tensor.rows.reductions import REDUCTIONS
 from shardwise.sharded_tensor.rows.tensor import handler_of
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm import extremes
+from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
 from shardwise.sharded_tensor.registry import Handler
 from shardwise.sharded_tensor.rows.convert import gather_even
-from shardwise.sharded_tensor.rows.operands import refuse, rows
+from shardwise.sharded_tensor.rows.elementwise import refuse, rows
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
 
 Groups = Sequence[dist.ProcessGroup]
@@ -45,7 +45,7 @@ def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
         return sent
 
     if reduce in (MAX, MIN):
-        return extremes.extreme(value.to(wide), over_groups, largest=reduce == MAX).to(value.dtype)
+        return extreme(value.to(wide), over_groups, largest=reduce == MAX).to(value.dtype)
     return over_groups(value.to(wide, copy=True, memory_format=torch.contiguous_format)).to(value.dtype)
 
 

@@ -28,9 +28,8 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import entries
 from shardwise.sharded_tensor.registry import Handler, declared
-from shardwise.sharded_tensor.rows import autograd, convert
-from shardwise.sharded_tensor.rows.piece import Piece, piece_of
-from shardwise.sharded_tensor.rows.row_shard import RowShard
+from shardwise.sharded_tensor.rows import convert
+from shardwise.sharded_tensor.rows.piece import Piece, RowShard, piece_of
 
 _requires_grad: Any = Tensor.requires_grad
 _handlers: dict[Any, Handler] = {}  # by operator, once it was met
@@ -115,7 +114,7 @@ class ShardedRows(OwnDTensor):
                 still to be added up (`Partial`) over mesh axes that replicate it. None: as this tensor.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return autograd.to_local(self, grad_placements)
+            return convert.to_local(self, grad_placements)
         return self._local_tensor
 
     @_compat.runs_eagerly
@@ -129,8 +128,8 @@ class ShardedRows(OwnDTensor):
                 (`Replicate`, the default) or to be added up (`Partial`).
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return autograd.full_tensor(self, grad_placements)
-        return convert.full_tensor(self._local_tensor, self.piece)
+            return convert.full_tensor(self, grad_placements)
+        return convert.make_whole(self._local_tensor, self.piece)
 
     @_compat.runs_eagerly
     def redistribute(
@@ -153,7 +152,7 @@ class ShardedRows(OwnDTensor):
         source = self if forward_dtype in (None, self.dtype) else cast(DTensor, self.to(forward_dtype))
         if mesh == self.device_mesh and tuple(placements) == self.placements:
             return source
-        return autograd.redistributed(source, mesh, tuple(placements))
+        return convert.redistributed(source, mesh, tuple(placements))
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:

@@ -1,6 +1,13 @@
-"""Rows of a table cut in any way: found where they lie, brought where they are wanted.
+"""Lookups of rows in a table cut in any way: found where they lie, brought where they are wanted.
 
-Every rank knows all ids and all boxes, so each works out by itself what it finds, sends and gets:
+Ranks tell each other a hash of their plain ids, in one small all-reduce:
+
+    equal on all ranks     one batch, replicated as any plain tensor: every rank gets the same result
+    not                    each rank's own: it gets the rows of its ids, and the table's gradient is the sum
+                           of all ranks'. Ids go to all ranks, rows to the rank that asks (`to_holders`)
+
+What is wrong with one rank's ids raises on all ranks. From then on every rank knows all ids and all boxes, so
+each works out by itself what it finds, sends and gets:
 
     to_all        the result on every rank: each adds its part, in one all-reduce
     to_holders    the result on the ranks that hold the ids: each shard of the table sends to each of theirs
@@ -10,10 +17,11 @@ An id whose row lies elsewhere adds nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -21,9 +29,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.comm.agree import fingerprint, together
+from shardwise.errors import ShardingError
 from shardwise.layout import Box, transfer
-from shardwise.sharded_tensor.autograd import moved, nothing_of, summed
+from shardwise.sharded_tensor.autograd import all_reduced, moved, nothing_of, replicated, summed
+from shardwise.sharded_tensor.group import is_outside
+from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.ops.operands import total_of
+from shardwise.sharded_tensor.spec import RaggedShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
@@ -192,3 +205,68 @@ def like_ids(
     metadata = ids.metadata().map((ids.shape[0], *rest), of_result)
     shaped = [result.reshape(_rows(box, ids), *rest) for result, box in zip(results, ids.boxes, strict=True)]
     return ids.with_tensors(shaped, metadata=metadata, anchor=anchor)
+
+
+_RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they ask for
+
+
+def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
+    """Return this rank's lookup; for each rank its numbers of ids and bags where ranks' ids differ.
+
+    Collective over `group`. An error of `ask` on any rank raises on all.
+    """
+    if is_outside(group) or group.size() == 1:
+        return ask(), []
+    asked, error = None, None
+    try:
+        asked = ask()
+    except Exception as wrong:  # of one rank's ids: the others must hear of it
+        error = wrong
+    if asked is not None and asked.ids.is_meta:
+        return asked, []
+    told = torch.zeros(group.size(), 4, dtype=torch.int64)
+    if asked is not None:
+        ids = fingerprint(f"{asked.shape} {asked.bags}", asked.ids.to(torch.int64), asked.bag)
+        told[group.rank()] = torch.tensor([1, ids, len(asked.ids), asked.bags])
+    on_group = told if asked is None else told.to(asked.ids.device)
+    told = all_reduced(on_group, group).cpu()
+    if not told[:, _RIGHT].all():
+        try:
+            together("looking up ids", lambda: _raise(error), group=group, kind=ShardingError)
+        except ShardingError as everywhere:
+            raise (error or everywhere) from everywhere.__cause__
+    assert asked is not None
+    if (told[:, _HASH] == told[0, _HASH]).all():
+        return asked, []
+    return asked, [(ids, bags) for ids, bags in told[:, [_IDS, _BAGS]].tolist()]
+
+
+def of_all(
+    asked: Lookup, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
+) -> tuple[Lookup, ShardedTensor]:
+    """Join the lookups of all ranks, and make a tensor cut as the results. Collective."""
+    starts = [0, *itertools.accumulate(bags for _, bags in counts)]
+    each = [ids for ids, _ in counts]
+    pairs = torch.stack([asked.ids.to(torch.int64), asked.bag + starts[group.rank()]], 1)
+    ids, bag = _by_rank(pairs, each, group).full_tensor().unbind(1)
+    weights = asked.weights
+    if weights is not None:
+        weights = replicated(_by_rank(weights, each, group).full_tensor(), group)
+    nothing = asked.ids.new_zeros(()).expand(asked.bags)
+    everyones = replace(asked, ids=ids, bag=bag, bags=starts[-1], weights=weights)
+    return everyones, _by_rank(nothing, [n for _, n in counts], group)
+
+
+def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
+    """Return every rank's rows, after each other; differentiable."""
+    ranks = dist.get_process_group_ranks(group)
+    spec = RaggedShardingSpec(0, lengths, [f"rank:{rank}/{mine.device.type}" for rank in ranks])
+    properties = TensorProperties(mine.dtype, requires_grad=mine.requires_grad)
+    metadata = spec.build_metadata(torch.Size([sum(lengths), *mine.shape[1:]]), properties)
+    shard = Shard(mine, metadata.shards_metadata[group.rank()])
+    return ShardedTensor.wrap([shard], metadata, process_group=group, anchor=mine.reshape(-1)[:0])
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -1,4 +1,4 @@
-"""Division of summed gradients: by which factor, and when.
+"""What reductions over ranks need beside the backend's: division of summed gradients, and NaN in extremes.
 
 Gradients become their mean over all data-parallel ranks (or their sum over `factor`):
 
@@ -8,14 +8,19 @@ Gradients become their mean over all data-parallel ranks (or their sum over `fac
                    over many ranks overflows fp16 and the quotient before summing underflows
 
 Dividing after the reduction touches 1/ranks of the elements, so it is preferred.
+
+A backend's maximum may drop NaN (gloo keeps whichever operand a comparison leaves), so whether there was one
+travels beside the numbers, in the same reduction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shardwise import _compat
@@ -82,3 +87,17 @@ def _near_square_root(total: float) -> float:
     while total % before == 0 and before * before < total:
         before *= 2
     return before
+
+
+def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool) -> Tensor:
+    """Reduce every rank's `values` elementwise by `reduce`, an all-reduce by MAX, or MIN if not `largest`.
+
+    `reduce` gets memory of its own, in the dtype of `values`, and may write to it. Collective as it is.
+    """
+    if not values.is_floating_point():
+        return reduce(values.clone(memory_format=torch.contiguous_format))
+    no_number = values.isnan()
+    sign = 1 if largest else -1
+    both = torch.stack([values.masked_fill(no_number, 0), no_number.to(values.dtype) * sign])
+    value, no_number = reduce(both).unbind()
+    return value.masked_fill(no_number != 0, torch.nan)
