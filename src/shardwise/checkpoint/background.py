@@ -168,7 +168,7 @@ def _give_way() -> None:
 _in_flight: list[Saving] = []  # at most one
 
 
-def settle() -> None:
+def wait_for_saving() -> None:
     """Wait for the save in flight, if there is one. Collective where there is.
 
     Raises:

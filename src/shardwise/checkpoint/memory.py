@@ -39,7 +39,7 @@ from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
 from shardwise.checkpoint.read import Whole, files_for, fill, open_checkpoint
-from shardwise.checkpoint.write import Job, begun
+from shardwise.checkpoint.write import Job, prepare_save
 from shardwise.comm.agree import together
 from shardwise.comm.watch import announced
 from shardwise.errors import CheckpointError
@@ -103,7 +103,7 @@ class HostMemory:
                 that is complete is untouched.
         """
         self.wait()
-        job = begun(self._path, state, step=step, hosts=self._hosts, fits=self._check_room)
+        job = prepare_save(self._path, state, step=step, hosts=self._hosts, fits=self._check_room)
         with job.cleaning():
             parts = together(job.what, lambda: write_part(job.staging, self._rank, job.mine()))
         self._sending = threading.Thread(

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
-from shardwise.checkpoint.background import settle
+from shardwise.checkpoint.background import wait_for_saving
 from shardwise.checkpoint.commit import find, manifest_of, rank_and_size
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatten, from_json
@@ -56,7 +56,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     """
     rank, _ = rank_and_size()
     what = f"loading from {path}"
-    settle()
+    wait_for_saving()
 
     def ask() -> dict[str, Any]:
         found, torn = find(location(path), step) if rank == 0 else ([], "")

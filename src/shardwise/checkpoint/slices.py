@@ -30,7 +30,6 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.commit import rank_and_size
 from shardwise.checkpoint.state import as_bytes, check_dense
@@ -39,11 +38,10 @@ from shardwise.errors import CheckpointError
 from shardwise.files.stores import on_disk, sync
 from shardwise.files.tensors import DTYPES, NAMES, StoredTensor, TensorFiles
 from shardwise.layout import Box
-from shardwise.sharded_tensor.dtensor import from_dtensor, from_rows
+from shardwise.sharded_tensor.dtensor import to_sharded
 from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.move import describe
-from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -108,10 +106,7 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
         raise CheckpointError(
             f"a tensor is named by a str other than '__metadata__', found {name!r}; rename it"
         )
-    if isinstance(tensor, ShardedRows):
-        tensor = from_rows(cast(ShardedRows, tensor.detach()), process_group=dist.group.WORLD)
-    elif isinstance(tensor, DTensor):
-        tensor = from_dtensor(cast(DTensor, tensor.detach()), process_group=dist.group.WORLD)
+    tensor = to_sharded(tensor, cast(dist.ProcessGroup, dist.group.WORLD))
     if not isinstance(tensor, Tensor):
         raise CheckpointError(
             f"{name}: expected a ShardedTensor, DTensor or plain dense tensor, found {type(tensor).__name__};"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.background import failed_here, settle
+from shardwise.checkpoint.background import failed_here, wait_for_saving
 from shardwise.comm.watch import explained, look_into, order_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -87,7 +87,7 @@ class StopSignals:
         else:
             self._answer, failed = self._arrived()
         if failed:
-            settle()
+            wait_for_saving()
         if self._group is None:
             return self._answer != 0
         flag = torch.tensor([self._noted, int(failed_here())])

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint.background import Saving, settle
+from shardwise.checkpoint.background import Saving, wait_for_saving
 from shardwise.checkpoint.commit import FORMAT, discard, open_staging, publish, rank_and_size, tidy
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
@@ -59,8 +59,8 @@ def save(
     differ between ranks; earlier checkpoints are untouched.
     """
     rank, _ = rank_and_size()
-    settle()
-    job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
+    wait_for_saving()
+    job = prepare_save(path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
         parts = together(job.what, lambda: write_part(job.staging, rank, job.mine()))
         return location(together(job.what, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
@@ -80,8 +80,8 @@ def save_async(
     next waits for it. If it fails, the next save, load, `Saving.wait` or `StopSignals.asked` raises, on
     every rank. A process that ends waits for it, unless it ends by an error.
     """
-    settle()
-    job = begun(path, state, step=step, keep=keep, keep_every=keep_every)
+    wait_for_saving()
+    job = prepare_save(path, state, step=step, keep=keep, keep_every=keep_every)
     copies: list[tuple[Chunk, Tensor | bytes]] = []
     with job.cleaning():
         together(job.what, lambda: copies.extend((chunk, staged(tensor)) for chunk, tensor in job.mine()))
@@ -139,7 +139,7 @@ class Job:
             raise
 
 
-def begun(
+def prepare_save(
     path: str | os.PathLike[str],
     state: dict[str, Any],
     *,

@@ -88,7 +88,7 @@ def agree(
 class Agreement:
     """Ranks tell each other what they are about to do, in 8 bytes each.
 
-    Collective over `group`, to make one and to `settle` it. Between the two a rank may post what it is about
+    Collective over `group`, to make one and to `confirm` it. Between the two a rank may post what it is about
     to do, if messages that mean something else do not meet it: so agreeing costs no round of its own. Over
     gloo up to 32 ranks send each other their words directly; elsewhere it is one all-gather.
 
@@ -121,7 +121,7 @@ class Agreement:
             words = _all_gather(self._word, group)
             self._words = {peer: (None, words[peer]) for peer in range(ranks) if peer != rank}
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """Wait for everyone's word.
 
         Raises:

@@ -88,14 +88,14 @@ def exchange(
     if not sends and not receives:
         _copy(local)
         if agreement is not None:
-            agreement.settle()
+            agreement.confirm()
         return
     device = (source or target)[0][1].device
     if backend_of(group, device) == "gloo":
         _exchange_over_gloo(local, sends, receives, group, agreement)
     else:
         if agreement is not None:
-            agreement.settle()
+            agreement.confirm()
         _exchange_in_batch(local, sends, receives, group)
 
 
@@ -243,7 +243,7 @@ def _exchange_over_gloo(
             receiving.append((group.recv([wire], peer, tag), staged))
     _copy(local)
     if agreement is not None:
-        agreement.settle()
+        agreement.confirm()
     for work, staged in receiving:
         work.wait(_GROUP_TIMEOUT)
         _copy(staged)

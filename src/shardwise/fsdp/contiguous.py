@@ -121,7 +121,7 @@ class ContiguousGroup(ParamGroup):
             for segment in self.layout.segments:
                 self._warn_of_padding(segment)
                 for place in segment.places:
-                    self.params[place.index].settle(self.layout, place, self.cut_groups)
+                    self.params[place.index].assign_rows(self.layout, place, self.cut_groups)
             return
         segments = []
         for segment in self.layout.segments:

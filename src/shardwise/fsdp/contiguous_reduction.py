@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from shardwise.comm.foreach import Input, Reduction, current_stream, finish_redu
 from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.fast import allocates_as, mark_complete
+from shardwise.fsdp.fast import allocates_as
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
 from shardwise.fsdp.rows import RowsParam
@@ -336,3 +336,46 @@ def _fill_slice(
         target.copy_(part)
     if targets:
         _compat.foreach_copy(targets, grads)
+
+
+# Gradients that lie end to end in one reduced shard, taken as that shard. An operation that is elementwise,
+# or sums over all, then costs one operation in place of one for each:
+#
+#     reduced shard    A A A A B B C C C -     gradients A, B and C are views; padding is zero
+
+
+def mark_complete(shard: Any, used: int) -> None:
+    """Mark a shard as one of whose elements views are `used` together, and the rest is zero."""
+    shard.used = used
+
+
+def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
+    """Merge views of a marked shard into it, where all are there, and drop tensors without elements.
+
+    At least one tensor is left.
+    """
+    found: list[Tensor] = []
+    views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    latest, members = None, found
+    for local in locals_:
+        base = _compat.base_of(local)
+        if base is None:
+            if local.numel():
+                found.append(local)
+            continue
+        if base is not latest:
+            latest = base
+            members = views.setdefault(id(base), (base, []))[1]
+        members.append(local)
+    for base, members in views.values():
+        found.extend([base] if _are_all_of(base, members) else members)
+    return found or list(locals_[:1])
+
+
+def _are_all_of(base: Tensor, members: Sequence[Tensor]) -> bool:
+    used = getattr(base, "used", None)
+    sizes = list(map(Tensor.numel, members))
+    if used is None or sum(sizes) != used:
+        return False
+    begins = list(compress(map(Tensor.storage_offset, members), sizes))
+    return len(set(begins)) == len(begins)

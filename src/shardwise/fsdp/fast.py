@@ -3,15 +3,14 @@
 Python calls a block in a steady step, with it and without (`benchmarks/host_cost.py`: 8 ranks, blocks of 12
 parameters; forward and backward unless it says otherwise):
 
-    step_locally    optimizers of torch.optim get local memory in place of DTensors: a whole step of 8 blocks,
-                    interleaved, AdamW fused 1,310, not 8,998; foreach 2,752, not 6,205
-    put_aside       AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
-    seen            counts compared in place of calls, and gradients of the interleaved layout without storage
-                    of their own: 132 calls fewer
-    allocates_as    gathers write where parameters are, and staging is made once: 179, not 201
-    own_code        compilers keep so many graphs for a code object and not more: equal blocks share one
-    own_storage     parts of buffers in place of copies, where torch wants a storage from its beginning
-    merge_views     norms and scaling of gradients take one tensor a reduced shard in place of one a gradient
+    step_locally         optimizers of torch.optim get local memory in place of DTensors: a whole step of 8
+                         blocks, interleaved, AdamW fused 1,310, not 8,998; foreach 2,752, not 6,205
+    skip_empty_params    AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
+    seen                 counts compared in place of calls, and gradients of the interleaved layout without
+                         storage of their own: 132 calls fewer
+    allocates_as         gathers write where parameters are, and staging is made once: 179, not 201
+    own_code             compilers keep so many graphs for a code object and not more: equal blocks share one
+    own_storage          parts of buffers in place of copies, where torch wants a storage from its beginning
 
 Elsewhere: rows count changes of `requires_grad` for all (`ShardedRows.changes`: 179, not 235), and `_compat`
 has functions that torch's tracer skips without a wrapper (`runs_eagerly`: 179, not 203) and hooks without
@@ -21,9 +20,8 @@ handles (`hook_gradient`: 179, not 184).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import compress
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -35,7 +33,7 @@ from torch.optim import Optimizer
 
 from shardwise import _compat
 from shardwise._compat.dtensors import traced_by
-from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows, cut_like
 from shardwise.sharded_tensor.rows.piece import Piece
 
 
@@ -93,48 +91,6 @@ def own_storage(piece: Tensor) -> Tensor:
 
 
 traced_by(own_storage)
-
-
-# Gradients that lie end to end in one reduced shard, taken as that shard:
-#
-#     reduced shard    A A A A B B C C C -     gradients A, B and C are views; padding is zero
-
-
-def mark_complete(shard: Any, used: int) -> None:
-    """Say that the views of `shard` that tensors are have `used` elements together, and the rest is zero."""
-    shard.used = used
-
-
-def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Merge views of a marked shard into it, where all are there, and drop tensors without elements.
-
-    At least one tensor is left.
-    """
-    found: list[Tensor] = []
-    views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-    latest, members = None, found
-    for local in locals_:
-        base = _compat.base_of(local)
-        if base is None:
-            if local.numel():
-                found.append(local)
-            continue
-        if base is not latest:
-            latest = base
-            members = views.setdefault(id(base), (base, []))[1]
-        members.append(local)
-    for base, members in views.values():
-        found.extend([base] if _are_all_of(base, members) else members)
-    return found or list(locals_[:1])
-
-
-def _are_all_of(base: Tensor, members: Sequence[Tensor]) -> bool:
-    used = getattr(base, "used", None)
-    sizes = list(map(Tensor.numel, members))
-    if used is None or sum(sizes) != used:
-        return False
-    begins = list(compress(map(Tensor.storage_offset, members), sizes))
-    return len(set(begins)) == len(begins)
 
 
 # Optimizers of torch.optim that update each element by itself; others may communicate over a parameter.
@@ -224,13 +180,13 @@ class _LocalSteps:
             self.same_cuts[id(one), id(other)] = one, other
         return True
 
-    def settle(self, optimizer: Optimizer) -> None:
+    def rekey(self, optimizer: Optimizer) -> None:
         """Store under the parameters the state that was written by local memory."""
         for params, locals_, before in self.moved:
             for param, local, old in zip(params, locals_, before, strict=True):
                 made = optimizer.state.pop(local, None)  # None of a step that raised
                 if made and old is None:
-                    optimizer.state[param]["momentum_buffer"] = _sharded_as(param, made["momentum_buffer"])
+                    optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
         self.moved.clear()
 
 
@@ -238,12 +194,6 @@ def _same_cut(one: Any, other: Any) -> bool:
     if one is other or isinstance(one, Piece):
         return bool(one == other)
     return bool(one.mesh == other.mesh and one.placements == other.placements)
-
-
-def _sharded_as(param: Tensor, local: Tensor) -> Tensor:
-    if isinstance(param, ShardedRows):
-        return ShardedRows.wrap(local, param.piece)
-    return _compat.dtensor(local, _compat.spec_of(param))
 
 
 _local_steps: weakref.WeakKeyDictionary[Optimizer, _LocalSteps] = weakref.WeakKeyDictionary()
@@ -266,13 +216,13 @@ def step_in_graphs(optimizer: Optimizer) -> None:
         _compat.as_torch_made_it(optimizer)
 
 
-def settle_state(optimizer: Optimizer) -> None:
+def rekey_state(optimizer: Optimizer) -> None:
     """Write back the state that a step replaced."""
     if (steps := _local_steps.get(optimizer)) is not None and steps.moved:
-        steps.settle(optimizer)
+        steps.rekey(optimizer)
 
 
-class _Bystander(NamedTuple):
+class _EmptyParam(NamedTuple):
     """A parameter of which this rank holds no rows, and which has state, if any is due, and a gradient."""
 
     param: ShardedRows
@@ -282,59 +232,59 @@ class _Bystander(NamedTuple):
 
 
 @dataclass
-class _Bystanders:
-    """The bystanders of one optimizer.
+class _EmptyParams:
+    """Parameters without rows on this rank, of one optimizer.
 
     Attributes:
         state: the optimizer's, when these were found; loading replaces it.
-        aside: their gradients, during a step.
+        gradients: theirs, during a step.
     """
 
     state: Any
-    members: list[_Bystander] = field(default_factory=list)
-    aside: list[tuple[ShardedRows, Tensor]] = field(default_factory=list)
+    members: list[_EmptyParam] = field(default_factory=list)
+    gradients: list[tuple[ShardedRows, Tensor]] = field(default_factory=list)
 
 
-_bystanders: weakref.WeakKeyDictionary[Optimizer, _Bystanders] = weakref.WeakKeyDictionary()
+_empty_params: weakref.WeakKeyDictionary[Optimizer, _EmptyParams] = weakref.WeakKeyDictionary()
 
 
-def put_aside(optimizer: Optimizer) -> None:
-    """Put gradients of bystanders aside before a step, which spares their dispatch, and count the step."""
-    known = _bystanders.get(optimizer)
+def skip_empty_params(optimizer: Optimizer) -> None:
+    """Take gradients from parameters without rows here before a step, to spare dispatch; count the step."""
+    known = _empty_params.get(optimizer)
     if known is None or known.state is not optimizer.state:
-        known = _find_bystanders(optimizer)
+        known = _find_empty_params(optimizer)
     counts = []
     for param, options, state, step in known.members:
         grad, found = param.grad, known.state.get(param)
         as_before = found is state and (state.get("step") is step if state else not options.get("momentum"))
         if grad is None or not as_before:  # an unused parameter does not count this step
-            put_back(optimizer)
-            forget_bystanders(optimizer)
+            restore_gradients(optimizer)
+            forget_empty_params(optimizer)
             return
         param.grad = None
-        known.aside.append((param, grad))
+        known.gradients.append((param, grad))
         if step is not None:
             counts.append(step)
     if counts:
         _compat.count_step(counts)
 
 
-def put_back(optimizer: Optimizer) -> None:
-    """Return the gradients of bystanders after a step."""
-    if (known := _bystanders.get(optimizer)) is not None:
-        for param, grad in known.aside:
+def restore_gradients(optimizer: Optimizer) -> None:
+    """Return the gradients that `skip_empty_params` took, after a step."""
+    if (known := _empty_params.get(optimizer)) is not None:
+        for param, grad in known.gradients:
             param.grad = grad
-        known.aside.clear()
+        known.gradients.clear()
 
 
-def forget_bystanders(optimizer: Optimizer) -> None:
-    """Look for them anew before the next step."""
-    _bystanders.pop(optimizer, None)
+def forget_empty_params(optimizer: Optimizer) -> None:
+    """Look for parameters without rows here anew before the next step."""
+    _empty_params.pop(optimizer, None)
 
 
-def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
-    """Find the bystanders of an optimizer; remembered once each has its state, made in its first step."""
-    found = _Bystanders(optimizer.state)
+def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
+    """Find parameters without rows here; remembered once each has its state, made in its first step."""
+    found = _EmptyParams(optimizer.state)
     kind = type(optimizer)
     groups = optimizer.param_groups if is_elementwise(kind) and kind.__name__ not in _MORE_THAN_STEPS else []
     for options in groups:
@@ -344,9 +294,9 @@ def _find_bystanders(optimizer: Optimizer) -> _Bystanders:
                 continue
             state = optimizer.state.get(param)
             if not stateless and not state:
-                return _Bystanders(optimizer.state)
+                return _EmptyParams(optimizer.state)
             step = state.get("step") if state else None
             count = step if isinstance(step, Tensor) else None
-            found.members.append(_Bystander(param, options, state, count))
-    _bystanders[optimizer] = found
+            found.members.append(_EmptyParam(param, options, state, count))
+    _empty_params[optimizer] = found
     return found

@@ -211,7 +211,7 @@ class ParamGroup(ABC):
         self.check_params()
         wanted = torch.device("cpu") if self.offload.on_host else self.device
         for param in self.params:
-            param.adopt()
+            param.follow_replacement()
             found = param.local.device
             if found.type == "meta":
                 raise ShardingError(
@@ -312,7 +312,7 @@ class ParamGroup(ABC):
         `device` to give parameters on the meta device memory there.
         """
         for param in self.params:
-            param.adopt()
+            param.follow_replacement()
         params = self.packed_params()
         if len({param.local.device for param in params}) > 1:
             return  # half-way through materialisation; the first forward checks that it was finished

@@ -65,7 +65,7 @@ class InterleavedGroup(ParamGroup):
     def check_ready(self) -> None:
         self.check_params()
         for param in self.params:
-            param.adopt()
+            param.follow_replacement()
         self.extended = self._extend()  # before packing, which moves local tensors
         super().check_ready()
 
@@ -98,7 +98,7 @@ class InterleavedGroup(ParamGroup):
         self.members = [[packed[slot.index] for slot in one.slots] for one in self.layout.segments]
         for segment, members in zip(self.layout.segments, self.members, strict=True):
             for slot, param in zip(segment.slots, members, strict=True):
-                param.settle(slot)
+                param.assign_slot(slot)
         for param in self.params if self.extended else ():
             if param in self.extended:
                 self._lay_out_alone(param)
@@ -107,7 +107,7 @@ class InterleavedGroup(ParamGroup):
     def _lay_out_alone(self, param: EvenParam) -> None:
         """Give a parameter with memory of its own a layout of its own; it is reduced with the others."""
         layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
-        param.settle(layout.segments[0].slots[0])
+        param.assign_slot(layout.segments[0].slots[0])
 
     def _whole_memory(self, index: int) -> Tensor:
         segment = self.layout.segments[index]

@@ -97,12 +97,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fast.step_in_graphs(optimizer)
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
-        fast.forget_bystanders(optimizer)
+        fast.forget_empty_params(optimizer)
         if not compiled:
             fast.step_locally(optimizer)
     closure = any(value is not None for value in (*args[1:], *kwargs.values()))
     if not (closure or _compat.has_step_hooks(optimizer)):  # which make gradients, or look at them
-        fast.put_aside(optimizer)
+        fast.skip_empty_params(optimizer)
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -120,6 +120,6 @@ def _check(optimizer: Optimizer) -> None:
 
 @_compat.runs_eagerly
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    fast.put_back(optimizer)
-    fast.settle_state(optimizer)
+    fast.restore_gradients(optimizer)
+    fast.rekey_state(optimizer)
     seen.steps += 1

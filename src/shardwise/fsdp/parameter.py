@@ -173,7 +173,7 @@ class ShardedParam(ABC):
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
         """Return what replaced the sharded form, as a sharded form; None if it cannot be one."""
 
-    def adopt(self) -> None:
+    def follow_replacement(self) -> None:
         """Take over a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
         if not self.is_packed:
             return
@@ -186,7 +186,7 @@ class ShardedParam(ABC):
                 raise self.replaced_by(found)
             self.sharded, self.unsharded = current, None
         self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
-        self.settle_form()
+        self.refresh_form()
 
     def replaced_by(self, found: nn.Parameter | None) -> ShardingError:
         """Make the error for a parameter that the user replaced by `found`."""
@@ -224,7 +224,7 @@ class ShardedParam(ABC):
         if self.tp_spec is not None:
             whole = _compat.dtensor(whole, _compat.spec_as(self.tp_spec, whole.dtype))
         made = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
-        self.settle_leaf(made)
+        self.set_leaf_grad_dtype(made)
         return made
 
     def rename(self, name: str) -> None:
@@ -245,7 +245,7 @@ class ShardedParam(ABC):
         """The dtype of the sharded gradient; None: of the reduction."""
         return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
 
-    def settle_form(self, *, made: bool = False) -> None:
+    def refresh_form(self, *, made: bool = False) -> None:
         """Learn what the user made of the sharded form: its `grad_dtype`, which conversions forget.
 
         Args:
@@ -258,7 +258,7 @@ class ShardedParam(ABC):
             self.sharded.grad_dtype = self.chosen_grad_dtype[0]
         self.grads_are_alike = self.kept_dtype == self.dtype
 
-    def settle_leaf(self, leaf: nn.Parameter) -> None:
+    def set_leaf_grad_dtype(self, leaf: nn.Parameter) -> None:
         """Let autograd leave gradients on the unsharded form in the dtype in which they are summed.
 
         It would make a copy of each to widen it. So gradients that are reduced next stay as they come, and
@@ -340,7 +340,7 @@ class EvenParam(ShardedParam):
         self.placement = self._check_placement(placement, self.whole)
         self.spec = self._sharding_spec(param)
 
-    def settle(self, slot: Slot) -> None:
+    def assign_slot(self, slot: Slot) -> None:
         """Say which piece this rank holds; `move` gives it memory."""
         self.slot = slot
         if not self.is_packed:
@@ -437,8 +437,8 @@ class EvenParam(ShardedParam):
             return None
         return current if current.shape == self.global_shape else None
 
-    def settle_form(self, *, made: bool = False) -> None:
-        super().settle_form(made=made)
+    def refresh_form(self, *, made: bool = False) -> None:
+        super().refresh_form(made=made)
         self.spec = _compat.spec_of(self.sharded)  # gradients share it: DTensor hashes each object once
         self._known = self.local, _compat.storage_id(self.sharded)  # by which to see that it was changed
 
@@ -476,7 +476,7 @@ class EvenParam(ShardedParam):
         if not self.is_packed:
             del self.whole
             self.is_packed = True
-        self.settle_form(made=not in_place)
+        self.refresh_form(made=not in_place)
 
     def as_grad(self, piece: Tensor) -> DTensor:
         if seen.compiler:

@@ -66,7 +66,7 @@ class GradReducer(ABC):
             for param in self.group.params:
                 param.accumulates = not self._synced
                 if param.unsharded is not None:
-                    param.settle_leaf(param.unsharded)
+                    param.set_leaf_grad_dtype(param.unsharded)
 
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
         """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
@@ -97,7 +97,7 @@ class GradReducer(ABC):
                 grad, leaf.grad = leaf.grad.to(wanted), None
                 leaf.grad_dtype = wanted
                 leaf.grad = grad
-            param.settle_leaf(leaf)
+            param.set_leaf_grad_dtype(leaf)
 
     def _store_apart(self, param: ShardedParam, leaf: nn.Parameter) -> None:
         """Add up a leaf's gradients first, as autograd may add to it several times in one backward."""

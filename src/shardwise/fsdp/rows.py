@@ -77,7 +77,7 @@ class RowsParam(ShardedParam):
             f" or None for '{self.name}', got {placement!r}"
         )
 
-    def settle(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
+    def assign_rows(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
         """Say which rows this rank holds; `move` gives them memory."""
         self.place = place
         rows = place.box
@@ -126,10 +126,10 @@ class RowsParam(ShardedParam):
         if not self.is_packed:
             del self.whole
             self.is_packed = True
-        self.settle_form(made=not alike)
+        self.refresh_form(made=not alike)
 
-    def settle_form(self, *, made: bool = False) -> None:
-        super().settle_form(made=made)
+    def refresh_form(self, *, made: bool = False) -> None:
+        super().refresh_form(made=made)
         vars(self).pop("no_rows", None)
 
     @cached_property

@@ -33,10 +33,9 @@ from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
 from shardwise.layout import Box
 from shardwise.layout.placement import EvenShard
-from shardwise.sharded_tensor.dtensor import from_dtensor, from_rows, of_boxes
+from shardwise.sharded_tensor.dtensor import of_boxes, to_sharded
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.metadata import RemoteDevice
-from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
@@ -99,10 +98,7 @@ class _Parameter:
 
     @cached_property
     def sharded(self) -> ShardedTensor:
-        world: Any = dist.group.WORLD
-        if isinstance(self.tensor, ShardedRows):
-            return from_rows(self.tensor, process_group=world)
-        return from_dtensor(self.tensor, process_group=world)  # type: ignore[arg-type]
+        return cast(ShardedTensor, to_sharded(self.tensor, cast(dist.ProcessGroup, dist.group.WORLD)))
 
 
 def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:

@@ -29,7 +29,7 @@ from torch.optim.adamw import adamw
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows, cut_like
 
 SMALL_NUMEL = 4096  # parameters of fewer elements keep fp32 moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -217,8 +217,8 @@ def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
     for moment in _MOMENTS:  # all codes stand for zero where the scale is zero
         scales = torch.zeros(_scale_shape(local.shape, block), device=local.device)
         codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-        state[moment] = _like(param, codes, tuple(param.shape))
-        state[f"{moment}_scale"] = _like(param, scales, _scale_shape(param.shape, block))
+        state[moment] = cut_like(param, codes, tuple(param.shape))
+        state[f"{moment}_scale"] = cut_like(param, scales, _scale_shape(param.shape, block))
     return state
 
 
@@ -251,19 +251,6 @@ def has_8_bits(param: Tensor) -> bool:
         return all(dim == 0 for _, dim in param.piece.even_cuts)
     placements = param.placements if isinstance(param, DTensor) else ()
     return all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in placements)
-
-
-def _like(param: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `local` as this rank's rows of a tensor of global `shape`, cut as `param` is."""
-    if isinstance(param, ShardedRows):
-        same = shape == tuple(param.shape)
-        return ShardedRows.wrap(local, param.piece if same else param.piece.with_trailing(shape[1:]))
-    if isinstance(param, DTensor):
-        spec = _compat.dtensor_spec(
-            param.device_mesh, param.placements, shape=torch.Size(shape), dtype=local.dtype
-        )
-        return _compat.dtensor(local, spec)
-    return local
 
 
 def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from shardwise import _compat
 from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.fast import merge_views
+from shardwise.fsdp.contiguous_reduction import merge_views
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import ShardedRows
 

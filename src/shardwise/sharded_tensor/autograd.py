@@ -141,7 +141,7 @@ def moved(
         ]
         if to_all is not None and not nothing.is_meta and backend_of(group, nothing.device) != "gloo":
             if agreement is not None:
-                agreement.settle()
+                agreement.confirm()
             for box, tensor in zip(source, held, strict=True):
                 part(target[0], made[0], box).copy_(tensor)
             gather(to_all, made[0], group=group)
@@ -185,7 +185,7 @@ def exchange_values(
     """Call `exchange`, where there are values: tensors on the meta device have none."""
     if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
         if agreement is not None:
-            agreement.settle()
+            agreement.confirm()
         return
     exchange(messages, source=source, target=target, group=group, agreement=agreement)
 

@@ -127,7 +127,7 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
     if is_outside(group):
         return make()
     made, agreement = proposed(make, text=text, group=group, what=what)
-    agreement.settle()
+    agreement.confirm()
     return made
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.construct import init_from_local_shards
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.move import boxes_of, said_of
+from shardwise.sharded_tensor.move import boxes_of, describe_with_failures
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -168,7 +168,7 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     if own := [placement for placement in placements if isinstance(placement, OwnShard)]:
         raise ShardingError(f"{here()}: {own[0]} places rows; use to_rows() into a tensor that is cut so")
     asked = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
-    agree(f"{said_of(sharded)}\nto\n{asked}", group=group, what="the DTensor to make")
+    agree(f"{describe_with_failures(sharded)}\nto\n{asked}", group=group, what="the DTensor to make")
     holdings = _holdings(mesh, placements, shape)
     wanted = [[box for box, _ in holdings[rank].boxes] if rank in holdings else [] for rank in ranks]
     mine = holdings.get(dist.get_rank())
@@ -185,6 +185,18 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     if local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)
     return _compat.dtensor(local, spec)
+
+
+def to_sharded(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return rows or a DTensor as a sharded tensor over `group`, detached; other tensors as they are.
+
+    Collective over `group` for rows, as `from_rows`.
+    """
+    if isinstance(tensor, ShardedRows):
+        return from_rows(cast(ShardedRows, tensor.detach()), process_group=group)
+    if isinstance(tensor, DTensor):
+        return from_dtensor(cast(DTensor, tensor.detach()), process_group=group)
+    return tensor
 
 
 # What each rank of a mesh holds
@@ -435,7 +447,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     """
     metadata, group = sharded.metadata(), sharded.process_group
     wanted = _all_boxes(rows, group=group, shape=metadata.size)
-    agree(said_of(sharded), group=group, what="the sharded tensor to copy into rows")
+    agree(describe_with_failures(sharded), group=group, what="the sharded tensor to copy into rows")
     fill(
         boxes_of(metadata, group),
         [[box] for box in wanted],

@@ -90,7 +90,7 @@ def known(sharded: Any) -> Failures:
     return {**_current, **sharded._failures} if ever else {}
 
 
-def above(text: str, failures: Failures) -> str:
+def prepend_failures(text: str, failures: Failures) -> str:
     """Return `text`, below a line for each of them; on ranks that may go on, `text` alone."""
     return "\n".join([*failures, text])
 

@@ -81,7 +81,7 @@ def move_to(
             like=target.tensor_properties.memory_format,
             agreement=agreement,
         )
-    agreement.settle()
+    agreement.confirm()
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
     made = [tensor.to(place.device()) for tensor, place in zip(made, places, strict=True)]
     moved = sharded.with_tensors(made, metadata=target, anchor=anchor.to(device_of(made, target)))
@@ -123,9 +123,9 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
     return _Plan(f"{source.text}\nto\n{text}", messages, held[rank], wanted[rank])
 
 
-def said_of(sharded: ShardedTensor) -> str:
+def describe_with_failures(sharded: ShardedTensor) -> str:
     """Describe a tensor and what failed on this rank in making it: nothing, on ranks that may go on."""
-    return failure.above(describe(sharded.metadata()), failure.known(sharded))
+    return failure.prepend_failures(describe(sharded.metadata()), failure.known(sharded))
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
@@ -141,7 +141,7 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     group, rank = sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
     plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), rank)
-    said = failure.above(plan.text, failure.known(sharded))
+    said = failure.prepend_failures(plan.text, failure.known(sharded))
     agreement = Agreement(said, group=group, what="the tensor to make whole")
     (whole,), _ = autograd.moved(
         sharded.tensors,

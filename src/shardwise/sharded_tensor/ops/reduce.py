@@ -150,7 +150,7 @@ def _total(
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
     if agreement is not None:
-        agreement.settle()
+        agreement.confirm()
     return summed(total, sharded.process_group) if total.numel() else total
 
 
@@ -179,7 +179,7 @@ def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
             place = _place(box, dims)
             found[place] = better(found[place], along(tensor, dims, keepdim=True).to(wide))
     if agreement is not None:
-        agreement.settle()
+        agreement.confirm()
     value = all_extreme(found, sharded.process_group, largest=largest) if found.numel() else found
     return value.to(sharded.dtype)
 

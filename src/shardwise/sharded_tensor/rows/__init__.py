@@ -2,6 +2,6 @@
 
 from shardwise.sharded_tensor.rows import clients, ops
 from shardwise.sharded_tensor.rows.piece import Piece, RowShard
-from shardwise.sharded_tensor.rows.tensor import ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows.tensor import ShardedParameter, ShardedRows, cut_like
 
-__all__ = ["Piece", "RowShard", "ShardedParameter", "ShardedRows", "clients", "ops"]
+__all__ = ["Piece", "RowShard", "ShardedParameter", "ShardedRows", "clients", "cut_like", "ops"]

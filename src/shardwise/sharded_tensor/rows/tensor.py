@@ -299,6 +299,26 @@ class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
         return cast(ShardedParameter, made)
 
 
+def cut_like(param: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return `local` as this rank's part of a tensor cut as `param`: rows, a DTensor, or itself where plain.
+
+    Args:
+        shape: of the whole tensor; None: that of `param`. Of rows, only dims after the first may differ.
+    """
+    if isinstance(param, ShardedRows):
+        piece = param.piece
+        if shape is not None and tuple(shape) != tuple(param.shape):
+            piece = piece.with_trailing(shape[1:])
+        return ShardedRows.wrap(local, piece)
+    if isinstance(param, DTensor):
+        spec = _compat.spec_of(param)
+        if shape is not None:
+            whole = torch.Size(shape)
+            spec = _compat.dtensor_spec(spec.mesh, spec.placements, shape=whole, dtype=local.dtype)
+        return _compat.dtensor(local, spec)
+    return local
+
+
 def _unpickled(
     local: Tensor,
     mesh: DeviceMesh,

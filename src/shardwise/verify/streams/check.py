@@ -114,7 +114,7 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
             stack.enter_context(patch)
         stack.enter_context(_compat.device_is_known())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(collectives.told_to(simulation))
+        stack.enter_context(collectives.reporting_to(simulation))
         stack.enter_context(simulation.mode)
         late = None if order is None else Late(simulation, order, found.differences)
         yield found

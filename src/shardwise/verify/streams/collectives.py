@@ -332,7 +332,7 @@ def _fill(name: str, out: Tensor, source: Tensor, ranks: int) -> None:
 
 
 @contextmanager
-def told_to(simulation: Simulation) -> Iterator[Collectives]:
+def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
     """Tell `simulation` of all collectives meanwhile."""
     collectives = Collectives(simulation)
     simulation.functional = collectives.functional
