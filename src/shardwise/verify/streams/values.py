@@ -12,7 +12,8 @@ wants it, or the host waits for it. So an operation that does not wait for anoth
     memory of the host     that copies run from or to without the host waiting has a shadow too
 
 What the host reads is compared, bit for bit, and in the end all memory that is still there; where the other
-ranks do not exist, also what they are sent. On real ranks each collective runs a second time, over shadows, in a group of its own for each stream.
+ranks do not exist, also what they are sent. On real ranks each collective runs a second time, over shadows,
+in a group of its own for each stream.
 """
 
 from __future__ import annotations
