@@ -61,6 +61,7 @@ UNPICKLING = {  # also by way of what they call
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.state_dict_saver",
 }
+KINDS = ("DTensor", "ShardedParameter", "ShardedRows", "ShardedTensor", "ShardedTensorBase")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 120
 
 
@@ -269,6 +270,19 @@ def safetensors_files_have_one_reader_and_one_writer(file: Source) -> list[str]:
         return []
     found = [(line, name) for line, name in imports(file) if is_within(name, "safetensors")]
     return [f"{file.module}:{line}: imports {name}" for line, name in found]
+
+
+def kinds_asked_for(file: Source) -> list[int]:
+    """Lines that ask which kind of sharded tensor one is, in packages that work with all kinds."""
+    if package(file.module) not in ("fsdp", "optim", "checkpoint", "hf"):
+        return []
+    return [
+        node.lineno
+        for node in nodes(file)
+        if isinstance(node, ast.Call)
+        and spelled(node.func) == "isinstance"
+        and any(isinstance(part, ast.Name) and part.id in KINDS for part in ast.walk(node.args[1]))
+    ]
 
 
 def files_and_functions_are_short(file: Source) -> list[str]:

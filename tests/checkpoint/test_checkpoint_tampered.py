@@ -30,7 +30,7 @@ from shardwise.checkpoint import PerRank, load, load_slices, save
 from shardwise.checkpoint.records import read_records
 from shardwise.checkpoint.stored import Stored, locate
 from shardwise.errors import CheckpointError
-from shardwise.files.paths import inside
+from shardwise.files.manifest import inside
 from shardwise.sharded_tensor import ChunkShardingSpec
 from shardwise.tensor_parallel.materialize import _opened
 

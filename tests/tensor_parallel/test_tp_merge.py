@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 from shardwise.errors import CheckpointError
 from shardwise.tensor_parallel import Split, merge, save
-from shardwise.tensor_parallel.merge import _put
+from shardwise.tensor_parallel.package import _put
 from shardwise.tensor_parallel.state import held
 
 # torch's own decompositions copy what it calls deprecated

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError, ShardingError
-from shardwise.files.paths import inside, regular
+from shardwise.files.manifest import inside, regular
 from shardwise.files.stores import Location
 from shardwise.layout import Box, cover
 

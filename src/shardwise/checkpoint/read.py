@@ -34,8 +34,7 @@ from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatte
 from shardwise.checkpoint.stored import Stored, locate
 from shardwise.comm.agree import merge_or_raise, raise_all, together
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import MANIFEST, digest, whole_file
-from shardwise.files.paths import inside, regular
+from shardwise.files.manifest import MANIFEST, digest, inside, regular, whole_file
 from shardwise.files.stores import Location, location
 
 

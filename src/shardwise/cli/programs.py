@@ -64,7 +64,7 @@ def merge(
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there.")] = False,
 ) -> None:
     """Put ranks' weights together to one model's again."""
-    from shardwise.tensor_parallel.merge import merge_command
+    from shardwise.tensor_parallel.package import merge_command
 
     try:
         printed = merge_command(folder, out, strip=strip, overwrite=overwrite)

@@ -20,8 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import read_json
-from shardwise.files.paths import inside, regular
+from shardwise.files.manifest import inside, read_json, regular
 from shardwise.files.stores import on_disk
 
 DTYPES = {

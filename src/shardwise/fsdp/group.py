@@ -12,12 +12,14 @@ gather fills the unsharded buffers a layout says (`interleaved.py`, `contiguous.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import _compat
@@ -72,32 +74,29 @@ class Buffer:
 
 
 class ParamGroup(ABC):
-    """Parameters gathered together and reduced together.
+    """Parameters gathered together and reduced together."""
 
-    Attributes:
-        members: the parameters of each segment, in the order in which they lie.
-        shards: the shard buffers, by segment.
-        buffers: the unsharded buffers, by segment, from the first gather.
-        smaller_shards: POST_FORWARD: pieces over the smaller mesh, by segment; `smaller_ready`: are written.
-        streams: on which the unsharded buffers are allocated; None: on the current one.
-        holds_memory: though resharded; a storage that is resized moves, to the same size too.
-        forms: modules' parameters by name, the sharded and the unsharded form: for one assignment each.
-        gathered_at: the count of optimizer steps when last gathered.
-        orders: of all ranks that the group communicates with, from its first forward.
-    """
-
-    # Models have hundreds of groups. (What subclasses add stands in their dicts.)
+    # Models have hundreds of groups. What every group has; the rest, and what subclasses add, is in its dict.
     __slots__ = (
-        "__weakref__", "_changes", "_has_unsharded", "_is_packed", "_placed", "buffers", "device",
-        "extended", "form", "forms", "gather", "gather_event", "gathered_at", "gathers", "holds_memory",
-        "info", "layout", "layout_words", "members", "name", "offload", "orders", "params", "policy",
-        "post_forward_mesh", "ranks", "read_guard", "settings", "shard_group", "shards", "smaller_ready",
-        "smaller_shards", "strategy", "streams", "traced",
+        "__dict__", "__weakref__", "_has_unsharded", "_placed", "buffers", "device", "form", "forms",
+        "gather", "gathered_at", "holds_memory", "info", "layout", "members", "name", "offload", "params",
+        "policy", "post_forward_mesh", "settings", "shards", "strategy",
     )  # fmt: skip
     params: Sequence[ShardedParam]
     members: Sequence[Sequence[ShardedParam]]
     layout: GroupLayout
     buffers: list[Any]
+    gathers = True  # unsharding communicates
+    extended: Mapping[ShardedParam, Any] = MappingProxyType({})  # parameters that keep memory of their own
+    streams: CommStreams | None = None  # on which unsharded buffers are allocated; None: on the current one
+    read_guard: ReadGuard | None = None  # once there is unsharded memory, if it is ever freed
+    smaller_shards: Sequence[Tensor] = ()  # POST_FORWARD: pieces over the smaller mesh, by segment ...
+    smaller_ready: torch.Event | None = None  # ... are written
+    orders: Sequence[Order] = ()  # of all ranks that it communicates with, from its first forward
+    traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
+    gather_event: Event | None = None  # in words; None, as `layout_words`, if they changed
+    layout_words: str | None = None
+    _changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
 
     def __init__(
         self,
@@ -110,38 +109,31 @@ class ParamGroup(ABC):
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
     ) -> None:
-        self.params = params
-        self.info = info
-        self.strategy = strategy
+        self.params = params  # all, in order of registration
+        self.info, self.strategy = info, strategy  # the mesh's axes; what is cut over each
         self.post_forward_mesh = post_forward_mesh  # None: stay unsharded
-        self.device = device
-        self.policy = policy
-        self.offload = offload
-        self.name = ""
-        self.settings = GroupSettings()
+        self.device = device  # where parameters compute
+        self.policy, self.offload, self.settings = policy, offload, GroupSettings()  # the user's choices
+        self.name = ""  # of the module, from its root's first forward
         self.form = _SHARDED
-        self.members = []
-        self.shards: list[Tensor] = []
-        self.buffers = []
-        self.smaller_shards, self.smaller_ready = list[Tensor](), cast("torch.Event | None", None)
-        self.extended: dict[ShardedParam, Any] = {}  # parameters that keep memory of their own
-        self.streams: CommStreams | None = None
-        self.traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
-        self.gather: AllGatherResult | None = None
-        self.read_guard: ReadGuard | None = None  # once there is unsharded memory, if it is ever freed
-        self.holds_memory = False
-        self.gathered_at = -1
-        self.ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-        self.shard_group, _ = info.process_groups
-        self.gathers = True  # unsharding communicates
-        self.orders: Sequence[Order] = ()
-        self.gather_event: Event | None = None  # in words; None, as `layout_words`, if they changed
-        self.layout_words: str | None = None
-        self._placed: list[Tensor] = []  # parts of the shard buffers, by packed parameter
-        self._is_packed = False
-        self._has_unsharded = False
-        self._changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
+        self.members = []  # the parameters of each segment, in the order in which they lie
+        self.shards: list[Tensor] = []  # the shard buffers, by segment
+        self.buffers = []  # the unsharded buffers, by segment, from the first gather
+        # Modules' parameters by name, the sharded and the unsharded form: for one assignment each.
         self.forms: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self.gather: AllGatherResult | None = None  # that is on its way
+        self.gathered_at = -1  # the count of optimizer steps then
+        self.holds_memory = False  # though resharded; a storage that is resized moves, to the same size too
+        self._placed: list[Tensor] | None = None  # parts of the shard buffers, by packed parameter
+        self._has_unsharded = False
+
+    @property
+    def ranks(self) -> int:
+        return self.info.shard_mesh_size if isinstance(self.info, FSDPMeshInfo) else 1
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return self.info.process_groups[0]
 
     # What a layout decides
 
@@ -239,7 +231,7 @@ class ParamGroup(ABC):
             self._check_memory()
 
     def _check_memory(self) -> None:
-        for param, mine in zip(self.packed_params(), self._placed, strict=True):
+        for param, mine in zip(self.packed_params(), self._placed or (), strict=True):
             if param.local is not mine:
                 raise ShardingError(
                     f"{here()}: '{param.name}' was given other memory ({param.local.dtype} on"
@@ -338,10 +330,10 @@ class ParamGroup(ABC):
                     piece.copy_(param.local)
                 param.move(piece)
             self.shards.append(shard)
-        self._placed, self._is_packed = [param.local for param in params], True
+        self._placed = [param.local for param in params]
 
     def _lie_in_buffers(self, params: Sequence[ShardedParam]) -> bool:
-        if not self._is_packed or len(self._placed) != len(params):
+        if self._placed is None or len(self._placed) != len(params):
             return False
         if self._has_unsharded and any(param.unsharded is None for param in self.params):
             return False  # one was replaced
@@ -418,7 +410,7 @@ class ParamGroup(ABC):
             self._follow_changes()
         for parameters, name, _, unsharded in self.forms or self._list_forms():
             parameters[name] = unsharded
-        self.smaller_shards = []
+        self.smaller_shards = ()
         if self.read_guard is not None:
             self.read_guard.open()
         self.form = _UNSHARDED
@@ -448,7 +440,7 @@ class ParamGroup(ABC):
             # Otherwise it is the user's: see above.
             if not whole or (name in parameters and parameters[name] is unsharded):
                 parameters[name] = sharded
-        self.smaller_shards = []
+        self.smaller_shards = ()
         self._free_unsharded()
         self.form = _SHARDED
 

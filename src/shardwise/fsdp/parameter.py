@@ -64,14 +64,14 @@ class ShardedParam(ABC):
 
     # Models have thousands of these. (What subclasses add stands in their dicts.)
     __slots__ = (
-        "__weakref__", "accumulated", "accumulates", "chosen_grad_dtype", "global_shape", "grads_are_alike",
-        "info", "is_packed", "module", "name", "owners", "placement", "policy", "shape", "sharded", "smaller",
-        "tp_spec", "trainable", "unsharded", "whole",
+        "__weakref__", "accumulated", "accumulates", "chosen_grad_dtype", "global_shape",
+        "grads_have_stored_dtype", "info", "is_packed", "module", "name", "owners", "placement", "policy",
+        "shape", "sharded", "smaller", "tp_spec", "trainable", "unsharded", "whole",
     )  # fmt: skip
     sharded: nn.Parameter  # once packed
     placement: EvenShard | RaggedShard | Owned
     replaced_if: str
-    grads_are_alike: bool  # of the stored dtype
+    grads_have_stored_dtype: bool  # of the stored dtype
     whole: Tensor  # or what of it this rank holds; until packed
 
     def __init__(
@@ -241,7 +241,7 @@ class ShardedParam(ABC):
         return self.policy.sum_dtype(stored=self.dtype, computed=self.gather_dtype)
 
     @property
-    def kept_dtype(self) -> torch.dtype | None:
+    def sharded_grad_dtype(self) -> torch.dtype | None:
         """The dtype of the sharded gradient; None: of the reduction."""
         return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
 
@@ -256,7 +256,7 @@ class ShardedParam(ABC):
             self.chosen_grad_dtype = found
         else:
             self.sharded.grad_dtype = self.chosen_grad_dtype[0]
-        self.grads_are_alike = self.kept_dtype == self.dtype
+        self.grads_have_stored_dtype = self.sharded_grad_dtype == self.dtype
 
     def set_leaf_grad_dtype(self, leaf: nn.Parameter) -> None:
         """Let autograd leave gradients on the unsharded form in the dtype in which they are summed.
@@ -313,7 +313,7 @@ class ShardedParam(ABC):
         It is cast to the dtype that the user chose; hooks of `register_hook` may change it, those of
         `register_post_accumulate_grad_hook` run when it is there.
         """
-        grad = self.as_grad(piece.to(self.kept_dtype or piece.dtype))
+        grad = self.as_grad(piece.to(self.sharded_grad_dtype or piece.dtype))
         for change in list((_compat.grad_hooks(self.sharded) or {}).values()):
             if (changed := change(grad)) is not None:
                 grad = changed

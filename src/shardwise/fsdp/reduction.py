@@ -33,7 +33,7 @@ from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.strategy import StatePlacement
 
-_ALIKE = attrgetter("grads_are_alike")
+_HAS_STORED_DTYPE = attrgetter("grads_have_stored_dtype")
 Collected = list[tuple[ShardedParam, Tensor]]
 Kind = tuple[torch.dtype, torch.dtype | None]  # of the reduction and its result; None: by parameter
 
@@ -224,14 +224,14 @@ def check_grad_dtypes(group: ParamGroup) -> None:
         if now != known:
             raise ShardingError(
                 f"{here()}: grad_dtype of '{param.name}' was set to {param.sharded.grad_dtype} after the"
-                f" first forward, expected {param.kept_dtype}: set it before the first forward"
+                f" first forward, expected {param.sharded_grad_dtype}: set it before the first forward"
             )
 
 
 def kind_of(params: Sequence[ShardedParam]) -> Kind:
     """Return the dtypes of one reduction of these parameters' gradients: of sums, and stored."""
     sums = {param.sum_dtype or param.gather_dtype for param in params}
-    kept = {param.kept_dtype for param in params}
+    kept = {param.sharded_grad_dtype for param in params}
     return functools.reduce(torch.promote_types, sums), kept.pop() if len(kept) == 1 else None
 
 
@@ -285,8 +285,8 @@ class InterleavedReducer(GradReducer):
         for kind, batch in batches.items():
             plan = self._plans[kind] if kind in self._plans else self._plan(kind, streams)
             if kind[1] is None:  # those of one stored dtype side by side, as in FSDP2
-                kept = list(dict.fromkeys(param.kept_dtype for param, _ in batch))
-                batch.sort(key=lambda pair: kept.index(pair[0].kept_dtype))
+                kept = list(dict.fromkeys(param.sharded_grad_dtype for param, _ in batch))
+                batch.sort(key=lambda pair: kept.index(pair[0].sharded_grad_dtype))
             results.append(self._reduce_batch(batch, plan))
         return results
 
@@ -340,7 +340,7 @@ class InterleavedReducer(GradReducer):
         forms = [param.sharded for param in params]
         with _compat.plain_attributes():
             one_by_one = (
-                not all(map(_ALIKE, params))
+                not all(map(_HAS_STORED_DTYPE, params))
                 or any(map(_compat.grad_hooks, forms))
                 or any(map(_compat.post_accumulate_grad_hooks, forms))
             )

@@ -138,7 +138,7 @@ class RowsParam(ShardedParam):
         local = self.sharded._local_tensor
         if local.numel():
             return None
-        kept = self.kept_dtype or self.sum_dtype or self.gather_dtype
+        kept = self.sharded_grad_dtype or self.sum_dtype or self.gather_dtype
         return ShardedRows.wrap(torch.empty_like(local, dtype=kept), self.piece)
 
     def rename(self, name: str) -> None:

@@ -267,13 +267,13 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         _hide(hidden)
     else:  # the first of a list to run gathers for all
-        if state.shown is None:
-            _change(state, "shown", _show(state))
+        if state.hidden is None:
+            _compat.traced_side_effect(setattr, state, "hidden", _show(state))
         output = forward(*args, **kwargs)
     for below in state.lists:
-        if below.shown is not None:
-            _hide(below.shown)
-            _change(below, "shown", None)
+        if below.hidden is not None:
+            _hide(below.hidden)
+            _compat.traced_side_effect(setattr, below, "hidden", None)
     return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
 
 
@@ -302,7 +302,3 @@ def _hide(hidden: list[Shown]) -> None:
 
 def _set_item(parameters: dict[str, Any], name: str, value: Any) -> None:
     parameters[name] = value
-
-
-def _change(state: Any, name: str, value: Any) -> None:
-    _compat.traced_side_effect(setattr, state, name, value)

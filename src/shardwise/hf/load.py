@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _compat
 from shardwise.comm.agree import agree, fingerprint, together
 from shardwise.errors import CheckpointError, ShardingError, here
-from shardwise.files.paths import inside
+from shardwise.files.manifest import inside
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp import fully_shard

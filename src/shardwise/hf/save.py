@@ -32,10 +32,10 @@ from shardwise.files.stores import on_disk, sync
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
 from shardwise.layout import Box
-from shardwise.layout.placement import EvenShard
 from shardwise.sharded_tensor.dtensor import of_boxes, to_sharded
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.metadata import RemoteDevice
+from shardwise.sharded_tensor.rows.piece import even_boxes
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
@@ -161,9 +161,7 @@ def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
     whole, group = value.read(), cast(dist.ProcessGroup, dist.group.WORLD)
     if not whole.ndim:
         return whole
-    cuts = [
-        EvenShard().box(tuple(whole.shape), rank=rank, ranks=group.size()) for rank in range(group.size())
-    ]
+    cuts = even_boxes(tuple(whole.shape), group, 0)
     own = cuts[group.rank()]
     mine = whole[own.offsets[0] : own.ends[0]].clone()
     return of_boxes(

@@ -101,10 +101,10 @@ def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
     for group in found:
         group.reshard()
         for param in group.params:
-            if not param.grads_are_alike:
+            if not param.grads_have_stored_dtype:
                 raise ShardingError(
-                    f"{here()}: gradients of '{param.name}' are kept in {param.kept_dtype}, the parameter in"
-                    f" {param.dtype}; a flat optimizer steps on memory that is alike. Build"
+                    f"{here()}: gradients of '{param.name}' are kept in {param.sharded_grad_dtype}, the"
+                    f" parameter in {param.dtype}; a flat optimizer steps on memory that is alike. Build"
                     " the optimizer over model.parameters(), or set no grad_dtype"
                 )
     return found

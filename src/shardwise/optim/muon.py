@@ -30,8 +30,9 @@ from torch.optim import Optimizer
 from shardwise import _compat
 from shardwise.comm.exchange import AllToAll, part
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box, EvenShard, Message
+from shardwise.layout import Box, Message
 from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.rows.piece import even_boxes
 
 LR_FACTORS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -261,9 +262,7 @@ def _even_boxes(param: Tensor, name: object) -> tuple[list[Box], dist.ProcessGro
     if len(cut) > 1 or type(placement) is not Shard:
         raise _several_axes(name, shape, param.placements)
     group = mesh.get_group(axis)
-    even = EvenShard(placement.dim)
-    boxes = [even.box(shape, rank=rank, ranks=group.size()) for rank in range(group.size())]
-    return boxes, group, group.rank()
+    return even_boxes(shape, group, placement.dim), group, group.rank()
 
 
 def _several_axes(name: object, shape: tuple[int, ...], found: object) -> ShardingError:

@@ -4,8 +4,7 @@ from shardwise.tensor_parallel.aot import compile_package, load_compiled
 from shardwise.tensor_parallel.auto import ChosenPlan, Prices, choose
 from shardwise.tensor_parallel.explain import counts, explain
 from shardwise.tensor_parallel.materialize import materialize, missing_weights
-from shardwise.tensor_parallel.merge import merge
-from shardwise.tensor_parallel.package import bind, load, save
+from shardwise.tensor_parallel.package import bind, load, merge, save
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
 from shardwise.tensor_parallel.pretrained import strategies_of

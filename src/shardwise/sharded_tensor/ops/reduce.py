@@ -43,7 +43,7 @@ Dims = tuple[int, ...]
 # ---------------------------------------------------------------- dims
 
 
-def dims_of(sharded: ShardedTensor, dim: Any) -> Dims:
+def dims_of(sharded: Tensor, dim: Any) -> Dims:
     """Return the dims that `dim` names, from 0 on and in order; all of them for None and for none."""
     ndim = sharded.ndim
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):

@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
+from shardwise.sharded_tensor.ops.reduce import dims_of, wide_of
 from shardwise.sharded_tensor.registry import Handler
 from shardwise.sharded_tensor.rows.convert import gather_even
 from shardwise.sharded_tensor.rows.elementwise import refuse, rows
@@ -34,10 +35,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
     """Return the ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
-    if value.is_floating_point():
-        wide = torch.promote_types(value.dtype, torch.float32)
-    else:
-        wide = value.dtype if value.is_complex() else torch.int64
+    wide = wide_of(value.dtype)
 
     def over_groups(sent: Tensor) -> Tensor:
         for group in groups:
@@ -99,7 +97,7 @@ class _Call:
             self.refuse("with an out= on tensors sharded by rows")
         self.tensor: ShardedRows = args[0]
         self.local = self.tensor._local_tensor
-        self.dims = self._dims(self.argument("dim"))
+        self.dims = dims_of(self.tensor, self.argument("dim"))
         self.keepdim = bool(self.argument("keepdim", False))
         self.groups = self.tensor.piece.axes_along(self.dims)
         self.wanted: torch.dtype = self.argument("dtype") or self.tensor.dtype
@@ -110,17 +108,6 @@ class _Call:
                 known = argument.default_value if argument.has_default_value() else default
                 return self.args[place] if place < len(self.args) else self.kwargs.get(name, known)
         return default
-
-    def _dims(self, dim: Any) -> tuple[int, ...]:
-        ndim = self.tensor.ndim
-        if dim is None or (isinstance(dim, (list, tuple)) and not dim):
-            return tuple(range(ndim))
-        named, least = [dim] if isinstance(dim, int) else list(dim), max(ndim, 1)
-        if any(not -least <= d < least for d in named):
-            raise IndexError(
-                f"dims {named} are out of range for a tensor of shape {tuple(self.tensor.shape)}"
-            )
-        return tuple(sorted(d % ndim for d in named)) if ndim else ()
 
     @property
     def count(self) -> int:
