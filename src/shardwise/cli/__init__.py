@@ -181,26 +181,16 @@ def plan(
     tensor: Annotated[
         int, typer.Option(min=1, help="Neighbouring ranks that are tensor parallel; R x S x T is all ranks.")
     ] = 1,
-    tensor_plan: Annotated[
-        str, typer.Option(help="torchtitan cuts the sequence and the logits too; transformers neither; auto.")
-    ] = "auto",
-    sequence_parallel: Annotated[
-        bool | None, typer.Option(help="Cut the sequence between matmuls, whatever the plan.")
-    ] = None,
-    loss_parallel: Annotated[
-        bool | None, typer.Option(help="Leave logits cut up to the loss, whatever the plan.")
-    ] = None,
-    async_tensor: Annotated[
-        bool, typer.Option(help="Tensor parallelism's collectives beside their matmuls.")
-    ] = False,
+    tensor_plan: Annotated[str, typer.Option(help="auto, torchtitan or transformers.")] = "auto",
+    sequence_parallel: Annotated[bool | None, typer.Option(help="Whatever that plan.")] = None,
+    loss_parallel: Annotated[bool | None, typer.Option(help="Whatever that plan.")] = None,
+    async_tensor: Annotated[bool, typer.Option(help="Its collectives beside their matmuls.")] = False,
     layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
     compile_loss: Annotated[bool, typer.Option(help="The loss of whole logits is compiled.")] = False,
-    float8: Annotated[
-        bool, typer.Option("--float8", help="Linear layers of compiled blocks multiply in float8.")
-    ] = False,
+    float8: Annotated[bool, typer.Option("--float8", help="Compiled blocks multiply in float8.")] = False,
     optimizer: Annotated[
         str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
@@ -261,8 +251,7 @@ def plan(
             return
         console.print(cause(made), markup=False, highlight=False, soft_wrap=True)
         for words, changed in planner.advise(model, made.setup, hardware=hardware):
-            verdict = "fits, with" if changed.fits else "short of"
-            line = f"{words}: {verdict} {sized(abs(changed.free_bytes))}"
+            line = f"{words}: {'fits, with' if changed.fits else 'short of'} {sized(abs(changed.free_bytes))}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
         where = f"{line}: " if (line := place(error)) else ""

@@ -118,7 +118,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
         tensor_group = None if tensor is None else tensor.get_group()
-        if setup.device == "cuda":
+        if setup.device == "cuda" and setup.fused_norms:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
         recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile or setup.compile_loss)
         if setup.compile and setup.checkpointing == "none" and tensor is None:

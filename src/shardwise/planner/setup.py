@@ -47,6 +47,7 @@ class Setup:
         compile: blocks are compiled: `shardwise.compile(mode="regional")`.
         compile_loss: so is the loss of whole logits, which then are kept as they are.
         float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
+        fused_norms: RMSNorm is one kernel on "cuda", as of torch 2.9; else the operators that it was before.
         optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
         loop_holds: "logits", as they come to the loss, where the training loop still has them in a variable
@@ -78,6 +79,7 @@ class Setup:
     compile: bool = False
     compile_loss: bool = False
     float8: bool = False
+    fused_norms: bool = True
     optimizer: Optimizer = "AdamW fused"
     loss: Literal["whole", "chunked"] = "whole"
     loop_holds: Literal["nothing", "logits"] = "nothing"
@@ -102,6 +104,8 @@ class Setup:
             )
         if self.async_tensor and not (self.compile and self.tensor > 1):
             raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
+        if self.compile_loss and self.tensor > 1:
+            raise ShardingError("compile_loss is planned of logits that tensor=1 leaves whole")
         if self.ranks % self.replicas:
             raise ShardingError(
                 f"a mesh of {self.replicas} replicas does not divide {self.ranks} ranks: choose replicas"
