@@ -57,6 +57,7 @@ def tables(pool: RankPool, names: list[str]) -> list[Table]:
             ", ".join(wrong) or "-",
         ]
         header = ["ranks", "meshes", "loads", "equal bits", "others"]
+        print(*row, file=sys.stderr, flush=True)
         shown.append(Table(f"Checkpoints of each mesh on each, {ranks} ranks", header, [row]))
     return shown
 

@@ -23,13 +23,14 @@ LAYOUTS = ("interleaved", "contiguous")
 @contextmanager
 def by_torchs_fully_shard() -> Iterator[None]:
     """The example's modules are sharded by FSDP2; all else is as it is."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, share_comm_ctx
 
     def without_layout(module: nn.Module, *, layout: str, **options: Any) -> Any:
         return fully_shard(module, **options)
 
     with (
         mock.patch.object(example, "fully_shard", without_layout),
+        mock.patch.object(example, "share_comm_ctx", share_comm_ctx),
         mock.patch("fuzz.meshes_part.train.known_to_pipelines", nothing),
     ):
         yield
