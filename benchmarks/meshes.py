@@ -30,7 +30,7 @@ def meshes(dims: int) -> list[str]:
     return [",".join(f"{name}2" for name in names) for names in itertools.combinations(NAMES, dims)]
 
 
-def tables(pool: RankPool, names: list[str]) -> list[Table]:
+def tables(pool: RankPool, names: list[str], most: int = 99) -> list[Table]:
     rows = []
     for name in names:
         ranks = Dimensions(name).ranks
@@ -47,7 +47,7 @@ def tables(pool: RankPool, names: list[str]) -> list[Table]:
     shown = [Table("Five steps in fp64: largest relative difference", header, rows)]
     for ranks in sorted({Dimensions(name).ranks for name in names}):
         alike = [name for name in names if Dimensions(name).ranks == ranks]
-        found = pool(beside.checkpoints, alike, world_size=ranks, timeout=3000.0)[0]
+        found = pool(beside.checkpoints, alike, most, world_size=ranks, timeout=3000.0)[0]
         wrong = [f"{source} on {target}" for (source, target), right in found.items() if not right]
         row = [
             str(ranks),
@@ -57,19 +57,21 @@ def tables(pool: RankPool, names: list[str]) -> list[Table]:
             ", ".join(wrong) or "-",
         ]
         header = ["ranks", "meshes", "loads", "equal bits", "others"]
-        shown.append(Table(f"Checkpoints of each mesh on each, {ranks} ranks", header, [row]))
+        print(*row, file=sys.stderr, flush=True)
+        shown.append(Table(f"Checkpoints on the meshes that follow, {ranks} ranks", header, [row]))
     return shown
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--meshes", nargs="+", default=[*meshes(2), *meshes(3)])
+    parser.add_argument("--loads", type=int, default=99, help="meshes to load each checkpoint on, at most")
     parser.add_argument("--write", action="store_true", help="replace the section of TABLES.md")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results file to update")
     options = parser.parse_args()
     pool = RankPool()
     try:
-        found = tables(pool, options.meshes)
+        found = tables(pool, options.meshes, options.loads)
     finally:
         pool.close()
     for table in found:

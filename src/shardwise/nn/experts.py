@@ -75,7 +75,7 @@ class ExpertCut:
             module.get_submodule(owner).register_parameter(own, cut)
 
     def mixture(self, function: Experts) -> Mixture:
-        """Return a mixture for this rank's tokens, of `function` for its experts. Calls are collective.
+        """Return a mixture for this rank's tokens, of `function` for its experts. Calls of it are collective.
 
         Args:
             function: of tokens [m, width] in order of this rank's experts, and how many each has, int64
