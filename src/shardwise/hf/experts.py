@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.nn.experts import ExpertCut
+from shardwise.sharded_tensor.dtensor import local_part
 
 _TAKES = ["hidden_states", "top_k_index", "top_k_weights"]
 
@@ -62,7 +62,9 @@ def _cut(module: nn.Module, cut: ExpertCut) -> None:
         """Call what the class does, on a module that has this rank's experts and no others."""
         own: Any = kind.__new__(kind)
         own.__dict__.update(vars(module))
-        own.__dict__["_parameters"] = {name: _local(param) for name, param in module._parameters.items()}
+        own.__dict__["_parameters"] = {
+            name: None if param is None else local_part(param) for name, param in module._parameters.items()
+        }
         own.__dict__["num_experts"] = mine
         chosen = torch.arange(mine, device=tokens.device).repeat_interleave(counts).unsqueeze(1)
         return kind.forward(own, tokens, chosen, torch.ones_like(chosen, dtype=tokens.dtype))  # type: ignore[no-any-return]
@@ -73,7 +75,3 @@ def _cut(module: nn.Module, cut: ExpertCut) -> None:
         return mixture(hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
 
     module.forward = forward
-
-
-def _local(param: nn.Parameter | None) -> Tensor | None:
-    return param.to_local() if isinstance(param, DTensor) else param

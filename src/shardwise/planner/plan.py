@@ -322,7 +322,7 @@ def advise(
 
 
 def cause(made: Plan) -> str:
-    """What most of the memory is at its peak, and why where tensor parallelism's plan is why."""
+    """Say what most of the memory is at its peak, and why where tensor parallelism's plan is why."""
     category, size = max(made.peak.alive.items(), key=lambda item: item[1])
     words = f"Most at the peak: {category}, {sized(size)} of {sized(made.peak_bytes)}"
     logits, setup = made.peak.alive.get(LOGITS, 0), made.setup

@@ -62,7 +62,7 @@ SHARDWISE = Library(shard, watching)
 
 
 class Held(TorchFunctionMode):
-    """What a training loop has in variables: the logits, as `cross_entropy` takes them, if it holds them."""
+    """Variables of a training loop: the logits, as `cross_entropy` takes them, if it holds them."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -108,6 +108,11 @@ def _of_listed_shards(
     return init_from_local_shards(shards, shape, process_group=group)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, with its gradient; a plain tensor as it is. No communication."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def held_by_this_rank(dtensor: DTensor) -> list[tuple[Box, Tensor]]:
     """Return this rank's boxes of a DTensor, also where they are replicas, and views of its memory. Local."""
     local = _compat.local_tensor(dtensor).detach()
