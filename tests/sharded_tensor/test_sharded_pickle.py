@@ -164,7 +164,8 @@ TRUSTED = {
 }
 ASKED_FOR = {
     "sharded_tensor/remote.py",
-    *(f"tensor_parallel/{name}.py" for name in ("aot", "merge", "package")),
+    "tensor_parallel/aot.py",
+    "tensor_parallel/package.py",
 }
 ROOT = Path(shardwise.__file__).parent
 
