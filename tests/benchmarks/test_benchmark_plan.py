@@ -21,14 +21,15 @@ def program() -> Any:
 def test_every_published_figure_is_compared_or_says_why_it_is_not(program: Any) -> None:
     rows = json.loads(program.ROWS.read_text())
     ids = [one for row in rows for one in row["ids"]]
-    assert len(ids) == len(set(ids)) == 57
+    assert len(ids) == len(set(ids)) == 189
     for row in rows:
         if "why" in row:
             continue
         assert row["model"] in PUBLISHED
         assert hardware_of(row["hardware"])
         made = Setup(**{**row["setup"], **row.get("otherwise", {})})
-        assert len(program.published(row)) == len(row["ids"]), made
+        figures = len(program.published(row)) + ("fits" in row)  # what ran out of memory has no other
+        assert 1 <= figures <= len(row["ids"]), made  # tokens/s and MFU are one
         assert ("assumed" in row) == ("otherwise" in row)
     told = program.uncompared(rows).rows
     assert len(ids) == len(told) + sum(len(row["ids"]) for row in rows if "setup" in row)
