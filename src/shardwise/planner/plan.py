@@ -26,7 +26,7 @@ from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, t
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
 GIB = 2**30
-MEMORY_ERROR = 0.05  # of what a device needs, a standard deviation; docs/plan.md says of which runs
+MEMORY_ERROR = 0.05  # of what a device needs, a standard deviation: set, and not fitted to published runs
 SURE = 0.9
 _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
