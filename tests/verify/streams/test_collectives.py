@@ -127,6 +127,38 @@ def test_messages_from_ranks_that_do_not_exist_have_the_same_numbers_in_every_or
         assert not program(order).differences
 
 
+@pytest.mark.parametrize(("sent", "received"), [([1, 3], [1, 1]), ([0, 2], [2, 4]), ([0, 0], [1, 2])])
+def test_uneven_messages_have_the_same_numbers_in_every_order(sent: list[int], received: list[int]) -> None:
+    def program(order: Order) -> Findings:
+        with simulated(order) as found, noop_world(2):
+            given, taken = (torch.ones(sum(sizes), device=DEVICE) for sizes in (sent, received))
+            dist.all_to_all_single(taken, given, received, sent, async_op=True).wait()
+            dist.all_to_all_single(given, taken, sent, received, async_op=True).wait()
+            dist.all_gather_single(torch.empty(2 * given.numel(), device=DEVICE), given)
+        return found
+
+    for order in (Order.at_once(), Order.as_needed(), Order.of(1)):
+        assert not program(order).differences
+
+
+def test_what_other_ranks_are_sent_is_compared() -> None:
+    def program(order: Order, *, waits: bool) -> Findings:
+        with simulated(order) as found, noop_world(2):
+            x, side = torch.ones(4, device=DEVICE), torch.Stream(device=DEVICE)
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                x.mul_(2)
+            if waits:
+                torch.accelerator.current_stream().wait_stream(side)
+            dist.reduce_scatter_single(torch.empty(2, device=DEVICE), x)
+            torch.accelerator.current_stream().wait_stream(side)
+        return found
+
+    late = program(Order.first(1), waits=False).differences
+    assert any("what other ranks are sent" in str(one) for one in late)
+    assert not program(Order.first(1), waits=True).differences
+
+
 def test_a_simulation_leaves_process_groups_as_they_were() -> None:
     kinds = (dist.ProcessGroup, type(_noop_group()))
     before = [dict(vars(kind)) for kind in kinds]

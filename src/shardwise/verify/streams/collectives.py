@@ -326,8 +326,10 @@ def _fill(name: str, out: Tensor, source: Tensor, ranks: int) -> None:
         flat.view(ranks, -1).copy_(given.clone())
     elif "scatter" in name and given.numel() == ranks * flat.numel():
         flat.copy_(given[: flat.numel()])
-    elif flat.numel() == given.numel():
-        flat.copy_(given)
+    elif given.numel():  # of all-to-alls, ranks alike may receive more or less than they send
+        flat.copy_(given.repeat(-(-flat.numel() // given.numel()))[: flat.numel()])
+    else:
+        flat.zero_()
 
 
 @contextmanager
