@@ -254,6 +254,8 @@ def what_ranks_hold(step: Step, optimizer: torch.optim.Optimizer, dimensions: Di
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
     dimensions = Dimensions(args.mesh)
+    if args.heads % dimensions.sizes.get("tp", 1):
+        raise SystemExit(f"{args.heads} heads over {args.mesh}: give a multiple of the ranks of tp")
     mesh = dimensions.mesh(device.type)
     step = Step(args, mesh, device)
     optimizer = torch.optim.AdamW(step.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -280,8 +282,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         if number % args.log_every == 0 or number == args.steps:
             say(f"step {number:5d}  loss {loss:.6f}  norm {norm:.6f}")
         if number % args.save_every == 0 or number == args.steps:
-            state = training_state(step.model, optimizer, progress, stages)
-            save(checkpoints, state, step=number, keep=2)
+            save(checkpoints, training_state(step.model, optimizer, progress, stages), step=number, keep=2)
     if log is not None:
         say(f"page: {log.close()}")
 

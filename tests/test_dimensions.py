@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ranks import on_ranks
 from shardwise.dimensions import Dimensions, data_ranks, dense_mesh, expert_mesh, part, share_of_batch
-from shardwise.errors import ShardingError
+from shardwise.errors import RankMismatchError, ShardingError
 
 
 def test_ranks_are_numbered_with_those_that_talk_most_side_by_side() -> None:
@@ -59,3 +59,9 @@ def test_all_but_experts_are_cut_over_ranks_with_tokens_of_their_own() -> None:
 def test_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(ShardingError, match="the mesh dp3 has 3 ranks, and 2 are here"):
         Dimensions("dp3").mesh("cpu")
+
+
+@on_ranks(2)
+def test_ranks_that_give_different_meshes_are_refused_on_every_rank() -> None:
+    with pytest.raises(RankMismatchError, match=r"(?s)the mesh.*dp2.*dp1,sp2.*same mesh on every rank"):
+        Dimensions("sp2" if dist.get_rank() else "dp2").mesh("cpu")

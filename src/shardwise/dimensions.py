@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import _compat
+from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError, here, name_places
 
 NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # neighbours in the last
@@ -74,8 +75,12 @@ class Dimensions:
         """Make the mesh; messages name ranks by their places on it. Collective over all ranks.
 
         Raises:
+            RankMismatchError: ranks that give different meshes; on every rank.
             ShardingError: another number of ranks.
         """
+        if (world := dist.group.WORLD) is not None:
+            given = ",".join(f"{name}{size}" for name, size in self.sizes.items())
+            agree(given, group=world, what="the mesh", advice="Give the same mesh on every rank.")
         if dist.get_world_size() != self.ranks:
             raise ShardingError(
                 f"{here()}: the mesh {self.text} has {self.ranks} ranks, and {dist.get_world_size()} are"

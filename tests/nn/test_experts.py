@@ -108,7 +108,7 @@ def test_a_call_sends_counts_and_then_each_token_there_and_back() -> None:
         cut.mixture(partial(through, own))(tokens.requires_grad_(), chosen, weights).sum().backward()
     assert counter.count("all_to_all") == len(counter.calls) == 5
     moved = 6 * 8 * (WIDTH + 2)  # bytes of tokens and of results
-    assert counter.wire_bytes("all_to_all") == 2 * moved + 6 * 8
+    assert counter.wire_bytes("all_to_all") == 2 * moved + (6 + 2) * 8  # counts; width and dtype
 
 
 @on_ranks(2)
@@ -123,6 +123,16 @@ def test_an_expert_that_is_none_is_an_error_on_every_rank() -> None:
             cut.mixture(partial(through, experts[:6]))(tokens, given, weights)
     with pytest.raises(ShardingError, match="5 experts over 2 ranks"):
         ExpertCut(whole_mesh(), 5)
+
+
+@on_ranks(2)
+def test_tokens_of_different_widths_or_dtypes_are_an_error_on_every_rank() -> None:
+    mixed = ExpertCut(whole_mesh(), EXPERTS).mixture(lambda tokens, counts: tokens)
+    chosen, weights, rank = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), dist.get_rank()
+    with pytest.raises(ShardingError, match=r"rank 0: 4, torch.float32; rank 1: 5, torch.float32"):
+        mixed(torch.ones(3, 4 + rank), chosen, weights)
+    with pytest.raises(ShardingError, match=r"rank 0: 4, torch.float32; rank 1: 4, torch.float64"):
+        mixed(torch.ones(3, 4, dtype=torch.float64 if rank else torch.float32), chosen, weights)
 
 
 @on_ranks(2)

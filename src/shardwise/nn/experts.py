@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 
+DTYPES = [each for _, each in sorted(vars(torch).items()) if isinstance(each, torch.dtype)]
 Experts = Callable[[Tensor, Tensor], Tensor]
 Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -86,7 +87,8 @@ class ExpertCut:
             their weights [n, k], to weighted sums of results [n, any width]. n may be 0.
 
         Raises:
-            ShardingError: by what it returns, on every rank: a number on any that is of no expert.
+            ShardingError: by what it returns, on every rank: a number on any that is of no expert; ranks'
+                tokens of several widths or dtypes.
         """
 
         def mixed(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ class ExpertCut:
             tokens, chosen, weights = (self._share(each) for each in (tokens, chosen, weights))
             wanted = chosen.reshape(-1)
             order = wanted.argsort(stable=True)
-            counts, arriving = self._counts(wanted)
+            counts, arriving = self._counts(wanted, tokens)
             sent, got = counts.sum(1).tolist(), arriving.sum(1).tolist()
             received = self._exchange(tokens[order // chosen.shape[1]], got, sent)
             expert = torch.arange(self.count // self.ranks, device=tokens.device).repeat(self.ranks)
@@ -106,13 +108,23 @@ class ExpertCut:
 
         return mixed
 
-    def _counts(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def _counts(self, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Count tokens for each rank's experts [ranks, its experts], and from each rank for this one's."""
         inside = (wanted >= 0) & (wanted < self.count)
         counts = torch.bincount(wanted.where(inside, 0), minlength=self.count).view(self.ranks, -1)
         arriving = counts.where(inside.all(), -1)
         if self.mesh is not None:
-            dist.all_to_all_single(arriving, arriving.clone(), group=self.mesh.get_group())
+            form = counts.new_tensor([tokens.shape[1], DTYPES.index(tokens.dtype)])
+            said = torch.cat([arriving, form.expand(self.ranks, 2)], 1)
+            dist.all_to_all_single(said, said.clone(), group=self.mesh.get_group())
+            arriving, forms = said[:, :-2].contiguous(), said[:, -2:]
+            if (forms != form).any():
+                each = enumerate(forms.tolist())
+                found = "; ".join(f"rank {rank}: {width}, {DTYPES[at]}" for rank, (width, at) in each)
+                raise ShardingError(
+                    f"{here()}: ranks of the mesh give tokens of different widths or dtypes ({found}); give"
+                    " all the same"
+                )
         if (told := (arriving < 0).any(1)).any():
             raise ShardingError(
                 f"{here()}: tokens of ranks {told.nonzero().flatten().tolist()} of the mesh chose experts"
