@@ -37,6 +37,7 @@ from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter
 from shardwise.fsdp.module_state import state_of
 from shardwise.layout import Box
 from shardwise.layout.messages import Message
+from shardwise.optim.tied import _swap as swap
 from shardwise.tensor_parallel import operators
 from shardwise.verify.streams import DEVICE
 
@@ -247,6 +248,12 @@ def gradients_on_their_way() -> Tensors:
     return [model.weight.grad]
 
 
+def gradients_that_two_stages_have() -> Tensors:
+    mine, theirs = torch.ones(8, device=DEVICE), torch.empty(8, device=DEVICE)
+    swap([(mine, theirs)], init_device_mesh(DEVICE, (2,)).get_group(), 1)
+    return [mine.add_(theirs)]
+
+
 def doubled(local: Tensor, mesh: DeviceMesh) -> tuple[tuple[Tensor], None]:
     return (local * 2,), None
 
@@ -443,6 +450,7 @@ WRITTEN: dict[str, AnyCase] = {
         first_forward_after_an_event_and_other_work,
     ),
     "gradients on their way to their ranks": Program(gradients_on_their_way, ranks=4),
+    "gradients that two stages have": Program(gradients_that_two_stages_have, ranks=2),
     "tensors that a hook makes": Program(partial(tensors_that_a_hook_makes, 2)),
     "tensors that a hook makes, on a rank alone": Program(partial(tensors_that_a_hook_makes, 1), ranks=1),
     "hooks of an asynchronous gather": {"extension": True, "async_unshard": True},
