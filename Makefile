@@ -108,7 +108,7 @@ bindings: $(CUDA)/.installed ## what is passed to NCCL and CUDA against the bind
 	$(CUDA)/bin/python -m pytest tests/comm/test_bindings.py
 
 fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process : CASES SEED PART MODE ARGS
-	PYTHONPATH=tests:. $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
+	PYTHONPATH=tests:.:examples $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
 
 mutants: $(VENV)/.installed-dev ## every wait, event and keep-alive left out in turn: which case sees it, 10 minutes
 	PYTHONPATH=tests:. $(BIN)/python -W ignore -m mutants --write
