@@ -128,7 +128,7 @@ class Dimensions:
         lines.append("")
         for name, size in sizes.items():
             if size > 1:
-                sets = [_run(ranks) for ranks in self.peers(name)]
+                sets = ["-".join(map(str, ranks)) for ranks in self.peers(name)]
                 shown = "  ".join(sets[:4] + ["..."] * (len(sets) > 4))
                 lines.append(f"{name}: {_SAYS[name]}\n    {shown}")
         return "\n".join(lines)
@@ -176,7 +176,3 @@ def _data_mesh(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:
     shard = mesh[names[0]] if len(names) == 1 else _compat.flatten_mesh(mesh[names], "_".join(names))
     replicate = part(mesh, "replicate")
     return shard if replicate is None else _compat.concatenate_meshes([replicate, shard])
-
-
-def _run(ranks: list[int]) -> str:
-    return "-".join(map(str, ranks))

@@ -112,25 +112,25 @@ class ExpertCut:
         """Count tokens for each rank's experts [ranks, its experts], and from each rank for this one's."""
         inside = (wanted >= 0) & (wanted < self.count)
         counts = torch.bincount(wanted.where(inside, 0), minlength=self.count).view(self.ranks, -1)
-        arriving = counts.where(inside.all(), -1)
+        form = counts.new_tensor([tokens.shape[1], DTYPES.index(tokens.dtype)])
+        said = torch.cat([counts.where(inside.all(), -1), form.expand(self.ranks, 2)], 1)
         if self.mesh is not None:
-            form = counts.new_tensor([tokens.shape[1], DTYPES.index(tokens.dtype)])
-            said = torch.cat([arriving, form.expand(self.ranks, 2)], 1)
             dist.all_to_all_single(said, said.clone(), group=self.mesh.get_group())
-            arriving, forms = said[:, :-2].contiguous(), said[:, -2:]
-            if (forms != form).any():
-                each = enumerate(forms.tolist())
-                found = "; ".join(f"rank {rank}: {width}, {DTYPES[at]}" for rank, (width, at) in each)
-                raise ShardingError(
-                    f"{here()}: ranks of the mesh give tokens of different widths or dtypes ({found}); give"
-                    " all the same"
-                )
-        if (told := (arriving < 0).any(1)).any():
+        arriving, forms = said[:, :-2].contiguous(), said[:, -2:]
+        differs, outside = (forms != form).any(), (arriving < 0).any(1)
+        if not differs | outside.any():  # the host waits for the device once
+            return counts, arriving
+        if differs:
+            each = enumerate(forms.tolist())
+            found = "; ".join(f"rank {rank}: {width}, {DTYPES[at]}" for rank, (width, at) in each)
             raise ShardingError(
-                f"{here()}: tokens of ranks {told.nonzero().flatten().tolist()} of the mesh chose experts"
-                f" that are not of the {self.count}; expected numbers from 0 to {self.count - 1}"
+                f"{here()}: ranks of the mesh give tokens of different widths or dtypes ({found}); give all"
+                " the same"
             )
-        return counts, arriving
+        raise ShardingError(
+            f"{here()}: tokens of ranks {outside.nonzero().flatten().tolist()} of the mesh chose experts"
+            f" that are not of the {self.count}; expected numbers from 0 to {self.count - 1}"
+        )
 
     def _exchange(self, rows: Tensor, got: list[int], sent: list[int]) -> Tensor:
         return rows if self.mesh is None else _compat.exchange(rows, got, sent, self.mesh.get_group())
