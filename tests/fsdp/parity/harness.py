@@ -46,7 +46,6 @@ from torch.func import functional_call
 import shardwise
 import shardwise.comm
 from fsdp.parity.models import ROWS, Batch, Task
-from shardwise._compat import dtensors
 from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 STEPS = 3  # the first finds the order, the second follows it, the third begins from what that left
@@ -395,7 +394,7 @@ def compare(case: Case, *, contiguous: bool = True) -> None:
     if case.torchs:
         assert_bit_equal(ours, run_training(TORCHS, case, mesh, wholes=False))
     runs = {"interleaved": ours}
-    if contiguous and case.contiguous != "no" and dtensors.RUNS_OWN_DTENSORS:
+    if contiguous and case.contiguous != "no":
         exact = adds_in_pairs(mesh) and case.contiguous == "bits"
         runs["contiguous"] = run_contiguous(case, mesh)
         assert_same_run(runs["contiguous"], ours, rounding=None if exact else case.rounding)
