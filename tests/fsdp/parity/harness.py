@@ -293,7 +293,7 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> str:
         return "ours is absent" if ours is None else "torch's is absent"
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return f"{ours.dtype} {tuple(ours.shape)} against torch's {theirs.dtype} {tuple(theirs.shape)}"
-    apart = (ours.double() - theirs.double()).abs()
+    apart = (ours.double() - theirs.double()).abs().nan_to_num(torch.inf)
     return f"{int((ours != theirs).sum())} of {ours.numel()} elements, by up to {float(apart.max()):.3g}"
 
 
