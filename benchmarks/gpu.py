@@ -55,7 +55,7 @@ def on_rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def everything(place: Place, out: Path, cases: Sequence[str], *, measures: bool) -> None:
+def everything(place: Place, out: Path, cases: Sequence[str], *, measures: bool = True) -> None:
     """All that needs a process group; rank 0 writes down what was found, as it is found."""
     found: dict[str, Any] = {"running": "", "checks": [], "figures": {"repeats": {}}}
 
@@ -95,13 +95,10 @@ def join(device: str, *, seconds: float) -> Place:
         dist.init_process_group("gloo")
         return Place(torch.device(DEVICE, 0), time.monotonic() + seconds)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may differ from run to run
-    here, index = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    devices = torch.accelerator.device_count()
-    index %= devices
+    index = int(os.environ["LOCAL_RANK"])
     torch.accelerator.set_device_index(index)
-    # Two NCCL ranks cannot share a device; gloo goes through the host's memory, on streams of its own.
-    backend = dist.get_default_backend_for_device(device) if here <= devices else "gloo"
-    dist.init_process_group(f"cpu:gloo,{device}:{backend}", timeout=datetime.timedelta(seconds=120))
+    backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
     return Place(torch.device(device, index), time.monotonic() + seconds)
 
 
@@ -286,6 +283,9 @@ def main() -> None:
         return
     begin = time.monotonic()
     device, count, named = find(options.device)
+    if device != SIMULATED and (options.ranks or 0) > count:
+        # NCCL refuses; over gloo torch's functional collectives on CUDA tensors end the process (2.11, 2.13).
+        parser.error(f"--ranks {options.ranks} takes as many devices, and there are {count}")
     count = options.ranks or count
     options.out.mkdir(parents=True, exist_ok=True)
     # Times are not what the simulation is for: it may take as long as it does.

@@ -134,6 +134,8 @@ def _patches(simulation: Simulation) -> list[Any]:
             block.guarded.add(stream.line.number)
 
     def current_stream(device: Any = None) -> Stream:
+        if device is not None and torch.device(device).type != NAME:
+            raise ValueError(f"{device} doesn't match the current accelerator {NAME}.")  # as torch does
         current = active().current()
         return Stream(stream_id=current.stream_id) if isinstance(current, OwnStream) else current
 
