@@ -1,6 +1,6 @@
 """What the simulated device says of waits, tried on a real one.
 
-    python -m mutants.device --jobs 8 --out build/mutants_device.json
+    make mutants DEVICE=cuda
 
 The cases run on the accelerator, as rank 0 of a no-op group whose collectives copy as if all ranks were
 equal, on a stream of their own where they are asynchronous, as NCCL's are. Kernels that only spin are put
