@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardwise import checkpoint
-from shardwise._compat import dtensors
 from shardwise.comm import DefaultAllGather, DefaultReduceScatter
 
 TINY = Shape(blocks=2)
@@ -48,8 +47,7 @@ def sized(place: Place) -> Shape:
 
 
 def implementations(place: Place) -> list[str]:
-    names = [name for name in IMPLEMENTATIONS if name != "bare" or place.ranks == 1]
-    return [name for name in names if dtensors.RUNS_OWN_DTENSORS or "contiguous" not in name]
+    return [name for name in IMPLEMENTATIONS if name != "bare" or place.ranks == 1]
 
 
 class Subject:

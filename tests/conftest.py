@@ -8,17 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from functools import cache
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 
 from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, start_server
-
-REFUSED = "needs torch 2.12 or later, and this is torch"  # how `fully_shard`, and whoever makes rows, says so
-OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat", "tests/sharded_tensor/rows/")
-
 
 keep_what_pytest_rewrites()
 settings.register_profile(
@@ -91,40 +86,3 @@ def launcher() -> Iterator[None]:
         logging.disable(logging.NOTSET)
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
-
-
-@cache
-def why_no_rows() -> str:
-    """Why the installed torch has no contiguous layout; empty if it has.
-
-    Imports torch, which the process that only hands out tests need not.
-    """
-    import torch
-
-    from shardwise._compat.dtensors import RUNS_OWN_DTENSORS
-
-    return "" if RUNS_OWN_DTENSORS else f"torch {torch.__version__} runs operations on rows as DTensor's own"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.startswith(OF_THE_LAYOUT) and why_no_rows():
-            item.add_marker(pytest.mark.skip(reason=why_no_rows()))
-
-
-@pytest.fixture
-def rows() -> None:
-    """For a test of what the contiguous layout does, where nothing refuses it."""
-    if why_no_rows():
-        pytest.skip(why_no_rows())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip what is refused by name on a release without rows, and nothing else."""
-    try:
-        return (yield)
-    except (Exception, pytest.fail.Exception) as error:
-        if REFUSED not in str(error) or not why_no_rows():
-            raise
-    pytest.skip(why_no_rows())

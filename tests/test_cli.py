@@ -162,11 +162,11 @@ def test_help_says_what_the_exit_status_means():
 
 @pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARNING, 0), (Status.BROKEN, 1)])
 def test_doctor_fails_only_where_something_needed_is_broken(monkeypatch, status, code):
-    monkeypatch.setattr(doctor, "examine", lambda folder: [CheckResult("gloo", status, "seen", "mend it")])
+    monkeypatch.setattr(doctor, "examine", lambda folder: [CheckResult("gloo", status, "seen", "fix it")])
     result = run("doctor")
     assert result.exit_code == code
     assert status in result.output
-    assert "mend it" in result.output
+    assert "fix it" in result.output
 
 
 def test_the_command_finds_a_wrong_gradient_in_a_real_run():

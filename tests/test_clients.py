@@ -22,7 +22,6 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-@pytest.mark.usefixtures("rows")
 @on_ranks(2)
 def test_a_client_fails_unless_the_implementation_in_question_sharded_its_model() -> None:
     torchs = torch.distributed.fsdp.fully_shard

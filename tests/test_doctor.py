@@ -38,10 +38,9 @@ from shardwise.verify.processes import RankError
 @pytest.mark.parametrize(
     ("version", "status"),
     [
-        ("2.11.0", Status.WARNING),
         ("2.13.0+cpu", Status.OK),
         ("2.12.1a0+git123", Status.OK),
-        ("2.10.2", Status.BROKEN),
+        ("2.11.0", Status.BROKEN),
         ("1.13.1", Status.BROKEN),
         ("2.15.1+cu130", Status.OK),
         ("2.16.0", Status.WARNING),
@@ -49,15 +48,11 @@ from shardwise.verify.processes import RankError
         ("unknown", Status.BROKEN),
     ],
 )
-def test_torch_2_11_to_2_15_is_supported(version, status):
+def test_torch_2_12_to_2_15_is_supported(version, status):
     result = check_torch(version)
     assert result.status is status
     assert version in result.found
     assert bool(result.fix) == (status is not Status.OK)
-
-
-def test_a_torch_without_the_contiguous_layout_is_named():
-    assert 'layout="contiguous" needs torch 2.12' in check_torch("2.11.0").fix
 
 
 def test_gloo_is_needed_everywhere_and_nccl_where_gpus_are():

@@ -155,9 +155,9 @@ def test_the_status_tells_the_signal_that_ended_the_launcher(monkeypatch: Any) -
 
 
 STUBS = {
-    "": "has none: pip install 'torch>=2.11,<2.16'",
-    "2.9.1": "needs torch 2.11 to 2.15, found 2.9.1",
-    "2.99.0": "needs torch 2.11 to 2.15, and 2.99.0 is too new",
+    "": "has none: pip install 'torch>=2.12,<2.16'",
+    "2.11.0": "needs torch 2.12 to 2.15, found 2.11.0",
+    "2.99.0": "needs torch 2.12 to 2.15, and 2.99.0 is too new",
 }
 
 

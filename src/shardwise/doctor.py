@@ -31,7 +31,6 @@ import torch.distributed as dist
 from rich.table import Table
 
 from shardwise import _compat
-from shardwise._compat.dtensors import OWN_DTENSORS_SINCE
 from shardwise.files.stores import StorePath, location, write_whole
 from shardwise.torch_version import SUPPORTED, WANTED, minor_version
 from shardwise.verify.processes import RankError, run_ranks
@@ -163,9 +162,6 @@ def check_torch(version: str = torch.__version__) -> CheckResult:
         return CheckResult("torch", Status.BROKEN, found, f"Install torch {WANTED}.")
     if numbers > SUPPORTED[1]:
         return CheckResult("torch", Status.WARNING, found, f"Tested with torch {WANTED} only.")
-    if torch.torch_version.TorchVersion(version) < OWN_DTENSORS_SINCE:
-        fix = f'layout="contiguous" needs torch {OWN_DTENSORS_SINCE} or later.'
-        return CheckResult("torch", Status.WARNING, found, fix)
     return CheckResult("torch", Status.OK, found)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 
@@ -29,6 +30,19 @@ class RankMismatchError(ShardwiseError):
 
 class CheckpointError(ShardwiseError):
     """A checkpoint that is missing, incomplete, or does not fit the model."""
+
+
+def from_extra(extra: str, module: str, *, what: str) -> Any:
+    """Import a module that one of the package's extras brings, for `what` alone needs it.
+
+    Raises:
+        ShardwiseError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise ShardwiseError(f"{what} needs {name}: pip install 'shardwise[{extra}]' ({error})") from error
 
 
 def here() -> str:

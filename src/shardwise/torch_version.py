@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-SUPPORTED = ((2, 11), (2, 15))  # first and last minor version of torch
+SUPPORTED = ((2, 12), (2, 15))  # first and last minor version of torch
 WANTED = "{}.{} to {}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
 _FIX = "pip install 'torch>={}.{},<{}.{}'".format(*SUPPORTED[0], SUPPORTED[1][0], SUPPORTED[1][1] + 1)
 

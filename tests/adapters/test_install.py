@@ -64,7 +64,6 @@ def test_a_default_that_fully_shard_does_not_take_is_refused() -> None:
     assert torch.distributed.fsdp.fully_shard is TORCHS
 
 
-@pytest.mark.usefixtures("rows")
 @on_ranks(2)
 def test_defaults_hold_where_a_call_says_nothing() -> None:
     with installed(layout="contiguous"):
@@ -80,7 +79,6 @@ def test_defaults_hold_where_a_call_says_nothing() -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.usefixtures("rows")
 @on_ranks(2)
 def test_a_module_that_the_contiguous_layout_refuses_gets_the_other_and_trains_with_the_rest() -> None:
     from torch.distributed.tensor import Shard
@@ -125,7 +123,6 @@ def trained_by_muon() -> list[torch.Tensor]:
     return [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("rows")
 @on_ranks(2)
 def test_an_optimizer_of_matrices_refuses_rows_when_it_is_made_and_takes_modules_left_interleaved() -> None:
     theirs, add = trained_by_muon(), torch.optim.Optimizer.add_param_group
@@ -139,9 +136,6 @@ def test_an_optimizer_of_matrices_refuses_rows_when_it_is_made_and_takes_modules
     assert torch.optim.Optimizer.add_param_group is add
 
 
-@pytest.mark.skipif(
-    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch's FSDP2 has no ShardPlacementResult"
-)
 @on_ranks(4)
 def test_objects_made_of_torchs_classes_are_understood() -> None:
     """Policies made before, and what code for experts returns from `shard_placement_fn`."""
@@ -269,7 +263,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.usefixtures("rows")
 def test_a_run_ends_with_how_many_modules_were_sharded_in_which_layout(run_script: Any) -> None:
     for ending in ("", "sys.exit()"):
         result = run_script(SHARDS + ending)

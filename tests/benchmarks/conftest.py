@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise._compat import dtensors
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Program = Callable[..., tuple[dict[str, Any], str]]
 
@@ -22,12 +20,6 @@ Program = Callable[..., tuple[dict[str, Any], str]]
 @pytest.fixture(autouse=True)
 def _benchmarks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
-@pytest.fixture
-def layouts() -> list[str]:
-    """Those that the installed torch has."""
-    return ["interleaved", "contiguous"] if dtensors.RUNS_OWN_DTENSORS else ["interleaved"]
 
 
 @pytest.fixture

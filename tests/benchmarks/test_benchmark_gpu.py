@@ -37,7 +37,7 @@ def checked(case: str) -> tuple[list[Any], Any]:
 
 
 @on_ranks(2)
-def test_a_slice_of_it_passes_on_two_simulated_devices_with_every_figure(tmp_path: Path, rows: None) -> None:
+def test_a_slice_of_it_passes_on_two_simulated_devices_with_every_figure(tmp_path: Path) -> None:
     import gpu
 
     gpu.everything(place(), tmp_path, ["bf16, gradients reduced in fp32"])

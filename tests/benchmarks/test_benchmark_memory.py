@@ -54,7 +54,7 @@ class InThisProcess(Executor):
 
 
 def test_on_a_small_model_nothing_is_under_the_floor_and_we_are_not_over_torch(
-    run_program: Any, monkeypatch: pytest.MonkeyPatch, layouts: list[str]
+    run_program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import memory
 
@@ -64,11 +64,11 @@ def test_on_a_small_model_nothing_is_under_the_floor_and_we_are_not_over_torch(
     (case,) = figures["cases"]
     found = case["bytes"]
     least = found.pop("floor, nothing ahead")
-    assert found.keys() >= {"floor", "torch", *layouts}
+    assert found.keys() >= {"floor", "torch", "interleaved", "contiguous"}
     for phase, peak in least.items():
         assert all(one[phase] >= peak for one in found.values())
     for phase in least:
         assert found["interleaved"][phase] <= found["torch"][phase]
         # Whole rows do not divide evenly: in so small a model a row too many is a part in some hundreds.
-        assert all(found[layout][phase] <= found["torch"][phase] * 1.01 for layout in layouts)
+        assert found["contiguous"][phase] <= found["torch"][phase] * 1.01
     assert "Llama small, 4 ranks, sequence 32" in results

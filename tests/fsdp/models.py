@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
+from shardwise.comm.count import CommCounter
 
 
 class Block(nn.Module):
@@ -66,6 +67,11 @@ def step(model: nn.Module, *, width: int = 8, then: Callable[[], None] | None = 
         then()
     loss.backward()
     return loss.detach()
+
+
+def kinds(counter: CommCounter) -> dict[str, int]:
+    """How many collectives of each kind there were."""
+    return {kind: counter.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def raises_on_every_rank(kind: type[Exception], act: Callable[[], Any]) -> str:

@@ -6,18 +6,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.models import Net, sharded_net, step
+from fsdp.models import Net, kinds, sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
 
+LAYOUTS = ("interleaved", "contiguous")
 BLOCK_NUMEL, ROOT_NUMEL = 2 * 8 * 16 + 16 + 8, 8 * 8 + 8 + 2 * 8 + 2
-
-
-def kinds(counter: CommCounter) -> dict[str, int]:
-    return {kind: counter.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def warm(model: nn.Module) -> nn.Module:
@@ -27,12 +24,14 @@ def warm(model: nn.Module) -> nn.Module:
     return model
 
 
-@on_ranks(2, 4)
-def test_a_step_gathers_each_group_twice_but_the_root_and_the_last_block_once() -> None:
-    model = warm(sharded_net(blocks=3))
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_gathers_each_group_twice_but_the_root_and_the_last_block_once(layout: str) -> None:
+    model = warm(sharded_net(blocks=3, layout=layout))
     with CommCounter() as counter:
         step(model)
     assert kinds(counter) == {"all_gather": 2 * 2 + 1 + 1, "reduce_scatter": 4, "all_reduce": 0}
+    assert len(counter.calls) == 6 + 4, "nothing else: no collective per parameter"
 
 
 @on_ranks(2)
@@ -44,28 +43,33 @@ def test_the_bytes_of_a_step_are_those_of_the_padded_parameters() -> None:
     assert counter.bytes("reduce_scatter") == 4 * (3 * BLOCK_NUMEL + ROOT_NUMEL)
 
 
-@on_ranks(2)
-def test_without_resharding_each_group_is_gathered_once() -> None:
-    model = warm(sharded_net(blocks=3, reshard_after_forward=False))
+@on_ranks(2, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_resharding_each_group_is_gathered_once(layout: str) -> None:
+    model = warm(sharded_net(blocks=3, reshard_after_forward=False, layout=layout))
     with CommCounter() as counter:
         step(model)
     assert kinds(counter) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 0}
+    assert len(counter.calls) == 8
 
 
-@on_ranks(2)
-def test_a_root_that_reshards_is_gathered_again_and_keeps_nothing_between() -> None:
-    model = warm(sharded_net(blocks=3, reshard_after_forward=True))
+@on_ranks(2, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_root_that_reshards_is_gathered_again_and_keeps_nothing_between(layout: str) -> None:
+    model = warm(sharded_net(blocks=3, reshard_after_forward=True, layout=layout))
     shown = []
     with CommCounter() as counter:
         step(model, then=lambda: shown.extend(unsharded_groups(model)))
     assert shown == []
     assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
+    assert len(counter.calls) == 12
 
 
 @on_ranks(4)
-def test_hsdp_adds_one_all_reduce_of_the_shard_per_group() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hsdp_adds_one_all_reduce_of_the_shard_per_group(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = warm(sharded_net(blocks=3, mesh=mesh))
+    model = warm(sharded_net(blocks=3, mesh=mesh, layout=layout))
     with CommCounter() as counter:
         step(model)
     assert kinds(counter) == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 4}
@@ -73,16 +77,18 @@ def test_hsdp_adds_one_all_reduce_of_the_shard_per_group() -> None:
 
 
 @on_ranks(4)
-def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups() -> None:
-    model = warm(sharded_net(blocks=3, reshard_after_forward=2))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups(layout: str) -> None:
+    model = warm(sharded_net(blocks=3, reshard_after_forward=2, layout=layout))
     with CommCounter() as counter:
         step(model)
     sizes = [call.group_size for call in counter.calls if call.kind == "all_gather"]
     assert sizes.count(4) == 4  # forward, root included
     assert sizes.count(2) == 4  # backward: three blocks and the root, which was told to reshard too
+    assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(4)
 def test_what_a_forward_cut_over_fewer_ranks_is_gathered_from_all_when_that_setting_changes(
     layout: str,

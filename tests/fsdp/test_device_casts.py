@@ -81,7 +81,7 @@ def train(net: Net) -> None:
 
 
 @pytest.mark.parametrize(("layout", "stream"), [("interleaved", "copy_in"), ("contiguous", "all_gather")])
-def test_parameters_are_cast_on_the_stream_that_sends_them(layout: str, stream: str, rows: None) -> None:
+def test_parameters_are_cast_on_the_stream_that_sends_them(layout: str, stream: str) -> None:
     with simulation():
         net = sharded(layout=layout, mp_policy=BF16)
         with Casts(torch.bfloat16) as casts:

@@ -111,18 +111,20 @@ def test_a_parameter_replaced_or_parametrized_between_passes_is_found(layout: st
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_an_optimizer_built_before_sharding_is_caught_at_its_first_step(kind: type) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_built_before_sharding_is_caught_at_its_first_step(kind: type, layout: str) -> None:
     net = Net(blocks=1)
     optimizer = kind(net.parameters(), lr=0.1)
-    fully_shard(net)
+    fully_shard(net, layout=layout)
     step(net)
     message = raises_on_every_rank(ShardingError, optimizer.step)
     mentions(message, kind.__name__, "blocks.0.up.weight", "after fully_shard")
 
 
 @on_ranks(2)
-def test_an_optimizer_built_from_gathered_parameters_is_caught_at_its_first_step() -> None:
-    net = sharded_net()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_built_from_gathered_parameters_is_caught_at_its_first_step(layout: str) -> None:
+    net = sharded_net(layout=layout)
     optimizers = []
     step(net, then=lambda: optimizers.append(torch.optim.SGD(net.parameters(), lr=0.1)))
     message = raises_on_every_rank(ShardingError, optimizers[0].step)
@@ -161,23 +163,27 @@ def test_an_uneven_dim_other_than_0_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_wrong_answer_of_shard_placement_fn_names_the_parameter() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_wrong_answer_of_shard_placement_fn_names_the_parameter(layout: str) -> None:
     net = nn.Linear(4, 4)
     message = raises_on_every_rank(
         ShardingError,
-        lambda: fully_shard(net, shard_placement_fn=lambda p: 1),  # type: ignore[arg-type, return-value]
+        lambda: fully_shard(net, shard_placement_fn=lambda p: 1, layout=layout),  # type: ignore[arg-type]
     )
     mentions(message, "'weight'", "got 1")
 
 
 @on_ranks(2)
-def test_scalar_and_non_contiguous_parameters_are_refused_by_name() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scalar_and_non_contiguous_parameters_are_refused_by_name(layout: str) -> None:
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
-    mentions(raises_on_every_rank(ShardingError, lambda: fully_shard(scalar)), "'scale'", "ignored_params")
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(scalar, layout=layout))
+    mentions(message, "'scale'", "ignored_params")
     turned = nn.Linear(4, 2)
     turned.weight = nn.Parameter(torch.ones(4, 2).t())
-    mentions(raises_on_every_rank(ShardingError, lambda: fully_shard(turned)), "'weight'", "contiguous")
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(turned, layout=layout))
+    mentions(message, "'weight'", "contiguous")
 
 
 @on_ranks(4)
@@ -193,18 +199,20 @@ def test_an_unknown_layout_is_refused() -> None:
 
 
 @on_ranks(2, 3)
-def test_different_models_on_different_ranks_raise_on_each_rank_with_both_sides() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_different_models_on_different_ranks_raise_on_each_rank_with_both_sides(layout: str) -> None:
     width = 8 if dist.get_rank() == 0 else 9
-    net = fully_shard(nn.Linear(width, 4))
+    net = fully_shard(nn.Linear(width, 4), layout=layout)
     message = raises_on_every_rank(RankMismatchError, lambda: net(torch.ones(1, width)))
     mentions(message, "weight: shape [4, 8]", "weight: shape [4, 9]", "Build the same model")
 
 
 @on_ranks(2)
-def test_freezing_a_parameter_on_one_rank_only_is_caught_before_its_reduction_hangs() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_freezing_a_parameter_on_one_rank_only_is_caught_before_its_reduction_hangs(layout: str) -> None:
     net = Net(blocks=1)
     net.head.requires_grad_(dist.get_rank() == 0)
-    fully_shard(net)
+    fully_shard(net, layout=layout)
     message = raises_on_every_rank(RankMismatchError, lambda: step(net))
     mentions(message, "head.weight")
 
@@ -230,24 +238,27 @@ def test_calling_a_part_before_the_first_forward_is_refused_as_well() -> None:
 
 
 @on_ranks(2)
-def test_parameters_left_on_the_meta_device_are_named() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_left_on_the_meta_device_are_named(layout: str) -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(net)
+    fully_shard(net, layout=layout)
     message = raises_on_every_rank(ShardingError, lambda: net(torch.ones(1, 4)))
     mentions(message, "'0.weight'", "meta", "to_empty")
 
 
 @on_ranks(2)
-def test_a_parameter_moved_to_the_wrong_device_is_named() -> None:
-    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_parameter_moved_to_the_wrong_device_is_named(layout: str) -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), layout=layout)
     net[1].to("meta")
     message = raises_on_every_rank(ShardingError, lambda: net(torch.ones(1, 4)))
     mentions(message, "'1.weight'", "meta")
 
 
 @on_ranks(2)
-def test_one_parameter_in_two_groups_is_refused() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_parameter_in_two_groups_is_refused(layout: str) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,8 +269,8 @@ def test_one_parameter_in_two_groups_is_refused() -> None:
             return self.b(self.a(x))
 
     tied = Tied()
-    fully_shard(tied.a)
-    message = raises_on_every_rank(ShardingError, lambda: fully_shard(tied.b))
+    fully_shard(tied.a, layout=layout)
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(tied.b, layout=layout))
     mentions(message, "'weight'", "fully_shard([")
 
 
@@ -280,8 +291,9 @@ def test_an_inner_module_must_not_run_before_its_root() -> None:
 
 
 @on_ranks(2)
-def test_replacing_a_sharded_parameter_by_a_plain_one_is_refused() -> None:
-    net = fully_shard(nn.Linear(4, 4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replacing_a_sharded_parameter_by_a_plain_one_is_refused(layout: str) -> None:
+    net = fully_shard(nn.Linear(4, 4), layout=layout)
     net.weight = nn.Parameter(torch.ones(4, 4))
     message = raises_on_every_rank(ShardingError, lambda: net(torch.ones(1, 4)))
     mentions(message, "'weight'", "DTensor of shape (4, 4)")

@@ -26,6 +26,8 @@ from shardwise.fsdp.module import sharded_class
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
 
+LAYOUTS = ("interleaved", "contiguous")
+
 
 @on_ranks(2)
 def test_the_module_stays_the_same_object_of_a_named_subclass() -> None:
@@ -50,7 +52,7 @@ def test_names_shapes_and_placements_stay_those_of_the_whole_model() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_encoder_layer_of_torch_evaluates_with_sharded_attention(layout: str) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
@@ -78,22 +80,28 @@ def test_copying_a_sharded_module_says_when_to_copy() -> None:
 
 
 @on_ranks(2)
-def test_a_users_hooks_see_whole_parameters() -> None:
-    net = sharded_net()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_users_hooks_see_whole_parameters_and_whole_gradients(layout: str) -> None:
+    net = sharded_net(layout=layout)
     seen: list[tuple[type, torch.Size]] = []
+    grads: list[tuple[type, torch.Size]] = []
 
     def look(module: nn.Module, *unused: object) -> None:
         seen.append((type(module.up.weight), module.up.weight.shape))
+        if not grads:
+            module.up.weight.register_hook(lambda grad: grads.append((type(grad), grad.shape)))
 
     net.blocks[0].register_forward_pre_hook(look)
     net.blocks[0].register_forward_hook(look)
     step(net)
     assert seen == [(nn.Parameter, torch.Size([16, 8]))] * 2
+    assert set(grads) == {(Tensor, torch.Size([16, 8]))}
 
 
 @on_ranks(2)
-def test_unshard_shows_whole_parameters_until_reshard() -> None:
-    net, whole = sharded_net(), Net()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unshard_shows_whole_parameters_until_reshard(layout: str) -> None:
+    net, whole = sharded_net(layout=layout), Net()
     handle = net.unshard(async_op=True)
     assert isinstance(net.inner.weight, DTensor), "nothing is shown before the wait"
     assert handle is not None
@@ -107,8 +115,9 @@ def test_unshard_shows_whole_parameters_until_reshard() -> None:
 
 
 @on_ranks(2)
-def test_forward_waits_for_an_unshard_that_the_user_started() -> None:
-    net = sharded_net()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_waits_for_an_unshard_that_the_user_started(layout: str) -> None:
+    net = sharded_net(layout=layout)
     step(net)
     net.blocks[0].unshard(async_op=True)
     with CommCounter() as counter, torch.no_grad():
@@ -117,8 +126,9 @@ def test_forward_waits_for_an_unshard_that_the_user_started() -> None:
 
 
 @on_ranks(2)
-def test_a_registered_method_runs_like_a_forward() -> None:
-    net, whole = sharded_net(), Net()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_registered_method_runs_like_a_forward(layout: str) -> None:
+    net, whole = sharded_net(layout=layout), Net()
     register_fsdp_forward_method(net, "features")
     x = torch.ones(2, 8)
     assert torch.equal(net.features(x), whole.features(x))
@@ -208,10 +218,11 @@ def test_reset_iter_state_is_for_the_root() -> None:
         net.blocks[1].reset_iter_state()
 
 
-@on_ranks(2)
-def test_hooks_after_gradient_accumulation_run_on_sharded_gradients() -> None:
+@on_ranks(2, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_after_gradient_accumulation_run_on_sharded_gradients(layout: str) -> None:
     """An optimizer in backward: step each parameter as soon as its gradient is reduced."""
-    net, reference = sharded_net(), sharded_net()
+    net, reference = sharded_net(layout=layout), sharded_net(layout=layout)
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(
             lambda p: (p.data.add_(p.grad, alpha=-0.1), setattr(p, "grad", None))
@@ -366,7 +377,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_backward_of_each_module_of_a_list_gathers_also_where_the_last_was_recomputed(layout: str) -> None:
     net, reference = Reentrant(), Reentrant()

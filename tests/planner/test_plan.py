@@ -109,7 +109,6 @@ def test_what_is_needed_is_less_than_what_is_reserved_where_the_allocator_can_gi
     assert again.peak_bytes <= again.needed_bytes < made.reserved_bytes
 
 
-@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
     asked: dict[str, Any] = {"ranks": 2, "sequence": SEQUENCE, "optimizer": "AdamW 8 bits", "layout": layout}

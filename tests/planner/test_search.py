@@ -27,7 +27,6 @@ def gpt(layers: int = 1) -> nn.Module:
     return train_gpt.GPT(width=64, depth=layers, heads=2, seq=SEQUENCE)
 
 
-@pytest.mark.usefixtures("rows")  # most settings are of the contiguous layout
 def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_recordings() -> None:
     found = planner.search(gpt, ranks=16, sequence=SEQUENCE, hardware="h100", micro_batches=(1,))
     assert found.settings > 100
@@ -72,7 +71,6 @@ def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allo
     assert sizes == {(1, 4), (8, 32)}  # sequences of a step, of as many ranks
 
 
-@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(
     "cut",
     [

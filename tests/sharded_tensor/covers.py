@@ -1,10 +1,11 @@
-"""Shapes, exact covers and sharding specs drawn at random, equal on ranks that seed alike."""
+"""Cuts of tensors, some drawn at random and equal on ranks that seed alike; sharded tensors beside whole."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,3 +93,85 @@ def rows(*ranks: int, dim: int = 0) -> ChunkShardingSpec:
 def boxes_on(*places: tuple[Sequence[int], Sequence[int], int]) -> EnumerableShardingSpec:
     """Shards as (offsets, sizes, global rank)."""
     return EnumerableShardingSpec([ShardMetadata(o, s, f"rank:{rank}/cpu") for o, s, rank in places])
+
+
+SHAPE = (5, 6)
+
+
+def everywhere() -> list[str]:
+    return [f"rank:{rank}" for rank in range(dist.get_world_size())]
+
+
+def specs() -> Iterator[ShardingSpec]:
+    """Cuts of a `SHAPE`: uneven, with empty shards, without any on some ranks, with several on others."""
+    ranks = everywhere()
+    last = ranks[-1]
+    yield ChunkShardingSpec(0, ranks)
+    yield ChunkShardingSpec(1, [*ranks[::-1], *ranks, *ranks])
+    yield ChunkShardingSpec(0, [last])
+    yield RaggedShardingSpec(0, [0, 5, *[0] * (len(ranks) - 1)], [last, *ranks])
+    yield GridShardingSpec([2, 2], [ranks[0], last, last, last])
+    places = [
+        ((0, 0), (5, 1), last),
+        ((0, 1), (2, 5), last),
+        ((2, 1), (3, 5), ranks[0]),
+        ((5, 2), (0, 3), ranks[0]),
+    ]
+    yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
+
+
+def part(whole: Tensor, box: Box) -> Tensor:
+    return whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
+
+
+def same(found: Tensor, whole: Tensor, **tolerance: float) -> None:
+    """`found` is `whole`: values, shape, dtype, need of a gradient; if sharded, where its shards are."""
+    expected = whole.shape, whole.dtype, whole.requires_grad
+    assert (found.shape, found.dtype, found.requires_grad) == expected
+    pairs = [(found, whole)]
+    if isinstance(found, ShardedTensor):
+        metadata, properties = found.metadata(), found.metadata().tensor_properties
+        assert (metadata.size, properties.dtype, properties.requires_grad) == expected
+        metadata.check(range(dist.get_world_size()))
+        assert metadata.held_by(dist.get_rank()) == [shard.metadata for shard in found.local_shards()]
+        pairs = [(t, part(whole, box)) for t, box in zip(found.tensors, found.boxes, strict=True)]
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, equal_nan=True, **tolerance)  # type: ignore[arg-type]
+
+
+def agree(
+    function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingSpec], **tolerance: float
+) -> Any:
+    """Check that `function` of operands, those in `cut` sharded, gives what it gives of whole ones.
+
+    So must its gradients. Returns what it gave. `tolerance` is of the values.
+    """
+
+    def leaves(shards: bool) -> list[Any]:
+        found = list(operands)
+        for place, value in enumerate(operands):
+            if isinstance(value, Tensor):
+                cuts = shards and place in cut
+                value = shard_tensor(value, cut[place], src_rank=None) if cuts else value.clone()
+                found[place] = value.requires_grad_(value.is_floating_point())
+        return found
+
+    whole, mine = leaves(shards=False), leaves(shards=True)
+    expected, found = function(*whole), function(*mine)
+    same(found, expected, **tolerance)
+    if not expected.requires_grad:
+        return found
+    weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype) + 0.3
+    expected.backward(weight)
+    ends = [(found, weight)]
+    if isinstance(found, ShardedTensor):
+        ends = [(tensor, part(weight, box)) for tensor, box in zip(found.tensors, found.boxes, strict=True)]
+        ends = ends or [(found.anchor, found.anchor.new_empty(0))]
+    torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+    for one, other in zip(mine, whole, strict=True):
+        if isinstance(other, Tensor) and other.requires_grad:
+            grad = torch.zeros_like(other) if other.grad is None else other.grad  # none for the 0-norm
+            if other.grad is not None or isinstance(one, ShardedTensor):
+                assert one.grad is not None
+                same(one.grad, grad)
+    return found

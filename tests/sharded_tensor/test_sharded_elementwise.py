@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import covers
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from covers import SHAPE, everywhere, part, same, specs
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
-from shardwise.layout import Box
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
-    GridShardingSpec,
     RaggedShardingSpec,
     ShardedTensor,
     ShardingSpec,
@@ -25,82 +24,11 @@ from shardwise.sharded_tensor import (
     shard_tensor,
 )
 
-SHAPE = (5, 6)
-
-
-def everywhere() -> list[str]:
-    return [f"rank:{rank}" for rank in range(dist.get_world_size())]
-
-
-def specs() -> Iterator[ShardingSpec]:
-    """Cuts of a (5, 6): uneven, with empty shards, without any on some ranks, with several on others."""
-    ranks = everywhere()
-    last = ranks[-1]
-    yield ChunkShardingSpec(0, ranks)
-    yield ChunkShardingSpec(1, [*ranks[::-1], *ranks, *ranks])
-    yield ChunkShardingSpec(0, [last])
-    yield RaggedShardingSpec(0, [0, 5, *[0] * (len(ranks) - 1)], [last, *ranks])
-    yield GridShardingSpec([2, 2], [ranks[0], last, last, last])
-    places = [
-        ((0, 0), (5, 1), last),
-        ((0, 1), (2, 5), last),
-        ((2, 1), (3, 5), ranks[0]),
-        ((5, 2), (0, 3), ranks[0]),
-    ]
-    yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
-
-
-def of(sharded: Any, whole: Any, *, rtol: float = 0) -> None:
-    """The sharded tensor has the values, dtype and shape of the whole one, bit for bit unless `rtol`."""
-    assert isinstance(sharded, ShardedTensor)
-    metadata = sharded.metadata()
-    assert metadata.size == sharded.shape == whole.shape
-    assert metadata.tensor_properties.dtype == sharded.dtype == whole.dtype
-    assert metadata.tensor_properties.requires_grad == whole.requires_grad == sharded.requires_grad
-    metadata.check(range(dist.get_world_size()))
-    assert metadata.held_by(dist.get_rank()) == [shard.metadata for shard in sharded.local_shards()]
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        torch.testing.assert_close(tensor, part(whole, box), rtol=rtol, atol=0, equal_nan=True)
-
-
-def part(whole: Tensor, box: Box) -> Tensor:
-    return whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
-
 
 def agree(function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingSpec]) -> None:
-    """`function` of the operands, those in `cut` sharded, gives what it gives unsharded; so do gradients."""
-
-    def leaf(index: int, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = value.clone() if index not in cut else shard_tensor(value, cut[index], src_rank=None)
-        return value.requires_grad_(value.is_floating_point())
-
-    whole = [
-        o.clone().requires_grad_(o.is_floating_point()) if isinstance(o, Tensor) else o for o in operands
-    ]
-    mine = [leaf(index, value) for index, value in enumerate(operands)]
-    expected, found = function(*whole), function(*mine)
-    of(found, expected, rtol=LAST_BITS if function in ROUNDED_APART else 0)
-    if not expected.requires_grad or not expected.is_floating_point():
-        return
-    weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype)
-    expected.backward(weight)
-    ends = [(tensor, part(weight, box)) for tensor, box in zip(found.tensors, found.boxes, strict=True)]
-    ends = ends or [(found.anchor, found.anchor.new_empty(0))]
-    torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
-    for sharded, one in zip(mine, whole, strict=True):
-        if not isinstance(one, Tensor) or one.grad is None:
-            continue
-        if isinstance(sharded, ShardedTensor):
-            assert sharded.grad is not None
-            pairs = [
-                (t, part(one.grad, box)) for t, box in zip(sharded.grad.tensors, sharded.boxes, strict=True)
-            ]
-        else:
-            pairs = [(sharded.grad, one.grad)]
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted, equal_nan=True)
+    """As `covers.agree`, bit for bit; the result is sharded."""
+    rtol = LAST_BITS if function in ROUNDED_APART else 0.0
+    assert isinstance(covers.agree(function, *operands, cut=cut, rtol=rtol, atol=0.0), ShardedTensor)
 
 
 def gelu_by_tanh(x: Any) -> Any:
@@ -301,10 +229,10 @@ def test_in_place_functions_write_the_local_tensors() -> None:
             before = mine.tensors
             assert case(mine, held) is mine
             assert all(a is b for a, b in zip(before, mine.tensors, strict=True))
-            of(mine, case(x.clone(), y))
+            same(mine, case(x.clone(), y), rtol=0, atol=0)
     for spec in specs():
         mine, held = shard_tensor(x, spec), shard_tensor(y, spec).requires_grad_()
-        same, kept = mine, x.clone()
+        target, kept = mine, x.clone()
         mine += held
         mine -= 1
         mine *= 3
@@ -315,9 +243,9 @@ def test_in_place_functions_write_the_local_tensors() -> None:
         kept *= 3
         kept /= 2
         kept **= 2
-        assert mine is same
+        assert mine is target
         assert mine.requires_grad
-        of(mine.detach(), kept)
+        same(mine.detach(), kept, rtol=0, atol=0)
         mine.full_tensor().sum().backward()
         want = y.clone().requires_grad_()
         ((x + want - 1) * 3 / 2).square().sum().backward()
@@ -341,7 +269,7 @@ def test_a_number_on_one_rank_is_written_in_place() -> None:
     one += 1
     assert one.requires_grad
     (one.full_tensor() * 5).backward()
-    of(one.detach(), torch.tensor(7.0))
+    same(one.detach(), torch.tensor(7.0))
     assert weight.grad == 10
 
 

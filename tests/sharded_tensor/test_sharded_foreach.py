@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import covers
 import pytest
 import torch
 import torch.distributed as dist
+from covers import SHAPE
 from torch import Tensor, nn
 
 from ranks import on_ranks
@@ -25,7 +27,6 @@ from shardwise.sharded_tensor import (
     shard_tensor,
 )
 
-SHAPE = (5, 6)
 CALLS = _compat.foreach_functions
 
 
@@ -60,21 +61,8 @@ def copies(tensors: list[list[Tensor]]) -> list[list[Tensor]]:
 def same(found: Any, expected: Any, **tolerance: float) -> None:
     """Close values on every rank, of tensors cut by `specs` and whole."""
     for one, other, spec in zip(found, expected, specs(), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert isinstance(one, ShardedTensor) == (spec is not None and other.ndim > 0)
-        close(one, other, **tolerance)
-
-
-def close(found: Tensor, expected: Tensor, **tolerance: float) -> None:
-    pairs = [(found, expected)]
-    if isinstance(found, ShardedTensor):
-        assert found.metadata().held_by(dist.get_rank()) == [shard.metadata for shard in found.local_shards()]
-        pairs = [
-            (tensor, expected[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))])
-            for tensor, box in zip(found.tensors, found.boxes, strict=True)
-        ]
-    for one, other in pairs:
-        torch.testing.assert_close(one, other, **tolerance)  # type: ignore[arg-type]
+        covers.same(one, other, **tolerance)
 
 
 OPERANDS: dict[str, list[Callable[[list[list[Tensor]]], tuple[Any, ...]]]] = {

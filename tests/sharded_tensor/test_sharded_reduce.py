@@ -3,96 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covers import SHAPE, agree, everywhere, part, same, specs
 from torch import Tensor, nn
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
-from shardwise.layout import Box
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,
     RaggedShardingSpec,
     ShardedTensor,
-    ShardingSpec,
     ShardMetadata,
     shard_tensor,
 )
-
-SHAPE = (5, 6)
-
-
-def everywhere() -> list[str]:
-    return [f"rank:{rank}" for rank in range(dist.get_world_size())]
-
-
-def specs() -> Iterator[ShardingSpec]:
-    """Cuts of a (5, 6): uneven, with empty shards, without any on some ranks, with several on others."""
-    ranks = everywhere()
-    last = ranks[-1]
-    yield ChunkShardingSpec(0, ranks)
-    yield ChunkShardingSpec(1, [*ranks[::-1], *ranks, *ranks])
-    yield ChunkShardingSpec(0, [last])
-    yield RaggedShardingSpec(0, [0, 5, *[0] * (len(ranks) - 1)], [last, *ranks])
-    yield GridShardingSpec([2, 2], [ranks[0], last, last, last])
-    places = [
-        ((0, 0), (5, 1), last),
-        ((0, 1), (2, 5), last),
-        ((2, 1), (3, 5), ranks[0]),
-        ((5, 2), (0, 3), ranks[0]),
-    ]
-    yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
-
-
-def part(whole: Tensor, box: Box) -> Tensor:
-    return whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
-
-
-def same(found: Tensor, whole: Tensor) -> None:
-    """Close values, the same shape and dtype; of a sharded tensor, where its shards are."""
-    assert found.shape == whole.shape
-    assert (found.dtype, found.requires_grad) == (whole.dtype, whole.requires_grad)
-    if isinstance(found, ShardedTensor):
-        metadata = found.metadata()
-        metadata.check(range(dist.get_world_size()))
-        assert metadata.held_by(dist.get_rank()) == [shard.metadata for shard in found.local_shards()]
-        assert metadata.tensor_properties.dtype == whole.dtype
-        assert metadata.tensor_properties.requires_grad == whole.requires_grad
-        for tensor, box in zip(found.tensors, found.boxes, strict=True):
-            torch.testing.assert_close(tensor, part(whole, box), equal_nan=True)
-    else:
-        torch.testing.assert_close(found, whole, equal_nan=True)
-
-
-def agree(function: Callable[[Any], Any], value: Tensor, spec: ShardingSpec) -> Any:
-    """`function` gives the same of `value` sharded as of it whole, and the same gradient. Its result."""
-    whole = value.clone().requires_grad_(value.is_floating_point())
-    mine = shard_tensor(value, spec, src_rank=None).requires_grad_(value.is_floating_point())
-    expected, found = function(whole), function(mine)
-    same(found, expected)
-    if not expected.requires_grad:
-        return found
-    weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype) + 0.3
-    expected.backward(weight)
-    if isinstance(found, ShardedTensor):
-        ends = [(tensor, part(weight, box)) for tensor, box in zip(found.tensors, found.boxes, strict=True)]
-        ends = ends or [(found.anchor, found.anchor.new_empty(0))]
-        torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
-    else:
-        found.backward(weight)
-    assert mine.grad is not None
-    grad = torch.zeros_like(value) if whole.grad is None else whole.grad  # none for the 0-norm
-    for tensor, box in zip(mine.grad.tensors, mine.boxes, strict=True):
-        torch.testing.assert_close(tensor, part(grad, box), equal_nan=True)
-    return found
-
 
 DIFFERENTIABLE: list[Callable[[Any], Any]] = [
     torch.sum,
@@ -160,18 +91,18 @@ def test_reductions_of_all_elements_are_plain_and_the_same_everywhere() -> None:
     x = values()
     for index, function in enumerate(DIFFERENTIABLE):
         for spec in list(specs())[index % 2 :: 2]:
-            assert type(agree(function, x, spec)) is Tensor
+            assert type(agree(function, x, cut={0: spec})) is Tensor
     with_zero = x.index_fill(1, torch.tensor([2]), 0.0)
     for spec in specs():
-        agree(torch.norm, torch.zeros(SHAPE), spec)
-        agree(lambda t: t.norm(1), with_zero, spec)
-        agree(torch.std, torch.ones(SHAPE), spec)
-        agree(torch.max, x.masked_fill(x > 1, math.nan), spec)
+        agree(torch.norm, torch.zeros(SHAPE), cut={0: spec})
+        agree(lambda t: t.norm(1), with_zero, cut={0: spec})
+        agree(torch.std, torch.ones(SHAPE), cut={0: spec})
+        agree(torch.max, x.masked_fill(x > 1, math.nan), cut={0: spec})
         infinite = x.masked_fill(x > 0.5, -math.inf).index_fill(1, torch.tensor(2), math.inf)
-        agree(lambda t: t.logsumexp(0), infinite, spec)
-        agree(torch.sum, x.bfloat16(), spec)
-        agree(torch.mean, x.half(), spec)
-        agree(torch.norm, x.bfloat16() * 1e3, spec)
+        agree(lambda t: t.logsumexp(0), infinite, cut={0: spec})
+        agree(torch.sum, x.bfloat16(), cut={0: spec})
+        agree(torch.mean, x.half(), cut={0: spec})
+        agree(torch.norm, x.bfloat16() * 1e3, cut={0: spec})
 
 
 @on_ranks(3)
@@ -186,17 +117,17 @@ def test_reductions_along_a_dim_are_sharded_where_no_shard_cuts_it_else_plain_or
                 with pytest.raises(ShardingError, match=r"in every shard, .*reshard"):
                     function(shard_tensor(x, spec, src_rank=None), dim, keep)
                 continue
-            found = agree(lambda t, f=function, d=dim, k=keep: f(t, d, k), x, spec)
+            found = agree(lambda t, f=function, d=dim, k=keep: f(t, d, k), x, cut={0: spec})
             assert isinstance(found, ShardedTensor) == uncut
     block, spec = torch.randn(3, 4, 2), GridShardingSpec([2, 1, 2], [*everywhere(), "rank:0"])
     for dims in ((0, 1), (1,), (1, 2), (-1, 0), 2):
-        agree(lambda t, d=dims: t.sum(d), block, spec)
-        agree(lambda t, d=dims: torch.linalg.vector_norm(t, 3, d, True), block, spec)
-        agree(lambda t, d=dims: t.amin(d), block, spec)
-    agree(lambda t: t.sum(0), torch.randn(1, 4), ChunkShardingSpec(0, everywhere()))
-    agree(torch.sum, torch.tensor(3.0), EnumerableShardingSpec([ShardMetadata((), (), "rank:1")]))
+        agree(lambda t, d=dims: t.sum(d), block, cut={0: spec})
+        agree(lambda t, d=dims: torch.linalg.vector_norm(t, 3, d, True), block, cut={0: spec})
+        agree(lambda t, d=dims: t.amin(d), block, cut={0: spec})
+    agree(lambda t: t.sum(0), torch.randn(1, 4), cut={0: ChunkShardingSpec(0, everywhere())})
+    agree(torch.sum, torch.tensor(3.0), cut={0: EnumerableShardingSpec([ShardMetadata((), (), "rank:1")])})
     for function in (torch.norm, torch.max, torch.mean):
-        agree(function, torch.tensor(3.0), EnumerableShardingSpec([ShardMetadata((), (), "rank:1")]))
+        agree(function, torch.tensor(3.0), cut={0: EnumerableShardingSpec([ShardMetadata((), (), "rank:1")])})
 
 
 @on_ranks(3)
@@ -224,10 +155,10 @@ def test_reductions_and_elementwise_functions_of_one_graph_give_its_gradient() -
         lambda x: F.normalize(x, p=1, dim=0),
     ]
     for index, spec in enumerate(specs()):
-        agree(normalized, values(), spec)
-        agree(probable, values(), spec)
+        agree(normalized, values(), cut={0: spec})
+        agree(probable, values(), cut={0: spec})
         for loss in losses[index % 2 :: 2]:
-            agree(loss, values(), spec)
+            agree(loss, values(), cut={0: spec})
 
 
 @on_ranks(3)
@@ -250,11 +181,13 @@ def test_cross_entropy_of_logits_cut_along_the_batch_is_that_of_the_whole_batch(
                         target = shard_tensor(target, x.sharding_spec(), src_rank=None)
                     return F.cross_entropy(x, target, reduction=reduction, **options)  # noqa: B023
 
-                found = agree(loss, values(), spec)
+                found = agree(loss, values(), cut={0: spec})
                 assert isinstance(found, ShardedTensor) == (reduction == "none")
-    agree(lambda x: F.nll_loss(x.log_softmax(1), ids, weight), values(), uneven)
+    agree(lambda x: F.nll_loss(x.log_softmax(1), ids, weight), values(), cut={0: uneven})
     pixels = GridShardingSpec([2, 1, 2], [*everywhere(), "rank:0"])
-    agree(lambda x: F.cross_entropy(x, torch.arange(8).reshape(2, 4) % 6), torch.randn(2, 6, 4), pixels)
+    agree(
+        lambda x: F.cross_entropy(x, torch.arange(8).reshape(2, 4) % 6), torch.randn(2, 6, 4), cut={0: pixels}
+    )
     logits = shard_tensor(values(), ChunkShardingSpec(1, everywhere()))
     with pytest.raises(ShardingError, match=r"cross_entropy .* of dim 1 in every shard, .*reshard"):
         F.cross_entropy(logits, ids)
@@ -284,7 +217,7 @@ def test_integers_and_bools_reduce_as_in_torch() -> None:
     for index, function in enumerate(kinds):
         for number, spec in enumerate(specs()):
             for dtype in (torch.int32, torch.uint8, torch.int64, torch.bool)[(index + number) % 2 :: 2]:
-                agree(function, (x if dtype != torch.bool else x > 2).to(dtype), spec)
+                agree(function, (x if dtype != torch.bool else x > 2).to(dtype), cut={0: spec})
     sharded = shard_tensor(x, next(specs()))
     for wrong in (
         lambda: sharded.mean(),

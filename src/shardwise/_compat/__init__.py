@@ -1,4 +1,4 @@
-"""Every private torch name this library uses, for torch 2.11 to 2.15, each with its reason.
+"""Every private torch name this library uses, for torch 2.12 to 2.15, each with its reason.
 
 Nothing else in the package may touch a torch name that starts with an underscore. A name that
 torch moves or renames is fixed here, once.

@@ -27,7 +27,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group as resolve_process_group,
 )
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -56,19 +55,6 @@ def traced_all_reduce(shard: Tensor, op: str, group_name: str) -> Tensor:
 
 # Tensors of one dtype one after another in new memory (of two and more; one would stay where it is).
 flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
-
-
-def _recompute(*unused: Any, **also: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# Arguments of `checkpoint`. Before 2.12, a tracer marks what an `autograd.Function` does inside for
-# recomputation only if it is asked about each operator; later it asks by itself.
-RECOMPUTE_ALL: dict[str, Any] = (
-    {"context_fn": partial(create_selective_checkpoint_contexts, _recompute)}
-    if torch.torch_version.TorchVersion(torch.__version__) < "2.12"
-    else {}
-)
 
 
 def in_compiled_autograd() -> bool:
@@ -101,11 +87,6 @@ def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
 def traced_object(context: Any) -> Any:
     """Return the `subject` of `while_tracing`, whose variable only the tracer knows."""
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
-
-
-def is_exporting() -> bool:
-    """Return `torch.compiler.is_exporting()`; torch 2.11 takes it for true in every graph that it traces."""
-    return torch.compiler._is_exporting_flag
 
 
 def runs_eagerly(function: Function, why: str | None = None) -> Function:
@@ -228,19 +209,6 @@ def aot_edited(
         return cast(Callable[..., Any], backend(graph_module, inputs))
 
 
-_MARKS_BACKWARD = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
-
-
-def is_of_backward(node: torch.fx.Node) -> bool:
-    """Return whether autograd computed this node of a joint forward and backward graph.
-
-    Before 2.12 a tracer marks none of them; the first is the gradient of the loss, a `ones_like`.
-    """
-    if _MARKS_BACKWARD:
-        return bool(node.meta.get("autograd_backward"))
-    return node.target is torch.ops.aten.ones_like.default and node.meta["val"].dim() == 0
-
-
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
     """Let calls that compile within trace `torch.autograd.grad`, which torch leaves off by default.
@@ -252,7 +220,7 @@ def tracing_autograd() -> Iterator[None]:
     from torch._functorch import config as graphs
 
     name = "remat_using_tags_for_fwd_loss_bwd_graph"
-    with tracer.patch(trace_autograd_ops=True), graphs.patch({name: False} if hasattr(graphs, name) else {}):
+    with tracer.patch(trace_autograd_ops=True), graphs.patch({name: False}):
         yield
 
 

@@ -24,10 +24,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 # torchrec's local tensors: several shards, each with its offsets in the whole tensor.
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as LocalShardsWrapper
 
-# Before 2.12 torch runs operations on subclasses of DTensor as DTensor's, in C++, and asks no subclass.
-OWN_DTENSORS_SINCE = "2.12"
-RUNS_OWN_DTENSORS = torch.torch_version.TorchVersion(torch.__version__) >= OWN_DTENSORS_SINCE
-
 
 class OwnShard(Shard):
     """A `Shard` whose parts are not even; torch's redistribution of plain DTensors cannot serve it."""

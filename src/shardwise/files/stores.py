@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, from_extra
 
 _LOCAL = ("file", "local")
 _SMALL_BYTES = 1 << 16  # what is asked for at least where places in a file are read
@@ -89,14 +89,14 @@ def location(path: str | os.PathLike[str]) -> Location:
 
     Raises:
         CheckpointError: a protocol that `fsspec` does not know, or whose client is not installed.
+        ShardwiseError: `fsspec` is not installed.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:
         return Path(text)
-    from fsspec.core import url_to_fs
-
+    core = from_extra("stores", "fsspec.core", what=text)
     try:
-        system, inside = url_to_fs(text)
+        system, inside = core.url_to_fs(text)
     except (ImportError, ValueError) as error:
         raise CheckpointError(
             f"{text}: {error}. Expected a folder, or a URL that fsspec has a client for: pip install"

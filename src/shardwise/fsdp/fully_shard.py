@@ -42,7 +42,6 @@ from shardwise.mesh import (
     smaller_shards,
 )
 from shardwise.sharded_tensor.base import ShardedTensorBase
-from shardwise.sharded_tensor.rows.piece import check_torch
 
 _LOG = logging.getLogger("shardwise")
 NO_MIXED_PRECISION = MixedPrecisionPolicy()
@@ -132,8 +131,6 @@ def fully_shard(
     """
     if layout not in LAYOUTS:
         raise ShardingError(f"{here()}: layout must be one of {tuple(LAYOUTS)}, got {layout!r}")
-    if layout == "contiguous":
-        check_torch('layout="contiguous"')
     if strategy is not None and not LAYOUTS[layout].has_strategies:
         raise ShardingError(
             f'{here()}: strategy={strategy!r} needs layout="contiguous"; the {layout} layout is FSDP on 1-D'

@@ -273,7 +273,7 @@ def _run_traced(
 ) -> Any:
     if not torch.compiler.is_compiling():  # code of the module broke the graph that this call was part of
         return _run(state, module, forward, args, kwargs)
-    if _compat.is_exporting():
+    if torch.compiler.is_exporting():
         _refuse_export(module)
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups):

@@ -250,9 +250,7 @@ def _unshard(segment: Segment, sync: bool) -> Any:
     reduces = sync and segment.earlier is None
     leaf = segment.route if reduces else segment.whole
     if segment.reshard and torch.is_grad_enabled():
-        return checkpoint(
-            _gather, leaf, segment.shard, segment, reduces, use_reentrant=False, **_compat.RECOMPUTE_ALL
-        )
+        return checkpoint(_gather, leaf, segment.shard, segment, reduces, use_reentrant=False)
     return _gather(leaf, segment.shard, segment, reduces)
 
 

@@ -64,7 +64,7 @@ def inspect_graph(
     assert isinstance(model, nn.Module)
     recorder = record()
     options = {"isolate_recompiles": True}
-    known = inspect.signature(torch.compile).parameters  # torch 2.11 does not have it
+    known = inspect.signature(torch.compile).parameters  # torch 2.12 does not have it
     options = {name: value for name, value in options.items() if name in known}
     compiled = torch.compile(_calling(model), backend=recorder, **options)  # type: ignore[call-overload]
     with _left_as_found(model):

@@ -30,7 +30,7 @@ def recompute(graph: Graph) -> list[Node]:
     Does nothing for a graph that has no backward in it. What the graph returns is not computed again.
     """
     nodes = list(graph.nodes)
-    start = next((i for i, node in enumerate(nodes) if _compat.is_of_backward(node)), len(nodes))
+    start = next((i for i, node in enumerate(nodes) if node.meta.get("autograd_backward")), len(nodes))
     place = {node: i for i, node in enumerate(nodes)}
     again: set[Node] = set()
     for node in nodes[:start]:

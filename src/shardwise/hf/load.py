@@ -12,7 +12,6 @@ rather than moves. Elements are copied from the mapped file to the shard.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections import Counter
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.comm.agree import agree, fingerprint, together
-from shardwise.errors import CheckpointError, ShardingError, here
+from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.manifest import inside
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
@@ -127,11 +126,8 @@ def load(
 
 
 def library() -> Any:
-    """Import transformers, which only this package needs."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ShardingError("shardwise.hf needs transformers: pip install 'transformers>=5'") from error
+    """Import transformers."""
+    return from_extra("hf", "transformers", what="shardwise.hf")
 
 
 # ------------------------------------------------------------ the model without values
@@ -405,8 +401,8 @@ class _Drawing(_compat.TorchDispatchMode):
         if tensor is not self._param:
             self.store()
             self._param = tensor
-            if id(tensor) in self._stored:  # detached: below autograd torch 2.11 cannot do that to the whole
-                self._whole = cast(DTensor, tensor.detach()).full_tensor()
+            if id(tensor) in self._stored:
+                self._whole = tensor.full_tensor().detach()
             else:
                 self._whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._whole

@@ -10,7 +10,6 @@ Everything is written in a folder beside, and one rename publishes it.
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import agree, together
-from shardwise.errors import CheckpointError, ShardingError, here
+from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.stores import on_disk, sync
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
@@ -110,7 +109,7 @@ def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
         names.setdefault(id(state[name]), name)
     kept = {name: state[name] for name in state if name in names.values()}
     boxes = {name: Boxes.of(_Parameter(one), one.shape, one.dtype) for name, one in kept.items()}
-    loading = importlib.import_module("transformers.core_model_loading")
+    loading = from_extra("hf", "transformers.core_model_loading", what="shardwise.hf")
     found: dict[str, Boxes] = loading.revert_weight_conversion(model, boxes)
     return found
 
@@ -125,7 +124,7 @@ def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str
 
 def _split(like: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
     """Return which tensors go to which file."""
-    return importlib.import_module("huggingface_hub").split_torch_state_dict_into_shards(
+    return from_extra("hf", "huggingface_hub", what="shardwise.hf").split_torch_state_dict_into_shards(
         dict(like), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 

@@ -37,9 +37,9 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, s
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     if name == _CPU_ATTENTION:
-        return _attention(*args[:3])
+        return int(sdpa_flop_count(*(one.shape for one in args[:3])))
     if name == f"{_CPU_ATTENTION}_backward":  # (gradient, query, key, value, ...): five matmuls for two
-        return _attention(*args[1:4]) * 5 // 2
+        return int(sdpa_flop_count(*(one.shape for one in args[1:4]))) * 5 // 2
     if name == "aten::_grouped_mm":
         return _grouped(*args[:2])
     formula = flop_registry.get(func.overloadpacket)
@@ -50,12 +50,6 @@ def _grouped(a: Tensor, b: Tensor) -> int:
     """Count matmuls of groups; where one side has no dim of them, it is shared out."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
-
-
-def _attention(query: Tensor, *others: Tensor) -> int:
-    """Count each head of keys and values once for each query head: torch 2.11 does not count fewer."""
-    b, heads = query.shape[:2]
-    return int(sdpa_flop_count(query.shape, *((b, heads, *one.shape[2:]) for one in others)))
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import from_extra
 from shardwise.planner import drawing
 from shardwise.planner.events import TENSOR_PARALLEL
 from shardwise.planner.plan import GIB, Plan
@@ -26,11 +26,7 @@ OTHER, RULE = "#6b7f99", "#b3261e"
 
 def figure_class() -> Any:
     """Return matplotlib's Figure; raises ShardwiseError where that is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ShardwiseError("a PNG of a plan needs matplotlib: pip install 'shardwise[plot]'") from error
-    return Figure
+    return from_extra("plot", "matplotlib.figure", what="a PNG of a plan").Figure
 
 
 def picture(made: Plan) -> bytes:

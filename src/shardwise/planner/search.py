@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 
-from shardwise._compat import dtensors
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
 from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, StrategyName
@@ -154,8 +153,6 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
         kept += [host] if tensor == 1 and host < cut and cut % host == 0 else []
         mesh: dict[str, Any] = {"tensor": tensor, "replicas": replicas}
         yield from (mesh | _as("interleaved", None, one) for one in kept)
-        if not dtensors.RUNS_OWN_DTENSORS:
-            continue
         strategies = [None] if replicas == 1 else [None, "hierarchical_fsdp"]
         for strategy in strategies:
             yield from (mesh | _as("contiguous", strategy, one) for one in kept)

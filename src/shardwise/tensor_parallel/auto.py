@@ -27,12 +27,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-from scipy.sparse import coo_array  # type: ignore[import-untyped]
 from torch import fx
 from torch.export import ExportedProgram
 
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, from_extra
 from shardwise.tensor_parallel.explain import rendered
 from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explore
 from shardwise.tensor_parallel.program import read
@@ -183,6 +181,7 @@ def choose(
 
     Raises:
         ShardingError: fewer than one rank, a program without tensors, or a budget that no plan meets.
+        ShardwiseError: scipy is not installed.
     """
     return best(explore(read(program), world_size), prices=prices, memory_budget=memory_budget)
 
@@ -252,10 +251,21 @@ class _Program:
         self.lower.append(lower)
         self.upper.append(upper)
 
-    def constraint(self) -> Any:
+    def solved(self, objective: Any, *, integers: int, upper: Any) -> Any:
+        """Minimise `objective`, the first `integers` variables whole and all between 0 and `upper`."""
+        optimize, sparse = (
+            from_extra("tp", f"scipy.{name}", what="choosing tensor-parallel styles")
+            for name in ("optimize", "sparse")
+        )
         row, column, value = zip(*self.entries, strict=True)
-        matrix = coo_array((value, (row, column)), shape=(len(self.lower), len(self.costs))).tocsr()
-        return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
+        matrix = sparse.coo_array((value, (row, column)), shape=(len(self.lower), len(self.costs))).tocsr()
+        return optimize.milp(
+            objective,
+            integrality=np.arange(len(objective)) < integers,
+            bounds=optimize.Bounds(0, upper),
+            constraints=optimize.LinearConstraint(matrix, np.array(self.lower), np.array(self.upper)),
+            options={"mip_rel_gap": 0.0},
+        )
 
 
 def _solve(
@@ -279,13 +289,7 @@ def _solve(
     upper = np.ones(len(program.costs))
     for index, style in (forced or {}).items():
         upper[[index * count + s for s, name in enumerate(STYLES) if name != style]] = 0
-    found = milp(
-        objective,
-        integrality=np.arange(len(objective)) < integers,
-        bounds=Bounds(0, upper),
-        constraints=program.constraint(),
-        options={"mip_rel_gap": 0.0},
-    )
+    found = program.solved(objective, integers=integers, upper=upper)
     if found.x is None:
         return None
     chosen = found.x[:integers].reshape(-1, count).argmax(1)

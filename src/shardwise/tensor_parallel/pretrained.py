@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, from_extra
 
 _COLUMN, _ROW = "colwise", "rowwise"
 _WORDS: dict[str, str | None] = {
@@ -106,8 +106,7 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
 
 def made_from(config: Any) -> nn.Module:
     """Return the model that generates by `config`, with random weights, in eval mode."""
-    import transformers
-
+    transformers = from_extra("hf", "transformers", what="a model from a config")
     kinds: Any = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
     model: nn.Module = kinds[bool(config.is_encoder_decoder)].from_config(config)
     return model.eval()

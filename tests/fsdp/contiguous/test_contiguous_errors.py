@@ -15,9 +15,8 @@ from torch.distributed.tensor import Shard
 from fsdp.models import Net, raises_on_every_rank, sharded_net, step
 from fsdp.parity.extension import Narrowed, Quantized, wrap_weights
 from ranks import on_ranks
-from shardwise import RankMismatchError, ShardingError, fully_shard
-from shardwise.layout import Box, Owned, RaggedShard
-from shardwise.sharded_tensor.rows.piece import Piece
+from shardwise import ShardingError, fully_shard
+from shardwise.layout import Owned, RaggedShard
 
 
 def mentions(message: str, *words: str) -> None:
@@ -80,14 +79,6 @@ def test_an_owner_that_is_not_there_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_wrong_answer_of_shard_placement_fn_names_the_parameter() -> None:
-    message = raises_on_every_rank(
-        ShardingError, lambda: contiguous(nn.Linear(4, 4), shard_placement_fn=lambda p: 1)
-    )
-    mentions(message, "'weight'", "got 1")
-
-
-@on_ranks(2)
 def test_blocks_of_rows_need_the_contiguous_layout() -> None:
     message = raises_on_every_rank(
         ShardingError, lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: RaggedShard(2))
@@ -114,74 +105,11 @@ def test_a_strategy_needs_the_contiguous_layout() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_an_optimizer_built_before_sharding_is_caught_at_its_first_step(kind: type) -> None:
-    model = Net(blocks=1)
-    optimizer = kind(model.parameters(), lr=0.1)
-    contiguous(model)
-    step(model)
-    message = raises_on_every_rank(ShardingError, optimizer.step)
-    mentions(message, kind.__name__, "blocks.0.up.weight", "after fully_shard")
-
-
-@on_ranks(2)
-def test_an_optimizer_built_from_gathered_parameters_is_caught_at_its_first_step() -> None:
-    model = sharded_net(layout="contiguous")
-    optimizers: list[torch.optim.Optimizer] = []
-    step(model, then=lambda: optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1)))
-    message = raises_on_every_rank(ShardingError, optimizers[0].step)
-    mentions(message, "SGD", "inner.weight", "before the first forward")
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-@on_ranks(2)
-def test_parameters_left_on_the_meta_device_are_named() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    contiguous(model)
-    message = raises_on_every_rank(ShardingError, lambda: model(torch.ones(1, 4)))
-    mentions(message, "'0.weight'", "meta", "to_empty")
-
-
-@on_ranks(2)
-def test_a_parameter_moved_to_the_wrong_device_is_named() -> None:
-    model = contiguous(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    model[1].to("meta")
-    message = raises_on_every_rank(ShardingError, lambda: model(torch.ones(1, 4)))
-    mentions(message, "'1.weight'", "meta")
-
-
-@on_ranks(2)
-def test_replacing_a_sharded_parameter_by_a_plain_one_is_refused() -> None:
-    model = contiguous(nn.Linear(4, 4))
-    model.weight = nn.Parameter(torch.ones(4, 4))
-    message = raises_on_every_rank(ShardingError, lambda: model(torch.ones(1, 4)))
-    mentions(message, "'weight'", "DTensor of shape (4, 4)")
-
-
-@on_ranks(2)
 def test_converting_a_part_of_a_group_is_refused_by_name() -> None:
     model = contiguous(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     model[0].double()
     message = raises_on_every_rank(ShardingError, lambda: model(torch.ones(1, 4)))
     mentions(message, "float64", "float32", "before fully_shard")
-
-
-@on_ranks(2, 3)
-def test_different_models_on_different_ranks_raise_on_each_rank_with_both_sides() -> None:
-    width = 8 if dist.get_rank() == 0 else 9
-    model = contiguous(nn.Linear(width, 4))
-    message = raises_on_every_rank(RankMismatchError, lambda: model(torch.ones(1, width)))
-    mentions(message, "weight: shape [4, 8]", "weight: shape [4, 9]", "Build the same model")
-
-
-@on_ranks(2)
-def test_freezing_a_parameter_on_one_rank_only_is_caught_before_its_reduction_hangs() -> None:
-    model = Net(blocks=1)
-    model.head.requires_grad_(dist.get_rank() == 0)
-    contiguous(model)
-    message = raises_on_every_rank(RankMismatchError, lambda: step(model))
-    mentions(message, "head.weight")
 
 
 @on_ranks(2)
@@ -195,40 +123,3 @@ def test_calling_a_part_of_a_sharded_model_is_refused_by_its_parameters() -> Non
     model.reshard()
     with pytest.raises(ShardingError, match="sharded by rows"):
         model.head(torch.ones(1, 8))
-
-
-@on_ranks(2)
-def test_one_parameter_in_two_groups_is_refused() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            self.b.weight = self.a.weight
-
-    tied = Tied()
-    contiguous(tied.a)
-    message = raises_on_every_rank(ShardingError, lambda: contiguous(tied.b))
-    mentions(message, "'weight'", "fully_shard([")
-
-
-@on_ranks(2)
-def test_scalar_and_non_contiguous_parameters_are_refused_by_name() -> None:
-    scalar = nn.Module()
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    mentions(raises_on_every_rank(ShardingError, lambda: contiguous(scalar)), "'scale'", "ignored_params")
-    turned = nn.Linear(4, 2)
-    turned.weight = nn.Parameter(torch.ones(4, 2).t())
-    mentions(raises_on_every_rank(ShardingError, lambda: contiguous(turned)), "'weight'", "contiguous")
-
-
-def test_a_torch_that_runs_our_operations_as_dtensor_s_is_refused_by_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("shardwise._compat.dtensors.RUNS_OWN_DTENSORS", False)
-    model = Net()
-    with pytest.raises(ShardingError) as refused:
-        contiguous(model)
-    mentions(str(refused.value), torch.__version__, "2.12", "interleaved")
-    assert type(model) is Net
-    with pytest.raises(ShardingError, match=r"rows .* needs torch 2\.12"):
-        Piece(torch.Size([2]), (), lambda rank: Box.whole([2]))

@@ -27,9 +27,7 @@ from shardwise import (
     LifecycleError,
     MixedPrecisionPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
-from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
 from shardwise.layout import Owned, RaggedShard
 from shardwise.sharded_tensor.rows import ShardedParameter
@@ -61,74 +59,6 @@ def test_ranks_hold_every_row_once_and_a_near_equal_share() -> None:
         for group in state.groups:
             held = sum(p.local.numel() for p in group.params)
             assert held <= group.layout.segments[0].shard_numel == group.shards[0].numel()
-
-
-@on_ranks(2)
-def test_unshard_shows_whole_parameters_until_reshard() -> None:
-    model, reference = net(), lone()
-    handle = model.unshard(async_op=True)
-    assert isinstance(model.inner.weight, ShardedParameter), "nothing is shown before the wait"
-    assert handle is not None
-    handle.wait()
-    handle.wait()
-    assert type(model.inner.weight) is nn.Parameter
-    assert torch.equal(model.inner.weight, reference.inner.weight)
-    assert isinstance(model.blocks[0].up.weight, ShardedParameter), "unshard is not recursive"
-    model.reshard()
-    assert isinstance(model.inner.weight, ShardedParameter)
-
-
-@on_ranks(2)
-def test_forward_waits_for_an_unshard_that_the_user_started() -> None:
-    model = net()
-    step(model)
-    model.blocks[0].unshard(async_op=True)
-    with CommCounter() as counter, torch.no_grad():
-        model(torch.ones(1, 8))
-    assert counter.count("all_gather") == 3
-
-
-@on_ranks(2)
-def test_a_users_hooks_see_whole_parameters_and_whole_gradients() -> None:
-    model = net()
-    seen: list[tuple[type, torch.Size]] = []
-    grads: list[tuple[type, torch.Size]] = []
-
-    def look(module: nn.Module, *unused: object) -> None:
-        seen.append((type(module.up.weight), module.up.weight.shape))
-        if not grads:
-            module.up.weight.register_hook(lambda grad: grads.append((type(grad), grad.shape)))
-
-    model.blocks[0].register_forward_pre_hook(look)
-    model.blocks[0].register_forward_hook(look)
-    step(model)
-    assert seen == [(nn.Parameter, torch.Size([16, 8]))] * 2
-    assert set(grads) == {(Tensor, torch.Size([16, 8]))}
-
-
-@on_ranks(2, 3)
-def test_hooks_after_gradient_accumulation_run_on_sharded_gradients() -> None:
-    """An optimizer in backward: step each parameter as soon as its gradient is reduced."""
-    model, reference = net(), net()
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(
-            lambda p: (p.data.add_(p.grad, alpha=-0.1), setattr(p, "grad", None))
-        )
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    step(model)
-    step(reference)
-    optimizer.step()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is None
-        assert torch.equal(ours.local, theirs.local)
-
-
-@on_ranks(2)
-def test_a_registered_method_runs_like_a_forward() -> None:
-    model, reference = net(), lone()
-    register_fsdp_forward_method(model, "features")
-    x = torch.ones(2, 8)
-    assert torch.equal(model.features(x), reference.features(x))
 
 
 @on_ranks(2)

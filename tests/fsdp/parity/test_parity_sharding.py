@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fsdp.parity.harness import TORCHS, Case, adamw, by_block, mesh_names, one_axis, train, two_axes
+from fsdp.parity.harness import Case, adamw, by_block, mesh_names, one_axis, train, two_axes
 from fsdp.parity.models import BRANCHES, BUFFERED, DEEP, LANGUAGE, RESIDUAL, UNEVEN, Task, freeze
 from ranks import RankPool
 
@@ -161,13 +161,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     "all frozen but two": ((3,), Case(LANGUAGE.but(freeze("blocks", "tokens", "positions")), by_block())),
     "two meshes in a block": (
         (4,),
-        Case(
-            RESIDUAL,
-            two_meshes,
-            mesh=two_axes(2, 2),
-            contiguous="rounding",
-            torchs=hasattr(mesh_names(TORCHS), "ShardPlacementResult"),
-        ),
+        Case(RESIDUAL, two_meshes, mesh=two_axes(2, 2), contiguous="rounding"),
     ),
     "ignored parameters": ((2,), Case(RESIDUAL.but(freeze("outward")), ignore_outward)),
     "unused branch": ((2,), Case(BRANCHES, by_block())),

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise
-from fuzz.fsdp_part.check import blocks_of, difference, far, rounding, same_bits
+from fsdp.parity.harness import difference, same_bits
+from fuzz.fsdp_part.check import blocks_of, far, rounding
 from fuzz.fsdp_part.model import Control, Spec, batch, build, loss_of
 from fuzz.fsdp_part.shard import OURS, mesh_of, sharded
 from fuzz.fsdp_part.train import Record, Run, Tensors

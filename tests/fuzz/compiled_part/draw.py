@@ -12,7 +12,7 @@ from fuzz.fsdp_part.draw import (
     draw_options,
     draw_some,
     features_of_model,
-    mended,
+    fixed,
     walk,
 )
 
@@ -55,7 +55,7 @@ def draw(rng: random.Random) -> Spec:
             if block["kind"] == "experts":
                 block["count"] = 1
     case["steps"] = [draw_step(rng, case) for _ in range(rng.randint(2, 3))]
-    return mended(case)
+    return fixed(case)
 
 
 def draw_block(rng: random.Random, *, depth: int) -> Spec:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp.parity.harness import difference, same_bits
 from fuzz.fsdp_part.model import Spec
 from fuzz.fsdp_part.shard import OURS, TORCHS, mesh_of
 from fuzz.fsdp_part.train import Record, Run, Tensors
@@ -178,23 +178,6 @@ def apart_from_torch(case: Spec, ours: Record, torchs: Record, mesh: DeviceMesh)
                 yield f"{what} {name} is not torch's: {difference(mine[name], theirs[name])}"
     if case.get("layout") != "contiguous" and ours.log != torchs.log:
         yield f"hooks saw {ours.log}, torch's {torchs.log}"
-
-
-def same_bits(mine: Tensor | None, theirs: Tensor | None) -> bool:
-    if mine is None or theirs is None:
-        return mine is theirs
-    if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
-        return False
-    return bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
-
-
-def difference(mine: Tensor | None, theirs: Tensor | None) -> str:
-    if mine is None or theirs is None:
-        return "ours is absent" if mine is None else "theirs is absent"
-    if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
-        return f"{mine.dtype} {tuple(mine.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
-    apart = (mine.double() - theirs.double()).abs().nan_to_num(torch.inf)
-    return f"{int((mine != theirs).sum())} of {mine.numel()}, by up to {float(apart.max()):.3g}"
 
 
 # ---------------------------------------------------------------- one process

@@ -57,7 +57,7 @@ def draw(rng: random.Random) -> Spec:
     case["steps"] = [draw_step(rng, case) for _ in range(rng.randint(1, 4))]
     for step in case["steps"]:  # last: the rest of each case is what it was before these were thought of
         draw_interruptions(rng, step)
-    return mended(case)
+    return fixed(case)
 
 
 def draw_some(rng: random.Random, spec: Spec, choices: Iterable[tuple[str, float, list[Any]]]) -> None:
@@ -211,7 +211,7 @@ def draw_interruptions(rng: random.Random, step: Spec) -> None:
         step["raises"]["where"] = rng.choice(["autograd", "hook"])
 
 
-def mended(case: Spec) -> Spec:
+def fixed(case: Spec) -> Spec:
     """Without what the libraries forbid: the remaining case is one that users may write."""
     blocks = case["blocks"]
     owners = [case, case.get("root") or {}, *(block.get("shard") or {} for block in walk(blocks))]

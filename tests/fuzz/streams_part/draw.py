@@ -91,10 +91,10 @@ def draw(rng: random.Random) -> Case:
     if rng.random() < 0.2:
         what = rng.choice(["unshard", "unshard_async", "wait", "reshard"])
         case["amid"] = [rng.choice(["forward", "backward"]), rng.randrange(4), rng.randrange(4), what]
-    return mended(case)
+    return fixed(case)
 
 
-def mended(case: Case) -> Case:
+def fixed(case: Case) -> Case:
     """Without what the library forbids."""
     if "pipeline" in case:
         kept = ("part", "seed", "layout", "mp", "reshard", "real", "pipeline", "order", "two_roots")

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise import _compat
-from shardwise._compat import dtensors
 from shardwise._compat.dtensors import OwnShard, OwnSpec
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
@@ -97,15 +96,6 @@ def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
 
 
-def check_torch(what: str) -> None:
-    """Raise ShardingError where torch would run operations on rows as DTensor's own."""
-    if not dtensors.RUNS_OWN_DTENSORS:
-        raise ShardingError(
-            f"{here()}: {what} needs torch {dtensors.OWN_DTENSORS_SINCE} or later, and this is torch"
-            f' {torch.__version__}: install a later one, or use layout="interleaved"'
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Piece:
     """The whole rows of a tensor on this rank.
@@ -137,7 +127,6 @@ class Piece:
     mesh_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        check_torch("a tensor of whole rows on each rank")
         if self.on_mesh is not None and not self.mesh_groups:
             object.__setattr__(self, "mesh_groups", _groups_of(self.on_mesh))
 
