@@ -69,6 +69,13 @@ def decoder(layers: int = 2) -> nn.Module:
     return Decoder(Shape(96, 32, layers, heads=4, kv_heads=2, ffn=64), layers=layers, positions=SEQUENCE)
 
 
+def learned(layers: int = 2) -> nn.Module:
+    shape = Shape(
+        96, 32, layers, heads=4, kv_heads=4, ffn=64, rotary=False, gated=False, bias=True, tied=True
+    )
+    return Decoder(shape, layers=layers, positions=SEQUENCE)
+
+
 def setup_of(ranks: int, **changes: Any) -> Setup:
     sizes: dict[str, Any] = {"sequence": SEQUENCE, "micro_batch": 2, "param_dtype": "float32"}
     return Setup(**({"ranks": ranks, "device": "cpu", "ends_apart": False} | sizes | changes))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import parallel
 from shardwise.planner.models import Factory, Model, chunked, exits_told, model_of
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
-from shardwise.planner.tensor import ROWS, STYLES, check, counts_positions, heads_by_rows, tied, words_of
+from shardwise.planner.tensor import STYLES, UNCUT, check, counts_positions, heads_by_rows, tied, words_of
 
 
 @exits_told()
@@ -95,7 +95,7 @@ def _tensor_parallel(model: Model, setup: Setup) -> Iterator[str]:
     words = words_of(module, model.name, setup)
     check(module, model.name, setup.tensor)
     yield "    styles = {"
-    yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word != ROWS)
+    yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word not in UNCUT)
     yield "    }"
     yield '    parallelize_module(model, mesh["tensor"], styles)'
     if counts_positions(module, words):

@@ -156,6 +156,7 @@ _CUT = {
     **{f"blocks.*.attention.norm_{name}": "replicated_with_grad_allreduce" for name in "qk"},
     **{f"blocks.*.{name}": "rowwise" for name in ("attention.o", "ffn.down")},
     "embedding": "embedding_rowwise",
+    "position": "whole",
     "head.out": "colwise_gather_output",
 }
 
@@ -173,6 +174,7 @@ class Decoder(nn.Module):
         self.shape = shape
         absent = [] if shape.gated else ["blocks.*.ffn.gate"]
         absent += [] if shape.norm_heads else ["blocks.*.attention.norm_q", "blocks.*.attention.norm_k"]
+        absent += ["position"] if shape.rotary else []
         self.tensor_plan = {name: word for name, word in _CUT.items() if name not in absent}
         self.auto_tensor_plan = "torchtitan" if shape.rotary else "transformers"
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
@@ -191,7 +193,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Any:
         x = self.embedding(tokens)
         if self.position is not None:
-            x = x + self.position.weight[: tokens.size(1)]
+            x = x + self.position(torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0))
         for block in self.blocks:
             x = block(x, self.angles)
         return self.head(x)

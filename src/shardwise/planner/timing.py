@@ -144,24 +144,31 @@ class _Pieces:
     """Tensor parallelism's collectives in pieces, each beside the matmul of another: asynchronous.
 
     A matmul begins with the first piece that is gathered, and has its own last piece to do after the last.
-    What is reduced goes likewise: after the first piece of the matmul that makes it, until after the last.
-    With one piece, each waits for the other.
+    What is reduced goes likewise: after the first piece of the matmul that makes it, until after the last;
+    then a kernel adds up what came from all ranks, which a collective does on its way. With one piece, each
+    waits for the other.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, hardware: Hardware) -> None:
         self.count = count
+        self.bytes_per_s = hardware.memory_bytes_per_s * hardware.bandwidth_efficiency
         self.first = self.last = 0.0  # of the matmul before: its first piece; of a gather: its last
         self.gathered: float | None = None  # when the first piece was
 
-    def sent(self, kind: str, begin: float, takes: float) -> float:
-        """Return when this collective, which begins when all that it needs is there, ends."""
+    def sent(self, call: Collective, begin: float, takes: float, *, whole: bool) -> float:
+        """Return when this collective, which begins when all that it needs is there, ends.
+
+        Args:
+            whole: not in pieces, as around the blocks, which alone are compiled.
+        """
         self.gathered = None
-        if self.count == 1:
+        if self.count == 1 or whole:
             return begin + takes
-        if kind == "all_gather":
+        if call.kind == "all_gather":
             self.gathered, self.last = begin + takes / self.count, begin + takes
             return self.last
-        return max(self.first + takes, begin + takes / self.count)
+        adds = (call.bytes + call.bytes / call.group_size) / self.bytes_per_s
+        return max(self.first + takes, begin + takes / self.count) + adds
 
     def multiplied(self, begin: float, takes: float) -> float:
         """Return when this matmul ends."""
@@ -172,7 +179,7 @@ class _Pieces:
 
 def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, pieces: int = 1) -> Times:
     """Compute times of the last step; tensor parallelism's collectives are in so many `pieces`."""
-    tensor = _Pieces(pieces)
+    tensor = _Pieces(pieces, hardware)
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
     spans: dict[tuple[str, Place], Span] = {}
@@ -190,7 +197,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
                 computation += takes if event.stream == COMPUTATION else 0.0
             end = begin + takes
             if event.stream == TENSOR_PARALLEL and isinstance(event, Send):
-                end = tensor.sent(event.collective.kind, begin, takes)
+                end = tensor.sent(event.collective, begin, takes, whole=place.layer is None)
             elif event.stream == COMPUTATION and isinstance(event, Compute) and event.flops:
                 end = tensor.multiplied(begin, takes)
             clocks[event.stream] = end
