@@ -7,14 +7,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 
 from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, start_server
+from verify.pooled import on_this_rank
 
 REFUSED = "needs torch 2.12 or later, and this is torch"  # how `fully_shard`, and whoever makes rows, says so
 OF_THE_LAYOUT = ("tests/fsdp/contiguous/", "tests/optim/test_flat", "tests/sharded_tensor/rows/")
@@ -128,3 +130,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if REFUSED not in str(error) or not why_no_rows():
             raise
     pytest.skip(why_no_rows())
+
+
+@pytest.fixture
+def pooled(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` runs on the ranks that all tests share: for tests of what it finds, not of its processes."""
+
+    def run_pooled(target: Callable[..., Any], *args: Any, world_size: int, **_: Any) -> list[Any]:
+        return ranks(on_this_rank, target, *args, world_size=world_size)
+
+    monkeypatch.setattr("shardwise.verify.run.run_ranks", run_pooled)
