@@ -107,6 +107,9 @@ def verify(
         ),
     ] = None,
     hsdp: Annotated[int, typer.Option(min=1, help="Replicas R of a (R, ranks / R) mesh.")] = 1,
+    mesh: Annotated[
+        str | None, typer.Option(help="Dimensions with sizes in place of both, such as pp2,dp2,tp2.")
+    ] = None,
     layout: Annotated[
         Layout | None, typer.Option(help="Layout to ask the case's shard function for. Default: its own.")
     ] = None,
@@ -131,6 +134,8 @@ def verify(
     from shardwise import verify as verification
     from shardwise.verify.streams import check_streams
 
+    if streams and mesh is not None:
+        raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh")
     console = Console()
     layouts: list[str | None] = [layout.value if layout else None]
     if layout is Layout.both:
@@ -147,6 +152,7 @@ def verify(
                 case,
                 tolerance=tolerance,
                 dtype=getattr(torch, dtype.value) if dtype else None,
+                mesh=mesh,
                 layout=asked,
                 timeout=timeout,
                 **how,
