@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import fully_shard
 from shardwise.comm.count import CommCounter
+from shardwise.fsdp.module_state import state_of
 
 
 class Block(nn.Module):
@@ -67,6 +68,17 @@ def step(model: nn.Module, *, width: int = 8, then: Callable[[], None] | None = 
         then()
     loss.backward()
     return loss.detach()
+
+
+def groups(model: nn.Module) -> list[Any]:
+    """All groups of a model, the root's first."""
+    states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
+    return [group for state in states for group in state.groups]
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Bytes of gathered buffers that exist now."""
+    return sum(b.full.untyped_storage().nbytes() for g in groups(model) for b in g.buffers)
 
 
 def kinds(counter: CommCounter) -> dict[str, int]:

@@ -17,13 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp.models import Net, raises_on_every_rank
+from fsdp.models import Net, groups, raises_on_every_rank
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
-from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.module_state import state_of
 from shardwise.optim import flat
 from shardwise.sharded_tensor.rows import ShardedRows
 
@@ -47,10 +45,6 @@ def sharded(strategy: str, policy: str) -> Net:
     for module in (*net.blocks, net):
         fully_shard(module, mesh=mesh, layout="contiguous", strategy=strategy, mp_policy=POLICIES[policy])
     return net
-
-
-def groups_of(net: nn.Module) -> list[ContiguousGroup]:
-    return [g for m in net.modules() if (state := state_of(m)) is not None for g in state.groups]
 
 
 def batch(rank: int, step: int, micro: int) -> Tensor:
@@ -136,7 +130,7 @@ def test_accumulating_without_sync_on_two_axes_adds_up_as_in_one_process(strateg
 
 def sizes(net: nn.Module) -> tuple[int, int]:
     """N summed over all groups, and N of those that backward gathers again."""
-    root, *blocks = [sum(s.unsharded_numel for s in g.layout.segments) for g in groups_of(net)]
+    root, *blocks = [sum(s.unsharded_numel for s in g.layout.segments) for g in groups(net)]
     return root + sum(blocks), sum(blocks[:-1])  # the root and the last block stay gathered
 
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fsdp.models import Net, kinds, sharded_net, step
+from fsdp.models import Net, groups, kinds, sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise._compat import foreach_copy
 from shardwise.comm import DefaultReduceScatter
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp import contiguous_reduction
-from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.contiguous_reduction import _fill_slice
 from shardwise.fsdp.module_state import state_of
 
@@ -34,11 +33,6 @@ def net(*, blocks: int = 3, **options: Any) -> Net:
     step(model)
     model.zero_grad()
     return model
-
-
-def groups(model: nn.Module) -> list[ContiguousGroup]:
-    states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    return [group for state in states for group in state.groups]
 
 
 def unsharded_bytes(model: nn.Module) -> list[int]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp.models import Net, raises_on_every_rank, sharded_net, step
@@ -84,24 +83,6 @@ def test_blocks_of_rows_need_the_contiguous_layout() -> None:
         ShardingError, lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: RaggedShard(2))
     )
     mentions(message, "'weight'", 'layout="contiguous"')
-
-
-@on_ranks(4)
-def test_a_strategy_must_fit_the_mesh() -> None:
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    message = raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="zero9"))
-    mentions(message, "'zero9'", "zero1")
-    message = raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="hsdp"))
-    mentions(message, "'hsdp'", "2-D")
-    message = raises_on_every_rank(ShardingError, lambda: contiguous(Net(), strategy="zero1", mesh=square))
-    mentions(message, "'zero1'", "1-D")
-
-
-@on_ranks(2)
-def test_a_strategy_needs_the_contiguous_layout() -> None:
-    """The interleaved layout would silently train another way."""
-    message = raises_on_every_rank(ShardingError, lambda: fully_shard(Net(), strategy="zero1"))
-    mentions(message, "strategy", "contiguous")
 
 
 @on_ranks(2)

@@ -5,41 +5,16 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp.models import Net, sharded_net, step
+from fsdp.contiguous.one_process import STRATEGIES, net
+from fsdp.models import Net, gathered_bytes, groups, step
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.module_state import state_of
 from shardwise.sharded_tensor.rows import ShardedRows
-
-STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
-
-
-def net(*, blocks: int = 3, **options: Any) -> Any:
-    return sharded_net(blocks=blocks, layout="contiguous", **options)
-
-
-def groups(model: nn.Module) -> list[ContiguousGroup]:
-    states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    return [group for state in states for group in state.groups]
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """Bytes of gathered buffers that exist now."""
-    return sum(b.full.untyped_storage().nbytes() for g in groups(model) for b in g.buffers)
-
-
-def whole_bytes(model: nn.Module) -> list[int]:
-    """Of each group, the root first, when gathered."""
-    return [
-        sum(s.unsharded_numel * s.gather_dtype.itemsize for s in g.layout.segments) for g in groups(model)
-    ]
 
 
 def forget_what_lives() -> None:
@@ -74,42 +49,6 @@ def settled(expected: tuple[int, int]) -> tuple[int, int]:
     return found
 
 
-@on_ranks(2, 3)
-def test_gathered_memory_exists_only_inside_a_step() -> None:
-    model = net()
-    root, *blocks = whole_bytes(model)
-    between: list[int] = []
-    step(model, then=lambda: between.append(gathered_bytes(model)))
-    assert between == [root + blocks[-1]]
-    assert gathered_bytes(model) == 0
-
-
-@on_ranks(2)
-def test_forward_never_holds_more_than_one_block_and_the_root() -> None:
-    model = net(blocks=5)
-    root, block, *_ = whole_bytes(model)
-    seen: list[int] = []
-    for one in model.blocks:
-        one.register_forward_pre_hook(lambda *unused: seen.append(gathered_bytes(model)))
-        one.register_forward_hook(lambda *unused: seen.append(gathered_bytes(model)))
-    step(model)
-    assert seen == [root + block] * 10
-
-
-@on_ranks(2)
-def test_backward_never_holds_more_than_two_blocks_and_the_root() -> None:
-    model = net(blocks=5)
-    root, block, *_ = whole_bytes(model)
-    seen: list[int] = []
-    step(model)
-    for one in model.blocks:
-        for param in state_of(one).groups[0].params:
-            param.unsharded.register_hook(lambda grad: seen.append(gathered_bytes(model)))
-    step(model)
-    assert len(seen) == 5 * 4
-    assert max(seen) == root + 2 * block
-
-
 @on_ranks(2, 4)
 def test_each_rank_stores_its_share_of_parameters_gradients_and_optimizer_state() -> None:
     model = net()
@@ -123,28 +62,6 @@ def test_each_rank_stores_its_share_of_parameters_gradients_and_optimizer_state(
     assert held <= shard
     storages = {p.grad.local.untyped_storage()._cdata for p in model.parameters() if p.local.numel()}
     assert len(storages) == len(groups(model)), "a group's gradients share one buffer"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_deleted_model_is_gone_at_once(strategy: str) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        model = net(blocks=2, strategy=strategy)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        watched: list[Any] = [weakref.ref(model), weakref.ref(model.blocks[0]), weakref.ref(state_of(model))]
-        watched += [weakref.ref(g) for g in groups(model)]
-        watched += [weakref.ref(b) for g in groups(model) for b in g.buffers]
-        watched += [weakref.ref(shard) for g in groups(model) for shard in g.shards]
-        watched += [weakref.ref(p) for p in model.parameters()]
-        del model, optimizer
-        assert [ref() for ref in watched] == [None] * len(watched)
-    finally:
-        gc.enable()
 
 
 @on_ranks(2)
@@ -180,17 +97,6 @@ def test_at_rest_only_shards_and_optimizer_state_are_alive() -> None:
     time.sleep(0.2)  # for gloo's threads, as in `settled`
     extra = live()[0] - shards - momenta
     assert 0 <= extra <= 64, "at most what stands for padding: one element a segment"
-
-
-@on_ranks(2)
-def test_the_whole_parameters_are_freed_when_sharded() -> None:
-    linear = nn.Linear(64, 64)
-    data = weakref.ref(linear.weight)
-    fully_shard(linear, layout="contiguous")
-    gc.collect()
-    assert data() is None
-    shards = sum(s.nbytes for g in groups(linear) for s in g.shards)
-    assert shards == 4 * 33 * 64, "half of 64 rows, and the bias, which no boundary can divide as well"
 
 
 @on_ranks(2)
