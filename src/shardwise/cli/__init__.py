@@ -184,6 +184,16 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="In all.")] = 8,
     hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a file (.toml).")] = "h100",
     replicas: Annotated[int, typer.Option(min=1, help="Replicas R of a mesh of R x S ranks.")] = 1,
+    pipeline: Annotated[
+        int, typer.Option(min=1, help="Ranks with the model's stages, for --accumulation micro-batches.")
+    ] = 1,
+    schedule: Annotated[str, typer.Option(help="GPipe, 1F1B or Interleaved1F1B.")] = "1F1B",
+    stages: Annotated[int, typer.Option(min=1, help="Of each rank, with Interleaved1F1B.")] = 1,
+    ulysses: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
+    experts: Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")] = 1,
+    expert_load: Annotated[
+        float, typer.Option(min=1.0, help="Tokens of the busiest rank's experts, beside an even share.")
+    ] = 1.0,
     tensor: Annotated[
         int, typer.Option(min=1, help="Neighbouring ranks that are tensor parallel; R x S x T is all ranks.")
     ] = 1,
@@ -231,6 +241,8 @@ def plan(
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
+    choices |= {"pipeline": pipeline, "schedule": schedule, "stages": stages}
+    choices |= {"ulysses": ulysses, "experts": experts, "expert_load": expert_load}
     choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
     choices |= {"loss_parallel": loss_parallel, "async_tensor": async_tensor}
     choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}

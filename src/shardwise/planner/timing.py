@@ -32,7 +32,14 @@ from shardwise.planner.events import (
 )
 from shardwise.planner.measure import last_step
 
-_MAY_BE_ZERO = ("host_latency_s", "network_latency_s", "matmul_half_flops", "host_seconds", "context_bytes")
+_MAY_BE_ZERO = (
+    "host_latency_s",
+    "network_latency_s",
+    "matmul_half_flops",
+    "host_seconds",
+    "context_bytes",
+    "attention_half",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Hardware:
     Attributes:
         matmul_efficiency: share of the peak that a large matmul reaches.
         matmul_half_flops: operations of a matmul that reaches half of that.
-        attention_efficiency: share of the peak that attention reaches, all of it counted.
+        attention_efficiency: share of the peak that attention of long sequences reaches, all of it counted.
+        attention_half: operations for each byte of an attention that reaches half of that: half its length.
         bandwidth_efficiency: share of the memory's bandwidth that an elementwise operator reaches.
         host_seconds: of the host, to issue one operator.
         host_link_bytes_per_s: between devices of one host, as collectives reach it.
@@ -65,6 +73,7 @@ class Hardware:
     bandwidth_efficiency: float
     host_seconds: float
     context_bytes: int  # of the driver and of communicators, outside the allocator
+    attention_half: float = 0.0
 
     @property
     def usable_bytes(self) -> int:
@@ -245,7 +254,9 @@ def compute_seconds(event: Compute, hardware: Hardware) -> float:
         return seconds
     peak = hardware.peak_flops.get(event.dtype, min(hardware.peak_flops.values()))
     if "attention" in event.name:
-        efficiency = hardware.attention_efficiency
+        efficiency = hardware.attention_efficiency / (
+            1 + hardware.attention_half * event.nbytes / event.flops
+        )
     else:
         efficiency = hardware.matmul_efficiency * event.flops / (event.flops + hardware.matmul_half_flops)
     return max(seconds, event.flops / (peak * efficiency))
