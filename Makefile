@@ -110,8 +110,8 @@ bindings: $(CUDA)/.installed ## what is passed to NCCL and CUDA against the bind
 fuzz: $(VENV)/.installed-dev ## CASES random cases from SEED against torch and one process : CASES SEED PART MODE ARGS
 	PYTHONPATH=tests:.:examples $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --part $(PART) --mode $(MODE) $(ARGS)
 
-mutants: $(VENV)/.installed-dev ## every wait, event and keep-alive left out in turn: which case sees it, 10 minutes
-	PYTHONPATH=tests:. $(BIN)/python -W ignore -m mutants --write
+mutants: $(VENV)/.installed-dev ## every wait, event and keep-alive left out in turn: which case sees it, 10 minutes; DEVICE=cuda: on a GPU : DEVICE
+	PYTHONPATH=tests:.:benchmarks:examples $(BIN)/python -W ignore -m $(if $(DEVICE),mutants.device --out build/mutants_device.json,mutants --write)
 
 mutate: $(VENV)/.installed-dev ## COUNT small changes of the source, drawn from SEED over all packages or PACKAGE: which ones tests notice : COUNT SEED PACKAGE WORKERS
 	PYTHONPATH=tests:. $(BIN)/python -W ignore -m mutation --count $(COUNT) --seed $(SEED) --workers $(WORKERS) \

@@ -50,11 +50,12 @@ NO_MEANING = "Times and rates are the simulation's own and say nothing of any de
 
 def on_rank(options: argparse.Namespace) -> None:
     place = join(options.device, seconds=options.seconds)
-    everything(place, options.out, options.cases or list(gpu_checks.CASES))
+    cases = options.cases or list(gpu_checks.CASES)
+    everything(place, options.out, cases, measures=options.figures)
     dist.destroy_process_group()
 
 
-def everything(place: Place, out: Path, cases: Sequence[str]) -> None:
+def everything(place: Place, out: Path, cases: Sequence[str], *, measures: bool = True) -> None:
     """All that needs a process group; rank 0 writes down what was found, as it is found."""
     found: dict[str, Any] = {"running": "", "checks": [], "figures": {"repeats": {}}}
 
@@ -75,13 +76,14 @@ def everything(place: Place, out: Path, cases: Sequence[str]) -> None:
     for check in gpu_figures.checkpoints(place, out / "checkpoints", figures["checkpoints"]):
         _tell(place, check)
         found["checks"].append(check.as_dict())
-    write("steps")
-    shape = gpu_figures.sized(place)
-    figures["shape"] = {**vars(shape), "parameters": shape.parameters}
-    now = time.monotonic()
-    figures["steps"] = gpu_figures.steps(place, shape, now + 0.7 * (place.until - now))
-    write("bandwidth")
-    figures["bandwidth"] = gpu_figures.bandwidth(place, place.until)
+    if measures:
+        write("steps")
+        shape = gpu_figures.sized(place)
+        figures["shape"] = {**vars(shape), "parameters": shape.parameters}
+        now = time.monotonic()
+        figures["steps"] = gpu_figures.steps(place, shape, now + 0.7 * (place.until - now))
+        write("bandwidth")
+        figures["bandwidth"] = gpu_figures.bandwidth(place, place.until)
     if place.is_simulated:
         found["checks"].append(waits(place).as_dict())
     write("")
@@ -164,6 +166,7 @@ def ranks(options: argparse.Namespace, device: str, count: int, *, limit: float)
     (options.out / TOLD).unlink(missing_ok=True)
     command = [sys.executable, __file__, "--on-ranks", str(count), "--device", device]
     command += ["--out", str(options.out), "--seconds", str(options.seconds)]
+    command += [] if options.figures else ["--no-figures"]
     command += ["--cases", *options.cases] if options.cases else []
     process = subprocess.Popen(command)
     try:
@@ -269,6 +272,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="+", help="only these of gpu_checks.py, and no tests; for trying out"
     )
+    parser.add_argument("--figures", action=argparse.BooleanOptionalAction, default=True, help="of speed too")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--on-ranks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
@@ -279,6 +283,9 @@ def main() -> None:
         return
     begin = time.monotonic()
     device, count, named = find(options.device)
+    if device != SIMULATED and (options.ranks or 0) > count:
+        # NCCL refuses; over gloo torch's functional collectives on CUDA tensors end the process (2.11, 2.13).
+        parser.error(f"--ranks {options.ranks} takes as many devices, and there are {count}")
     count = options.ranks or count
     options.out.mkdir(parents=True, exist_ok=True)
     # Times are not what the simulation is for: it may take as long as it does.

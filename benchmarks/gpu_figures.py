@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -94,6 +95,7 @@ def steps(place: Place, shape: Shape, until: float) -> Figures:
 
 def _steps(name: str, place: Place, shape: Shape, end: float) -> Figures:
     device = torch.get_device_module(place.device)
+    gc.collect()  # of the one before, whose memory would count
     device.empty_cache()
     if not place.is_simulated:
         device.reset_peak_memory_stats()

@@ -47,7 +47,7 @@ def tables(pool: RankPool, names: list[str], most: int = 99) -> list[Table]:
     shown = [Table("Five steps in fp64: largest relative difference", header, rows)]
     for ranks in sorted({Dimensions(name).ranks for name in names}):
         alike = [name for name in names if Dimensions(name).ranks == ranks]
-        found = pool(beside.checkpoints, alike, most, world_size=ranks, timeout=3000.0)[0]
+        found = pool(beside.checkpoints, alike, most, world_size=ranks, timeout=9000.0)[0]
         wrong = [f"{source} on {target}" for (source, target), right in found.items() if not right]
         row = [
             str(ranks),

@@ -17,6 +17,7 @@ family, from three rows of the hardware's other families. The textbook is a form
 
 import argparse
 import json
+import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from results import Table, machine_facts, write_section
 
 from shardwise.planner import Hardware, Setup, hardware_of, plan
 from shardwise.planner.decoder import PUBLISHED
+from shardwise.planner.plan import SURE
 
 GIB = 2**30
 MEMORY, SPEED, PARAMETERS = "Most memory reserved, GiB", "Tokens/s of a device", "GiB of parameters"
@@ -44,6 +46,7 @@ TEXT = (
     "\nDeepSpeed's of 2021; gathers and reductions that computation waits for, and one 200 Gb/s link of a"
     "\nhost's eight carries, would fit them, which is not how this library sends."
 )
+ERROR_FILE = Path(__file__).parents[1] / "src" / "shardwise" / "planner" / "memory_error.py"
 ROWS = Path(__file__).with_name("published.json")
 DRAWS = 20  # of three rows for each hardware
 
@@ -61,7 +64,7 @@ class Row:
     hardware: str
     family: str = ""
     really: bool = True  # it did fit
-    sure: bool = True  # of whether it fits, beyond the margin of memory's error
+    room: float = 0.0  # that the device has beside what is needed, as a logarithm
     seen: bool = False  # by the calibration
 
     def error(self, *, textbook: bool = False) -> float:
@@ -160,7 +163,7 @@ def calibrated(rows: Sequence[Row], draw: random.Random | None = None) -> list[R
 
 def by_family(compared: dict[str, list[Row]], verdicts: Sequence[Row], refused: Sequence[str]) -> Table:
     """Errors by family, time with three rows for each hardware of its other families."""
-    body, all_memory, all_speed = [], list[float](), list[Row]()
+    body, all_memory, all_speed, all_sure = [], list[float](), list[Row](), 0
     for family in dict.fromkeys([row.family for row in verdicts] + [*refused]):
         memory = [abs(row.error()) for row in compared[MEMORY] if row.family == family]
         speed = unseen(compared[SPEED], family)
@@ -172,7 +175,10 @@ def by_family(compared: dict[str, list[Row]], verdicts: Sequence[Row], refused: 
             *_errors(memory),
             *_errors([r.error() for r in speed]),
         ]
-        body.append([family, *told, str(len(wrong)), str(sum(row.sure for row in wrong))])
+        margin = memory_error([row for row in compared[MEMORY] if row.family != family])
+        sure = sum(is_sure(row, margin) for row in wrong)
+        body.append([family, *told, str(len(wrong)), str(sure), f"{margin:.1%}"])
+        all_sure += sure
         all_memory += memory
         all_speed += speed
     wrong = [row for row in verdicts if row.fits != row.really]
@@ -182,10 +188,10 @@ def by_family(compared: dict[str, list[Row]], verdicts: Sequence[Row], refused: 
         *_errors(all_memory),
         *_errors([r.error() for r in all_speed]),
     ]
-    body.append(["all", *told, str(len(wrong)), str(sum(row.sure for row in wrong))])
+    body.append(["all", *told, str(len(wrong)), str(all_sure), f"{memory_error(compared[MEMORY]):.1%}"])
     if len(all_speed) > 1:
         rank = rank_correlation([r.published for r in all_speed], [r.planned for r in all_speed])
-        body.append(["rank correlation of tokens/s", *[""] * 4, f"{rank:.3f}", "", "", ""])
+        body.append(["rank correlation of tokens/s", *[""] * 4, f"{rank:.3f}", "", "", "", ""])
     header = [
         "family",
         "runs",
@@ -196,7 +202,31 @@ def by_family(compared: dict[str, list[Row]], verdicts: Sequence[Row], refused: 
         "90th",
     ]
     title = "By family; time calibrated on other families of the hardware"
-    return Table(title, [*header, "wrong verdicts", "of these sure"], body)
+    return Table(title, [*header, "wrong verdicts", "of these sure", "margin, of other families"], body)
+
+
+def memory_error(rows: Sequence[Row]) -> float:
+    """What memory errs by, one standard deviation; a family's rows, which are alike, weigh as one."""
+    families: dict[str, list[float]] = {}
+    for row in rows:
+        if PARAMETERS not in row.name:
+            families.setdefault(row.family, []).append(math.log(row.planned / row.published) ** 2)
+    return math.sqrt(statistics.mean(map(statistics.mean, families.values()))) if families else 0.0
+
+
+def is_sure(row: Row, error: float) -> bool:
+    """Whether the verdict is beyond the margin where memory errs by so much."""
+    return error > 0 and abs(statistics.NormalDist(0, error).cdf(row.room) - 0.5) > SURE - 0.5
+
+
+def write_error(rows: Sequence[Row]) -> None:
+    """Write what memory errs by for the planner."""
+    kinds = [row for row in rows if PARAMETERS not in row.name]
+    count, families = len(kinds), len({row.family for row in kinds})
+    text = ERROR_FILE.read_text().partition("MEMORY_ERROR")[0]
+    text += f"MEMORY_ERROR = {memory_error(rows):.4f}\n"
+    told = f"{count} published figures of {families} families, each of one weight: benchmarks/TABLES.md, plan"
+    ERROR_FILE.write_text(f'{text}SOURCE = "{told}"\n')
 
 
 def _errors(of: Sequence[float]) -> list[str]:
@@ -240,7 +270,8 @@ def planned(model: str, setup: Setup, hardware: Hardware) -> dict[str, Any]:
     reserved, speed = made.reserved_bytes / GIB, made.tokens_per_s
     shards = made.moments[-1].alive["parameters"] / GIB
     figures = {MEMORY: reserved, SPEED: speed, PARAMETERS: shards, ALIVE: made.peak_bytes / GIB}
-    return {"figures": figures, "parameters": made.parameters, "fits": made.fits, "sure": made.sure}
+    room = math.log(hardware.usable_bytes / made.needed_bytes)
+    return {"figures": figures, "parameters": made.parameters, "fits": made.fits, "room": room}
 
 
 def published(row: dict[str, Any]) -> dict[str, float]:
@@ -258,7 +289,7 @@ def _name(row: dict[str, Any]) -> str:
     return ", ".join([row["model"], row["hardware"], *told])
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+def tables(rows: Sequence[dict[str, Any]], *, write: bool = False) -> list[Table]:
     compared: dict[str, list[Row]] = {MEMORY: [], SPEED: [], PARAMETERS: [], ALIVE: []}
     others, runs = [], []
     for row in [row for row in rows if "setup" in row]:
@@ -269,17 +300,19 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
         by_hand = {MEMORY: gib, ALIVE: gib, SPEED: rate}
         by_hand[PARAMETERS] = 4 * made["parameters"] / setup.ranks / GIB
         verdicts = (made["fits"], gib * GIB <= hardware.usable_bytes, row["hardware"])
-        verdicts += (row["family"], row.get("fits", True), made["sure"])
+        verdicts += (row["family"], row.get("fits", True), made["room"])
         runs.append(Row(name, 0, 0, 0, *verdicts))
         for kind, value in published(row).items():
             figures = (value, made["figures"][kind], by_hand[kind])
-            what = name + {PARAMETERS: " (of it parameters alone)", ALIVE: " (alive)"}.get(kind, "")
+            what = name + {PARAMETERS: f" ({PARAMETERS} alone)", ALIVE: " (alive)"}.get(kind, "")
             compared[kind].append(Row(what, *figures, *verdicts))
         if "otherwise" in row:
             changed = replace(setup, **row["otherwise"])
             other = planned(row["model"], changed, hardware)
             others += [_otherwise(name, row, kind, made, other) for kind in published(row)]
     compared[MEMORY] += [*compared.pop(PARAMETERS), *compared.pop(ALIVE)]
+    if write:
+        write_error(compared[MEMORY])
     found = [by_family(compared, runs, [row["family"] for row in rows if "why" in row])]
     found += [errors(MEMORY, compared[MEMORY])] if compared[MEMORY] else []
     if speed := compared[SPEED]:
@@ -322,7 +355,8 @@ def main() -> None:
         compared = sum(len(row["ids"]) for row in rows if "setup" in row)
         count = sum(len(row["ids"]) for row in rows)
         section, text = "plan", f"{TEXT}\nOf {count} published figures {compared} are compared."
-        made = tables([row for row in rows if not options.models or row["model"] in options.models])
+        asked = [row for row in rows if not options.models or row["model"] in options.models]
+        made = tables(asked, write=options.write and not options.models)
     for table in made:
         table.show()
     if options.write:

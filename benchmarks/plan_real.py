@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import loss_parallel
 
+from shardwise import fully_shard
+from shardwise.adapters import install, uninstall
 from shardwise.comm.count import Collective, CommCounter
+from shardwise.dimensions import Dimensions, data_ranks, dense_mesh, expert_mesh
+from shardwise.hf import cut_experts
 from shardwise.planner.decoder import Decoder, Shape
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
-from shardwise.planner.models import Model, chunked, model_of
+from shardwise.planner.models import Model, chunked, model_of, of_shape, whole_loss
+from shardwise.planner.pipeline import stage_of
 from shardwise.planner.record import Held, record
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import optimizers_of, shard, split
+from shardwise.planner.sharding import optimizers_of, options_of, shard, split
 from shardwise.planner.tensor import parallelize
 
 if __package__:
@@ -69,16 +75,79 @@ def decoder(layers: int = 2) -> nn.Module:
     return Decoder(Shape(96, 32, layers, heads=4, kv_heads=2, ffn=64), layers=layers, positions=SEQUENCE)
 
 
+def learned(layers: int = 2) -> nn.Module:
+    shape = Shape(
+        96, 32, layers, heads=4, kv_heads=4, ffn=64, rotary=False, gated=False, bias=True, tied=True
+    )
+    return Decoder(shape, layers=layers, positions=SEQUENCE)
+
+
 def setup_of(ranks: int, **changes: Any) -> Setup:
     sizes: dict[str, Any] = {"sequence": SEQUENCE, "micro_batch": 2, "param_dtype": "float32"}
     return Setup(**({"ranks": ranks, "device": "cpu", "ends_apart": False} | sizes | changes))
 
 
-def compare(factory: Callable[..., nn.Module], setup: Setup) -> Comparison:
+def stages(layers: int = 4, first: bool = True, last: bool = True) -> nn.Module:
+    shape = Shape(96, 32, layers, heads=4, kv_heads=2, ffn=64)
+    return Decoder(shape, layers=layers, positions=SEQUENCE, first=first, last=last)
+
+
+class Experts(nn.Module):
+    """Four, in the form of transformers' modules of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.weight = nn.Parameter(torch.randn(4, 32, 32) / 32)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        every = torch.einsum("nw,ewv->nev", hidden_states, self.weight)
+        picked = every.gather(1, top_k_index.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
+        return (picked * top_k_weights.unsqueeze(-1)).sum(1)
+
+
+class Mixture(nn.Module):
+    """Tokens choose experts in turn, so that shares are even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(32, 1), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        chosen = (torch.arange(len(tokens)) % self.experts.num_experts).unsqueeze(1)
+        return x + self.experts(tokens, chosen, self.router(tokens)).view_as(x)
+
+
+class Mixtures(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(96, 32), nn.Linear(32, 96, bias=False)
+        self.blocks = nn.ModuleList(Mixture() for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def mixtures(layers: int = 3) -> nn.Module:
+    return Mixtures(layers)
+
+
+TINY = of_shape("tiny", Shape(96, 32, 2, heads=4, kv_heads=2, ffn=64), SEQUENCE)
+
+
+def compare(factory: Callable[..., nn.Module] | Model, setup: Setup) -> Comparison:
     """On every rank of the default group: a plan, and then the step itself."""
-    model = model_of(factory, sequence=setup.sequence)
+    model = factory if isinstance(factory, Model) else model_of(factory, sequence=setup.sequence)
+    if setup.pipeline > 1:
+        model = stage_of(model, setup, dist.get_rank() * setup.pipeline // setup.ranks)
     planned, issued = planned_step(model, setup, layers=model.layers)
-    alive, calls = _measured(model, setup)
+    alive, calls = (_measured if setup.dimensions == _flat(setup) else measured_on_mesh)(model, setup)
     return Comparison(
         planned_alive=planned,
         measured_alive=alive,
@@ -91,13 +160,68 @@ def compare(factory: Callable[..., nn.Module], setup: Setup) -> Comparison:
 def planned_step(model: Model, setup: Setup, *, layers: int) -> tuple[int, list[Collective]]:
     """The most bytes alive, and the collectives, by a plan that rank 0 makes for all. Collective."""
     found: list[Any] = [None]
-    if dist.get_rank() == 0:
+    makes = dist.get_rank() == 0 or setup.pipeline > 1  # whose ranks have other stages
+    if makes:
         recording = record(model, setup, layers=layers)
         issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
         found = [(max(moment.alive_bytes for moment in moments(recording)), issued)]
-    dist.broadcast_object_list(found)
+    if setup.pipeline == 1:
+        dist.broadcast_object_list(found)
     made: tuple[int, list[Collective]] = found[0]
     return made
+
+
+def _flat(setup: Setup) -> str:
+    return replace(setup, pipeline=1, ulysses=1, experts=1, stages=1, schedule="1F1B").dimensions
+
+
+def measured_on_mesh(model: Model, setup: Setup) -> tuple[int, Any]:
+    """Of the second step of stages, sequences or experts over ranks: bytes alive, and the collectives."""
+    mesh = Dimensions(setup.dimensions).mesh("cpu")
+    module = model.build(model.layers)
+    if setup.ulysses > 1:
+        assert model.cut_sequences is not None
+        model = replace(model, loss=model.cut_sequences(module, mesh["sp"]))
+    for one in cut_experts(module, mesh["ep"]) if setup.experts > 1 else ():
+        options = options_of(setup, expert_mesh(mesh))
+        fully_shard(one, **options).set_gradient_divide_factor(data_ranks(mesh))
+    shard(module, model, setup, dense_mesh(mesh))
+    optimizers = optimizers_of(module, model, setup)
+    tokens = torch.zeros(setup.micro_batch * model.at.micro_batches, setup.sequence, dtype=torch.int64)
+    install()
+    try:
+        return _measured_steps(model, module, setup, mesh, optimizers, tokens)
+    finally:
+        uninstall()
+
+
+def _measured_steps(
+    model: Model, module: Any, setup: Setup, mesh: Any, optimizers: list[Any], tokens: torch.Tensor
+) -> tuple[int, Any]:
+    def step() -> None:
+        model.loss(module, tokens, tokens).backward()
+
+    if setup.pipeline > 1:
+        at = model.at
+        stage = PipelineStage(module, at.number, at.count, torch.device("cpu"), group=mesh.get_group("pp"))
+        kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[setup.schedule]
+        schedule = kind(stage, setup.accumulation, loss_fn=whole_loss)
+
+        def step() -> None:
+            ends: dict[str, Any] = {"target": tokens} if at.last else {}
+            schedule.step(*((tokens,) if at.first else ()), return_outputs=False, **ends)
+
+    with Allocated() as storages:
+        storages.see([[getattr(p, "_local_tensor", p) for p in module.parameters()], list(module.buffers())])
+        storages.see(tokens)
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with storages.peak("step"), CommCounter() as counter:
+                step()
+                for optimizer in optimizers:
+                    optimizer.step()
+    return storages.peaks["step"], counter.calls
 
 
 def _measured(model: Model, setup: Setup) -> tuple[int, Any]:

@@ -7,13 +7,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 
 from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, start_server
+from verify.pooled import on_this_rank
 
 keep_what_pytest_rewrites()
 settings.register_profile(
@@ -86,3 +88,13 @@ def launcher() -> Iterator[None]:
         logging.disable(logging.NOTSET)
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def pooled(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` runs on the ranks that all tests share: for tests of what it finds, not of its processes."""
+
+    def run_pooled(target: Callable[..., Any], *args: Any, world_size: int, **_: Any) -> list[Any]:
+        return ranks(on_this_rank, target, *args, world_size=world_size)
+
+    monkeypatch.setattr("shardwise.verify.run.run_ranks", run_pooled)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -53,6 +55,14 @@ def test_all_but_experts_are_cut_over_ranks_with_tokens_of_their_own() -> None:
     assert dense_mesh(mesh).mesh.tolist() == [[0, 1], [2, 3]]
     assert data_ranks(mesh) == 4
     assert share_of_batch(mesh) == (rank // 2, 2)  # ranks of sp have pieces of the same rows
+
+
+@on_ranks(4)
+def test_ranks_without_experts_make_the_same_groups_as_the_others() -> None:
+    mesh = Dimensions("pp2,tp2").mesh("cpu")
+    if mesh.get_local_rank("pp"):
+        expert_mesh(mesh)
+    dist.barrier(dist.new_group(timeout=timedelta(seconds=5)))  # named by how many a rank has made
 
 
 @on_ranks(2)

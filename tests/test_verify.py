@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from ranks import RankPool
 from shardwise.verify import Case, CaseError, VerifyResult, load_case, verdict, verify, write_json
 from shardwise.verify.case import apply_shard, split_spec
 from shardwise.verify.compare import (
@@ -201,11 +196,11 @@ def test_ranks_that_disagree_are_merged_to_the_worst_in_the_order_of_the_first()
 
 
 def test_a_gradient_on_one_side_only_is_a_problem_and_on_neither_is_not():
-    assert _presence_problem([EMPTY, EMPTY], EMPTY) == ""
-    assert _presence_problem([PRESENT, PRESENT], EMPTY) == "present on the ranks, none in the reference"
+    assert _presence_problem({0: EMPTY, 1: EMPTY}, EMPTY) == ""
+    assert _presence_problem({0: PRESENT, 1: PRESENT}, EMPTY) == "present on the ranks, none in the reference"
     assert (
-        _presence_problem([PRESENT, EMPTY, PRESENT], PRESENT)
-        == "none on rank 1; present on rank 0, 2; present in the reference"
+        _presence_problem({0: PRESENT, 1: EMPTY, 2: PRESENT}, PRESENT)
+        == "none on rank 1; present on ranks 0, 2; present in the reference"
     )
 
 
@@ -305,6 +300,8 @@ def test_a_loss_of_many_elements_is_refused_by_its_shape():
         ({"ranks": 4, "replicas": 3}, "4 ranks cannot be cut into 3 replicas"),
         ({"ranks": 0}, "at least 1"),
         ({"steps": 0}, "at least 1"),
+        ({"mesh": "dp2,cp2"}, "'cp2' in the mesh"),
+        ({"mesh": "dp2", "replicas": 2}, "has its own replicas, such as replicate2"),
     ],
 )
 def test_a_mesh_that_does_not_exist_is_refused_before_anything_starts(arguments, message):
@@ -313,21 +310,6 @@ def test_a_mesh_that_does_not_exist_is_refused_before_anything_starts(arguments,
 
 
 # ---------------------------------------------------------------- whole verifications
-
-
-def on_this_rank(target: Callable[..., Any], *args: Any) -> Any:
-    with mock.patch.object(sys, "argv", sys.argv):  # loading a case sets it
-        return target(lambda: None, *args)
-
-
-@pytest.fixture
-def pooled(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`verify` runs on the ranks that all tests share: for tests of what it finds, not of its processes."""
-
-    def run_pooled(target: Callable[..., Any], *args: Any, world_size: int, **_: Any) -> list[Any]:
-        return ranks(on_this_rank, target, *args, world_size=world_size)
-
-    monkeypatch.setattr("shardwise.verify.run.run_ranks", run_pooled)
 
 
 def test_a_right_case_is_within_tolerance_on_three_ranks():

@@ -87,7 +87,11 @@ class Dimensions:
                 " here; start as many, or change a size"
             )
         name_places(self._said)
-        return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        mesh = init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        # Their process groups are made here, by all ranks in one order: a stage may have no experts.
+        for made in (dense_mesh, expert_mesh):
+            made(mesh)
+        return mesh
 
     def place(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank, by name."""
@@ -140,14 +144,18 @@ def part(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh over which all but experts is sharded: shard, or replicate and shard. Collective."""
+    """Return the mesh over which all but experts is sharded: shard, or replicate and shard.
+
+    Collective over all ranks on a mesh that `Dimensions` did not make.
+    """
     return _data_mesh(mesh, ("dp", "sp", "ep"))
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh over which experts are sharded that ep cuts already. Collective.
+    """Return the mesh over which experts are sharded that ep cuts already.
 
     Their gradients are sums over all ranks' tokens: `set_gradient_divide_factor(data_ranks(mesh))`.
+    Collective over all ranks on a mesh that `Dimensions` did not make.
     """
     return _data_mesh(mesh, ("dp", "sp", "tp"))
 

@@ -108,7 +108,7 @@ def test_tests_that_fail_are_skipped_or_are_not_there_have_not_passed(tmp_path: 
 def test_ranks_that_end_in_the_middle_have_failed(tmp_path: Path) -> None:
     import gpu
 
-    options = argparse.Namespace(out=tmp_path, seconds=1.0, cases=[])
+    options = argparse.Namespace(out=tmp_path, seconds=1.0, cases=[], figures=True)
     with mock.patch.object(sys, "executable", "false"):
         found = gpu.ranks(options, "sim", 1, limit=30.0)
     assert [(check.passed, check.found) for check in found["checks"]] == [

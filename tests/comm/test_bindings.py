@@ -182,7 +182,7 @@ def test_symmetric_memory_is_chosen_allocated_and_registered() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group, memory = dist.group.WORLD, torch.empty(6)
-        with mock.patch.object(dist, "get_backend", return_value="nccl"):
+        with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
             gather = SymmetricAllGather(group, "NCCL", GPU)
         assert _symmetric_memory.get_backend(GPU) == "NCCL"
         binding = StandIn(_symmetric_memory._SymmetricMemory, empty_strided_p2p=memory)

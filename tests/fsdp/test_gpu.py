@@ -157,3 +157,49 @@ def test_device_memory_returns_to_what_is_sharded(device: str, layout: str) -> N
             torch.accelerator.synchronize()
             resting.append(torch.get_device_module(mesh.device_type).memory_allocated())
     assert resting[1:] == [resting[1]] * 4
+
+
+@on_ranks(1)
+@on_a_device
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_the_next_forward_waits_for_an_event_of_the_devices_own_kind(device: str, layout: str) -> None:
+    """Such as `torch.cuda.Event`, which `torch.Stream.wait_event` takes for one that was never recorded."""
+    with mesh_on(device) as mesh:
+        own: Any = torch.get_device_module(mesh.device_type)
+        net = sharded(shardwise, mesh, width=64, layout=layout)
+        x, side = torch.randn(8, 64).to(mesh.device_type), own.Stream()
+        seen = [net(x).detach()]
+        for number in range(3):
+            net.reshard()  # forward leaves the root's whole parameters
+            side.wait_stream(own.current_stream())
+            with own.stream(side), torch.no_grad():
+                if hasattr(own, "_sleep"):
+                    own._sleep(50_000_000)  # cycles, some 25 ms
+                for parameter in net.parameters():
+                    parameter.mul_(1.5)
+            net.set_post_optim_event(side.record_event())
+            seen.append(net(x).detach())
+            torch.accelerator.synchronize()
+            again = net(x).detach()
+            assert torch.equal(seen[-1].cpu(), again.cpu()), number
+            assert not torch.equal(seen[-1].cpu(), seen[-2].cpu())
+
+
+@on_ranks(1)
+@on_a_device
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_gradients_wait_for_a_hook_on_a_stream_of_the_devices_own_kind(device: str, layout: str) -> None:
+    with mesh_on(device) as mesh:
+        own: Any = torch.get_device_module(mesh.device_type)
+        net, stream = sharded(shardwise, mesh, width=64, layout=layout), own.Stream()
+
+        def hook(shard: torch.Tensor) -> None:
+            if hasattr(own, "_sleep"):
+                own._sleep(20_000_000)
+            shard.mul_(0)
+
+        for module in (*net.blocks, net):
+            module.set_all_reduce_hook(hook, stream=stream)
+        net(torch.randn(8, 64).to(mesh.device_type)).square().mean().backward()
+        for parameter in net.parameters():
+            assert parameter.grad.to_local().cpu().count_nonzero() == 0

@@ -33,7 +33,7 @@ HOST = ("checkpoint/", "comm/agree.py", "comm/order.py", "comm/watch.py", "shard
 
 CALLS = {
     "wait": {
-        "wait", "wait_event", "wait_stream", "wait_tensor", "synchronize", "wait_for_gather",
+        "wait", "wait_event", "wait_stream", "wait_tensor", "wait_for", "synchronize", "wait_for_gather",
         "wait_for_unshard", "wait_for_reductions", "wait_for_offload", "follow_computation", "begin_forward",
         "finish_gather", "make_room_for_reduction",
     },

@@ -11,12 +11,25 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise
+from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
-from shardwise.planner.events import Compute, Recording
+from shardwise.planner.events import (
+    COMPUTATION,
+    TENSOR_PARALLEL,
+    Compute,
+    Mark,
+    Place,
+    Record,
+    Recording,
+    Segment,
+    Send,
+    Wait,
+)
 from shardwise.planner.measure import last_step
 from shardwise.planner.models import model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
+from shardwise.planner.timing import compute_seconds, hardware_of, send_seconds, time_of
 
 WIDTH, TOKENS = 64, 16
 
@@ -143,3 +156,22 @@ def test_a_compiled_loss_keeps_logits_as_they_are() -> None:
     )
     assert kept < 0.6 * whole
     assert compiled.sent == eager.sent
+
+
+def test_reductions_in_pieces_hide_beside_their_matmul_and_are_added_up_after() -> None:
+    hardware = hardware_of("h100")
+    call = Collective("reduce_scatter", 2**30, torch.bfloat16, 8)
+    multiplies = Compute("aten.mm", 10**13, 2**30, "bfloat16", COMPUTATION)
+    before, after = Mark(0), Mark(0)
+    events: list[Any] = [multiplies, Record(before, COMPUTATION), Wait(before, TENSOR_PARALLEL)]
+    events += [Send(call, TENSOR_PARALLEL, TENSOR_PARALLEL), Record(after, TENSOR_PARALLEL)]
+    events += [Wait(after, COMPUTATION)]
+    seconds = {}
+    for layer in (0, None):  # a block's, which is compiled, and what is around them
+        recording = Recording(1, [Segment(Place(0, 0, "forward", layer), events)], 0, 0, 0)
+        seconds[layer] = [time_of(recording, hardware, 1, pieces=n).step for n in (1, 8)]
+    takes, sends = compute_seconds(multiplies, hardware), send_seconds(call, hardware)
+    adds = (2**30 + 2**27) / (hardware.memory_bytes_per_s * hardware.bandwidth_efficiency)
+    host = hardware.host_seconds
+    assert seconds[0] == pytest.approx([host + takes + sends, host + takes + sends / 8 + adds])
+    assert seconds[None] == pytest.approx([host + takes + sends] * 2)

@@ -107,6 +107,9 @@ def verify(
         ),
     ] = None,
     hsdp: Annotated[int, typer.Option(min=1, help="Replicas R of a (R, ranks / R) mesh.")] = 1,
+    mesh: Annotated[
+        str | None, typer.Option(help="Dimensions with sizes in place of both, such as pp2,dp2,tp2.")
+    ] = None,
     layout: Annotated[
         Layout | None, typer.Option(help="Layout to ask the case's shard function for. Default: its own.")
     ] = None,
@@ -131,6 +134,8 @@ def verify(
     from shardwise import verify as verification
     from shardwise.verify.streams import check_streams
 
+    if streams and mesh is not None:
+        raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh")
     console = Console()
     layouts: list[str | None] = [layout.value if layout else None]
     if layout is Layout.both:
@@ -147,6 +152,7 @@ def verify(
                 case,
                 tolerance=tolerance,
                 dtype=getattr(torch, dtype.value) if dtype else None,
+                mesh=mesh,
                 layout=asked,
                 timeout=timeout,
                 **how,
@@ -178,6 +184,16 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="In all.")] = 8,
     hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a file (.toml).")] = "h100",
     replicas: Annotated[int, typer.Option(min=1, help="Replicas R of a mesh of R x S ranks.")] = 1,
+    pipeline: Annotated[
+        int, typer.Option(min=1, help="Ranks with the model's stages, for --accumulation micro-batches.")
+    ] = 1,
+    schedule: Annotated[str, typer.Option(help="GPipe, 1F1B or Interleaved1F1B.")] = "1F1B",
+    stages: Annotated[int, typer.Option(min=1, help="Of each rank, with Interleaved1F1B.")] = 1,
+    ulysses: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
+    experts: Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")] = 1,
+    expert_load: Annotated[
+        float, typer.Option(min=1.0, help="Tokens of the busiest rank's experts, beside an even share.")
+    ] = 1.0,
     tensor: Annotated[
         int, typer.Option(min=1, help="Neighbouring ranks that are tensor parallel; R x S x T is all ranks.")
     ] = 1,
@@ -225,6 +241,8 @@ def plan(
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
+    choices |= {"pipeline": pipeline, "schedule": schedule, "stages": stages}
+    choices |= {"ulysses": ulysses, "experts": experts, "expert_load": expert_load}
     choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
     choices |= {"loss_parallel": loss_parallel, "async_tensor": async_tensor}
     choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
+from shardwise.comm.api import backend_of, backends
 from shardwise.comm.differences import by_ranks, differences
 from shardwise.comm.gloo import issued
 from shardwise.comm.watch import announced
-from shardwise.errors import CheckpointError, RankMismatchError, ShardingError, ShardwiseError, here
+from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError, here
 
 _GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
 _WORD_TAG = 0x7B000001
@@ -286,25 +287,9 @@ def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 # Which backend moves what
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the backend that moves tensors on `device`. Raises ShardingError where the group has none."""
-    backends = _backends(group)
-    if device.type not in backends:
-        raise ShardingError(
-            f"{here()}: expected tensors on a device that the process group serves ({', '.join(backends)}),"
-            f" got {device}; move them there, or make the group with a backend for {device.type}"
-        )
-    return backends[device.type]
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backends of `group` by type of device."""
-    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-
-
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return a device whose tensors `group` moves: the CPU where it can."""
-    kinds = list(_backends(group))
+    kinds = list(backends(group))
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

@@ -117,7 +117,7 @@ class SymmetricAllGather(DefaultAllGather):
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
-        found = dist.get_backend(group)
+        found = backend_of(group, device)
         if device.type != "cuda" or found != "nccl" or backend != "NCCL":
             raise ShardingError(
                 f"{here()}: symmetric memory needs backend 'NCCL' on CUDA devices, got {backend!r} with the"
@@ -139,3 +139,19 @@ class SymmetricAllGather(DefaultAllGather):
         given = buffer.view(-1)
         buffers.append((buffer, weakref.ref(given)))
         return given
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend that moves tensors on `device`. Raises ShardingError where the group has none."""
+    served = backends(group)
+    if device.type not in served:
+        raise ShardingError(
+            f"{here()}: expected tensors on a device that the process group serves ({', '.join(served)}),"
+            f" got {device}; move them there, or make the group with a backend for {device.type}"
+        )
+    return served[device.type]
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backends of `group` by type of device."""
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter
+from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter, backend_of
 from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, combination, let_callers_finish
 
 # Bytes of the whole buffer from which the exchange costs less CPU time than c10d on 2 and 4 ranks. On fewer,
@@ -71,7 +71,7 @@ def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device
     if not isinstance(comm, (AutoAllGather, AutoReduceScatter)):
         return type(comm).__name__
     if device.type != "cpu" or not over_gloo(group):
-        return f"c10d ({dist.get_backend(group)})"
+        return f"c10d ({backend_of(group, device)})"
     small = f"smaller than {comm.min_bytes:,} bytes"
     return f"c10d (gloo; {small})" if nbytes < comm.min_bytes else f"direct exchange (gloo; not {small})"
 

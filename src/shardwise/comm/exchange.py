@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.agree import Agreement, backend_of
+from shardwise.comm.agree import Agreement
+from shardwise.comm.api import backend_of
 from shardwise.comm.gloo import sources, targets
 from shardwise.errors import ShardingError, here
 from shardwise.layout.box import Box

@@ -136,17 +136,17 @@ def foreach_all_gather_copy_out(
         ranks: how many shards the gather holds.
     """
     if result.event is not None or result.work is not None:
-        wait_for_gather(result)
+        wait_for_gather(result, result.output.device)
     gathered = result.output.view(ranks, -1)
     if sum(sizes) != gathered.size(1):
         _raise_total("sizes", sum(sizes), gathered.size(1))
     torch.split_with_sizes_copy(gathered, sizes, 1, out=list(out))
 
 
-def wait_for_gather(result: AllGatherResult) -> None:
-    """Let the current stream (on CPU: the caller) wait until a gather has finished."""
+def wait_for_gather(result: AllGatherResult, device: torch.device) -> None:
+    """Let the current stream of `device` (on CPU: the caller) wait until a gather has finished."""
     if result.event is not None:
-        current_stream(result.output.device).wait_event(result.event)
+        current_stream(device).wait_event(result.event)
     if result.work is not None:
         result.work.wait()
 

@@ -76,3 +76,24 @@ def record_event(stream: torch.Stream) -> torch.Event:
     """Return an event that marks the work issued to `stream` so far."""
     event: torch.Event = stream.record_event()
     return event
+
+
+def wait_for(event: torch.Event, stream: torch.Stream) -> None:
+    """Let `stream` wait for a user's event: torch's, or a device's own, such as `torch.cuda.Event`."""
+    if type(event) is torch.Event:
+        stream.wait_event(event)
+        return
+    # A torch.Stream takes a device's own event for one that was never recorded, and goes on.
+    event.wait(_as(torch.get_device_module(stream.device).Stream, stream))
+
+
+def plain(stream: torch.Stream) -> torch.Stream:
+    """Return a stream of the user's as a `torch.Stream`, whose events every `torch.Stream` can wait for."""
+    return stream if type(stream) is torch.Stream else _as(torch.Stream, stream)
+
+
+def _as(kind: Any, stream: torch.Stream) -> torch.Stream:
+    made: torch.Stream = kind(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+    return made

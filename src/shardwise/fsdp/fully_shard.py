@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, cast, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -276,6 +276,21 @@ def _check_modules(modules: list[nn.Module]) -> None:
             )
 
 
+def _check_program(module: nn.Module) -> None:
+    """Refuse one rank's part of an exported program where parameters do not say that they are parts."""
+    if not isinstance(module, fx.GraphModule):
+        return
+    record = (module.meta.get("custom") or {}).get("shardwise.tensor_parallel") or {"parameters": {}}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = record["parameters"].get(name)
+        if known and known["shape"] != list(param.shape):
+            raise ShardingError(
+                f"{here()}: '{name}' is this rank's part of {tuple(known['shape'])}, which norms and"
+                " checkpoints would take for all of it; give fully_shard what"
+                " shardwise.tensor_parallel.trainable(program, mesh['tp']) returns"
+            )
+
+
 def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
     """Return every module inside `roots` that no earlier call manages, inner ones first."""
     ordered: dict[nn.Module, None] = {}
@@ -312,6 +327,7 @@ def _find_params(
     left_out = {id(param) for param in ignored}  # by identity, as hashing a tensor is slow
     by_id: dict[int, _Found] = {}
     for one in managed:
+        _check_program(one)
         for name, param in _compat.parameters_of(one).items():
             if param is not None and id(param) not in left_out and id(param) not in by_id:
                 by_id[id(param)] = _Found(param, name, [])

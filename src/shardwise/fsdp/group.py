@@ -484,7 +484,7 @@ class ParamGroup(ABC):
     def abandon_gather(self) -> None:
         """Wait for a gather that nobody will use and drop it."""
         if self.gather is not None:
-            wait_for_gather(self.gather)
+            wait_for_gather(self.gather, self.device)
             self.gather = None
             if self.form is not _UNSHARDED:
                 self._free_unsharded()

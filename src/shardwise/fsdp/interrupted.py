@@ -142,7 +142,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
         for group in filter(None, (ref() for ref in gathers_begun)):
             if group.gather is not None:
-                wait_for_gather(group.gather)
+                wait_for_gather(group.gather, group.device)
             if pins(group.offload, group.device):  # the optimizer is the host's
                 torch.accelerator.synchronize(group.device)
         gathers_begun.clear()

@@ -18,12 +18,12 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
+from shardwise.comm.api import backend_of
 from shardwise.comm.foreach import Reduction, current_stream
 from shardwise.comm.order import Event, event_for
 from shardwise.errors import ShardingError, here
@@ -167,7 +167,7 @@ class GradReducer(ABC):
             shard_size=shard_group.size() if shard_group is not None else 1,
             replicate_size=replicate_group.size() if replicate_group is not None else 1,
             reduce_dtype=dtype,
-            backend=dist.get_backend(device_group),
+            backend=backend_of(device_group, group.device),
             factor=settings.divide_factor,
             force_sum=settings.force_sum,
         )

@@ -18,7 +18,7 @@ import torch
 from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import Input, current_stream
 from shardwise.comm.order import Event, Order
-from shardwise.comm.streams import record_event
+from shardwise.comm.streams import record_event, wait_for
 
 State = Any  # a `ModuleState`, which has a schedule
 
@@ -75,9 +75,10 @@ class Schedule:
             return
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
-            self.streams.wait(event)
+            wait_for(event, self.streams.copy_in)
+            wait_for(event, self.streams.all_gather)
             if not all(group.gathers for group in self._groups()):  # some are brought up to date here
-                current_stream(self.device).wait_event(event)
+                wait_for(event, current_stream(self.device))
         # Reductions that the end of backward did not wait for, with hooks that may be optimizers.
         pending = self.reduced and any(p.has_grad_hooks for group in self._groups() for p in group.params)
         for reduced in self.reduced.values() if pending else ():

@@ -20,6 +20,7 @@ from shardwise.comm import (
     ReduceScatter,
 )
 from shardwise.comm.api import SymmetricAllGather
+from shardwise.comm.streams import plain
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import finalization, trace_plan
 from shardwise.fsdp.finalization import GradientReductionHandle
@@ -157,7 +158,8 @@ class ModuleSettings(nn.Module):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event that the next forward's gathers wait for, not all work on the current stream.
 
-        It is used once: set a new one after each optimizer step, on the root.
+        It is used once: set a new one after each optimizer step, on the root. It may be torch's or the
+        device's own, as `torch.cuda.Event` is.
         """
         self._shardwise_state.set_schedule(post_optim_event=event)
 
@@ -184,7 +186,8 @@ class ModuleSettings(nn.Module):
             raise ShardingError(
                 f"{here()}: with HSDP the all-reduce hook runs on the all-reduce's own stream"
             )
-        self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
+        own = None if stream is None else plain(stream)
+        self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=own)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of the number of data-parallel ranks."""

@@ -9,11 +9,12 @@ settings, and `code` is the Python of one; `calibrate` measures the machine at h
 
 from shardwise.planner.calibrate import calibrate, to_toml
 from shardwise.planner.code import python
+from shardwise.planner.found import Point, Search
 from shardwise.planner.models import Model
 from shardwise.planner.page import page, trace
 from shardwise.planner.picture import picture
 from shardwise.planner.plan import Plan, advise, plan
-from shardwise.planner.search import Point, Search, search
+from shardwise.planner.search import search
 from shardwise.planner.setup import Setup, from_json, to_json
 from shardwise.planner.sharding import recompute
 from shardwise.planner.tensor import with_positions

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 
 import torch
-from torch.distributed import tensor
+from torch.distributed import device_mesh, pipelining, tensor
 from torch.distributed.tensor import parallel
 
+from shardwise.planner.decoder import Decoder
 from shardwise.planner.models import Factory, Model, chunked, exits_told, model_of
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
-from shardwise.planner.tensor import ROWS, STYLES, check, counts_positions, heads_by_rows, tied, words_of
+from shardwise.planner.sharding import CASTS, OPTIMIZERS, options_of, other_dtypes
+from shardwise.planner.tensor import STYLES, UNCUT, check, counts_positions, heads_by_rows, tied, words_of
 
 
 @exits_told()
@@ -25,47 +26,78 @@ def python(model: str | Model | Factory, setup: Setup) -> str:
 
 def _imports(setup: Setup, body: str) -> Iterator[str]:
     yield "import torch"
-    yield from ["import shardwise"] * setup.compile
-    yield "from torch.distributed.device_mesh import init_device_mesh"
+    yield from ["import shardwise"] * ("shardwise." in body)
     called = set(re.findall(r"(\w+)\(", body))
-    for module in (tensor, parallel):
-        used = sorted(called & {*module.__all__} - {"init_device_mesh"})
-        if used and setup.tensor > 1:
+    for module in (device_mesh, pipelining, tensor, parallel):
+        used = sorted(called & {*module.__all__} - ({"init_device_mesh"} if module is tensor else set()))
+        if used:
             yield f"from {module.__name__} import {', '.join(used)}"
     yield ""
     names = ["MixedPrecisionPolicy", "fully_shard"]
-    names += ["optim"] if "optim." in OPTIMIZERS[setup.optimizer].replace("torch.optim.", "") else []
+    names += [one for one in ("hf", "optim") if re.search(rf"(?<![.\w]){one}\.", body)]
     yield f"from shardwise import {', '.join(names)}"
-    if helpers := [name for name in ("recompute", "with_positions") if name in body]:
-        yield f"from shardwise.planner import {', '.join(helpers)}"
+    for home, known in _HOMES.items():
+        if helpers := sorted(
+            called & known | {one for one in ("with_positions",) if one in known and one in body}
+        ):
+            yield f"from {home} import {', '.join(helpers)}"
+
+
+_HOMES = {
+    "shardwise.dimensions": {"Dimensions", "data_ranks", "dense_mesh", "expert_mesh"},
+    "shardwise.nn": {"SequenceCut"},
+    "shardwise.planner": {"recompute", "with_positions"},
+}
 
 
 def _build(model: Model, setup: Setup) -> Iterator[str]:
     blocks, ends, converted = _parts(model, setup)
-    yield "def build(model):"
+    whole = _has_dimensions(setup)
+    staged = setup.pipeline > 1
+    yield f"def build(model{', number, loss' if staged else ''}):"
     yield (
         f'    """Over {setup.ranks:,} ranks; a step of each is {setup.accumulation} x {setup.micro_batch}'
         f' sequences of {setup.sequence:,} tokens."""'
     )
+    if staged:
+        parts = setup.pipeline * setup.stages
+        yield f"    # stage `number` of {parts}: an even share of the {model.layers} blocks"
     if converted:
         yield f"    model.{CASTS[setup.stored_dtype]}()"
     names, sizes = tuple(setup.axes), tuple(setup.axes.values())
     quoted = ", ".join(f'"{name}"' for name in names)
-    named = f", mesh_dim_names=({quoted})" if len(names) > 1 else ""
-    yield f'    mesh = init_device_mesh("{setup.device}", {sizes}{named})'
+    if whole:
+        yield f'    whole = Dimensions("{setup.dimensions}").mesh("{setup.device}")'
+    else:
+        named = f", mesh_dim_names=({quoted})" if len(names) > 1 else ""
+        yield f'    mesh = init_device_mesh("{setup.device}", {sizes}{named})'
     if setup.tensor > 1:
-        yield from _tensor_parallel(model, setup)
+        yield from _tensor_parallel(model, setup, 'whole["tp"]' if whole else 'mesh["tensor"]')
+    if whole:
+        yield "    mesh = dense_mesh(whole)"
+    elif setup.tensor > 1:
         yield f"    mesh = mesh[{quoted.rpartition(', ')[0]}]"
+    if setup.ulysses > 1:
+        yield from _over_sequences(model)
     yield f"    policy = MixedPrecisionPolicy(torch.{setup.param_dtype}, torch.{setup.reduce_dtype})"
     strategy = "" if setup.strategy is None else f', "strategy": "{setup.strategy}"'
     yield f'    options = {{"mesh": mesh, "mp_policy": policy, "layout": "{setup.layout}"{strategy}}}'
+    reshard = options_of(setup)["reshard_after_forward"]
+    if setup.experts > 1:
+        yield '    for experts in hf.cut_experts(model, whole["ep"]):'
+        yield '        over = options | {"mesh": expert_mesh(whole)}'
+        yield f"        fully_shard(experts, reshard_after_forward={reshard}, **over)"
+        yield "        experts.set_gradient_divide_factor(data_ranks(whole))"
     yield f"    blocks = {blocks}"
     if setup.checkpointing != "none":
         yield "    for block in blocks:"
         yield f"        recompute(block, selective={setup.checkpointing == 'selective'})"
     apart = "".join(f", model.{name}" for name in ends) if setup.ends_apart else ""
     yield f"    for module in [*blocks{apart}]:"
-    yield f"        fully_shard(module, reshard_after_forward={setup.reshard_after_forward}, **options)"
+    if staged and apart:
+        yield "        if module is not None:  # another stage's"
+    indent = " " * (12 if staged and apart else 8)
+    yield f"{indent}fully_shard(module, reshard_after_forward={reshard}, **options)"
     yield "    fully_shard(model, **options)"
     if setup.float8:
         yield "    # before: torchao's convert_to_float8_training(block), with enable_fsdp_float8_all_gather"
@@ -86,24 +118,52 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
         yield "    # before the optimizer's step: shardwise.clip_grad_norm_(model.parameters(), 1.0)"
     if setup.expandable_segments:
         yield "    # in the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    yield f"    return {OPTIMIZERS[setup.optimizer]}"
+    made = OPTIMIZERS[setup.optimizer]
+    if not staged:
+        yield f"    return {made}"
+        return
+    stages = setup.pipeline * setup.stages
+    yield "    shardwise.install()  # torch's stages ask FSDP2 whether a module is sharded"
+    yield f'    device, group = torch.device("{setup.device}"), whole.get_group("pp")'
+    yield f"    stage = PipelineStage(model, number, {stages}, device, group=group)"
+    if setup.stages > 1:
+        yield f"    # then ScheduleInterleaved1F1B(a rank's stages, {setup.accumulation}, loss_fn=loss)"
+        yield f"    return stage, {made}"
+        return
+    kind = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe"}[setup.schedule]
+    yield f"    schedule = {kind}(stage, {setup.accumulation}, loss_fn=loss)"
+    yield "    # schedule.step(..., return_outputs=False), or the last stage keeps all logits"
+    yield f"    return schedule, {made}"
 
 
-def _tensor_parallel(model: Model, setup: Setup) -> Iterator[str]:
+def _has_dimensions(setup: Setup) -> bool:
+    return setup.pipeline * setup.ulysses * setup.experts > 1
+
+
+def _over_sequences(model: Model) -> Iterator[str]:
+    with torch.device("meta"):
+        module = model.build(1)
+    if isinstance(module, Decoder):
+        yield '    model.cut_sequences(SequenceCut(whole["sp"]))  # takes cut(tokens); the loss by cut.mean'
+    else:
+        yield '    hf.cut_sequences(model, whole["sp"])  # takes whole sequences, with labels'
+
+
+def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
     with torch.device("meta"):
         module = model.build(2)
     words = words_of(module, model.name, setup)
     check(module, model.name, setup.tensor)
     yield "    styles = {"
-    yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word != ROWS)
+    yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word not in UNCUT)
     yield "    }"
-    yield '    parallelize_module(model, mesh["tensor"], styles)'
+    yield f"    parallelize_module(model, {axis}, styles)"
     if counts_positions(module, words):
         yield "    model.register_forward_pre_hook(with_positions, with_kwargs=True)"
     for head in heads_by_rows(module, words):
         yield f"    head = model.{head}"
         yield "    for name, p in list(head.named_parameters()):"
-        yield '        rows = distribute_tensor(p.detach(), mesh["tensor"], [Shard(0)])'
+        yield f"        rows = distribute_tensor(p.detach(), {axis}, [Shard(0)])"
         yield "        setattr(head, name, torch.nn.Parameter(rows))"
     yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
     if {"head_of_sequence", "head_of_loss"} & {*words.values()}:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shardwise.nn import SequenceCut
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(q_width, shape.width, bias=shape.bias)
         self.norm_q = nn.RMSNorm(shape.head_width) if shape.norm_heads else None
         self.norm_k = nn.RMSNorm(shape.head_width) if shape.norm_heads else None
+        self.mix: Any = functools.partial(_mixed, shape)
 
     def forward(self, x: Tensor, *, angles: Tensor | None) -> Any:  # (batch, length, width), in and out
         q, k, v = (p(x).unflatten(-1, (-1, self.shape.head_width)) for p in (self.q, self.k, self.v))
@@ -93,15 +97,8 @@ class Attention(nn.Module):
             q, k = self.norm_q(q), self.norm_k(k)
         if angles is not None:
             q, k = _rotated(q, angles), _rotated(k, angles)
-        repeat = self.shape.heads // self.shape.kv_heads
-        if repeat > 1:
-            k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-        if self.shape.dropout is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            mixed = _attention(q, k, v, dropout=self.shape.dropout)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        return self.o(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -126,6 +123,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor, angles: Tensor | None) -> Any:
         x = x + self.attention(self.norm_1(x), angles=angles)
         return x + self.ffn(self.norm_2(x))
+
+
+def _mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (batch, heads, length, head width)
+    repeat = shape.heads // shape.kv_heads
+    if repeat > 1:
+        k, v = (one.transpose(1, 2).repeat_interleave(repeat, dim=2).transpose(1, 2) for one in (k, v))
+    if shape.dropout is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return _attention(q, k, v, dropout=shape.dropout)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
@@ -156,6 +162,7 @@ _CUT = {
     **{f"blocks.*.attention.norm_{name}": "replicated_with_grad_allreduce" for name in "qk"},
     **{f"blocks.*.{name}": "rowwise" for name in ("attention.o", "ffn.down")},
     "embedding": "embedding_rowwise",
+    "position": "whole",
     "head.out": "colwise_gather_output",
 }
 
@@ -164,34 +171,55 @@ class Decoder(nn.Module):
     """Tokens (batch, length) to logits (batch, length, vocabulary).
 
     Tensor parallel it is as Megatron-LM has it; Llama's kind as torchtitan does, which cuts the sequence too.
+    As a stage of a pipeline it takes hidden states if it is not the first, and returns them if not the last.
     """
 
     angles: Tensor | None
 
-    def __init__(self, shape: Shape, *, layers: int, positions: int) -> None:
+    def __init__(
+        self, shape: Shape, *, layers: int, positions: int, first: bool = True, last: bool = True
+    ) -> None:
         super().__init__()
         self.shape = shape
         absent = [] if shape.gated else ["blocks.*.ffn.gate"]
         absent += [] if shape.norm_heads else ["blocks.*.attention.norm_q", "blocks.*.attention.norm_k"]
+        absent += ["position"] if shape.rotary or not first else []
+        absent += ([] if first else ["embedding"]) + ([] if last else ["head.out"])
         self.tensor_plan = {name: word for name, word in _CUT.items() if name not in absent}
         self.auto_tensor_plan = "torchtitan" if shape.rotary else "transformers"
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.position = None if shape.rotary else nn.Embedding(positions, shape.width)
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width) if first else None
+        self.position = None if shape.rotary or not first else nn.Embedding(positions, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(layers))
-        self.head = Head(shape)
+        self.head = Head(shape) if last else None
         self.tied = shape.tied
-        if shape.tied:
+        self.cut: SequenceCut | None = None
+        if shape.tied and self.embedding is not None and self.head is not None:
             self.head.out.weight = self.embedding.weight
         angles = torch.ones(positions, 1, shape.head_width // 2, dtype=torch.complex64)
         self.register_buffer("angles", angles if shape.rotary else None, persistent=False)
 
     def ends(self) -> list[nn.Module]:
-        return [] if self.tied else [self.embedding, self.head]
+        return [] if self.tied else [one for one in (self.embedding, self.head) if one is not None]
 
-    def forward(self, tokens: Tensor) -> Any:
-        x = self.embedding(tokens)
-        if self.position is not None:
-            x = x + self.position.weight[: tokens.size(1)]
+    def cut_sequences(self, cut: SequenceCut) -> None:
+        """Take and compute this rank's piece of each sequence from now on."""
+        self.cut = cut
         for block in self.blocks:
-            x = block(x, self.angles)
-        return self.head(x)
+            attention: Any = block.attention
+            attention.mix = cut.attention(attention.mix)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.embedding is not None:
+            count, device = x.size(1), x.device
+            x = self.embedding(x)
+            if self.position is not None:
+                positions = (
+                    torch.arange(count, device=device) if self.cut is None else self.cut.positions(device)
+                )
+                x = x + self.position(positions.unsqueeze(0))
+        angles = self.angles
+        if self.cut is not None and angles is not None:
+            angles = self.cut(angles, 0)
+        for block in self.blocks:
+            x = block(x, angles)
+        return x if self.head is None else self.head(x)

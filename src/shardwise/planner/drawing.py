@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.planner.events import CATEGORIES, COMPUTATION, TENSOR_PARALLEL
+from shardwise.planner.events import CATEGORIES, COMPUTATION, LANES
 from shardwise.planner.measure import Moment
 from shardwise.planner.plan import GIB, Plan
 from shardwise.planner.timing import Span
@@ -77,8 +77,8 @@ def streams(made: Plan) -> list[str]:
 
 
 def colour_of(span: Span) -> str:
-    """Return a span's colour: its phase's, or that of tensor parallelism's collectives."""
-    return TENSOR_PARALLEL if span.stream == TENSOR_PARALLEL else span.phase
+    """Return a span's colour: its phase's, or that of collectives which computation waits for at once."""
+    return span.stream if span.stream in LANES else span.phase
 
 
 def held(made: Plan) -> list[tuple[str, int]]:

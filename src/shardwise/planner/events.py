@@ -17,7 +17,8 @@ GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY = (
 )
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY)
 COMPUTATION = "computation"
-TENSOR_PARALLEL = "tensor parallel"  # whose collectives computation waits for at once
+TENSOR_PARALLEL, ULYSSES, EXPERTS, PIPELINE = "tensor parallel", "sequences", "experts", "pipeline"
+LANES = (TENSOR_PARALLEL, ULYSSES, EXPERTS, PIPELINE)  # of what is sent while computation waits for it
 STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")  # in the order of `CommStreams`
 
 

@@ -12,6 +12,7 @@ from shardwise.planner.allocator import Allocator, Piece
 from shardwise.planner.events import Allocate, Compute, Event, Free, Memory, Place, Recording, Send
 
 _MULTIPLIES = re.compile(r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru")
+NEAR = 0.1  # of a device's memory: some three times what memory errs by
 RECORDED_MICRO_BATCHES = 3  # a first, one that stands for all in the middle, a last
 
 
@@ -136,14 +137,14 @@ def allocated(recording: Recording, *, expandable: bool, limit: int | None = Non
     return allocator
 
 
-def needed(recording: Recording, *, expandable: bool, limit: int, error: float) -> int:
+def needed(recording: Recording, *, expandable: bool, limit: int) -> int:
     """The least memory with which the allocator serves all, giving back what is free where it must.
 
-    Looked for within twice that share of `limit` only; what is further off is not worth the time.
+    Looked for near `limit` only (`NEAR`); what is further off is not worth the time.
     """
     low = max(moment.alive_bytes for moment in moments(recording))
     high = allocated(recording, expandable=expandable).peak
-    near = limit * (1 - 2 * error), limit * (1 + 2 * error)
+    near = limit * (1 - NEAR), limit * (1 + NEAR)
     while low < near[1] and high > near[0] and high - low > limit // 200:
         middle = (low + high) // 2
         enough = allocated(recording, expandable=expandable, limit=middle).peak <= middle

@@ -21,15 +21,36 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.launch import place
+from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
-from shardwise.planner.decoder import PUBLISHED, Decoder
+from shardwise.planner.decoder import PUBLISHED, Decoder, Shape
 from shardwise.planner.positions import check_positions
 from shardwise.planner.tensor import ROWS, plan_of
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which stage of a pipeline, of how many; and micro-batches of a step."""
+
+    number: int
+    count: int
+    micro_batches: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        return self.number == self.count - 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,11 @@ class Model:
         ends: its first and last modules, which may be groups of their own.
         loss: of the module, of inputs and of the tokens that follow them (int64, micro-batch x sequence).
         assumed: of it, for people.
+        stage: makes so many blocks, with what comes before them if it is the first stage, and after them if
+            it is the last; others take and return hidden states.
+        cut_sequences: lets a module compute a piece of each sequence, over a mesh of one dimension; returns
+            the loss to take then, of whole sequences, whose mean over these ranks is the batch's.
+        at: of which stage this is.
     """
 
     name: str
@@ -51,8 +77,11 @@ class Model:
     build: Callable[[int], nn.Module]
     blocks: Callable[[nn.Module], list[nn.Module]]
     ends: Callable[[nn.Module], list[nn.Module]]
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    loss: Loss
     assumed: tuple[str, ...] = ()
+    stage: Callable[[int, bool, bool], nn.Module] | None = None
+    cut_sequences: Callable[[nn.Module, DeviceMesh], Loss] | None = None
+    at: Stage = Stage(0, 1)
 
 
 Factory = Callable[..., nn.Module]
@@ -71,7 +100,7 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     if not isinstance(source, str):
         return _of_factory(source)
     if source in PUBLISHED:
-        return _published(source, sequence)
+        return of_shape(source, PUBLISHED[source], sequence)
     if source.endswith(".json"):
         return _of_transformers(Path(source))
     module, _, name = source.partition(":")
@@ -101,6 +130,13 @@ def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def whole_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def loss_of_piece(logits: Tensor, targets: Tensor, cut: SequenceCut) -> Tensor:
+    """Cross-entropy in float32 of a piece's logits, whose mean over the ranks is that of all `targets`."""
+    mine = cut(targets).flatten()
+    total = F.cross_entropy(logits.flatten(0, 1).float(), mine, reduction="sum")
+    return cut.mean(total, mine.numel())
 
 
 def _logits(output: Any) -> Tensor:
@@ -212,8 +248,8 @@ def _no_ends(module: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _published(name: str, sequence: int) -> Model:
-    shape = PUBLISHED[name]
+def of_shape(name: str, shape: Shape, sequence: int) -> Model:
+    """Return the built-in model of this shape."""
 
     def build(layers: int) -> nn.Module:
         return Decoder(shape, layers=layers, positions=sequence)
@@ -221,7 +257,21 @@ def _published(name: str, sequence: int) -> Model:
     def ends(module: nn.Module) -> list[nn.Module]:
         return cast(Decoder, module).ends()
 
-    return Model(name, shape.layers, build, _blocks, ends, logits_loss)
+    def stage(layers: int, first: bool, last: bool) -> nn.Module:
+        return Decoder(shape, layers=layers, positions=sequence, first=first, last=last)
+
+    def cut_sequences(module: nn.Module, mesh: DeviceMesh) -> Loss:
+        cut = SequenceCut(mesh)
+        cast(Decoder, module).cut_sequences(cut)
+
+        def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+            return loss_of_piece(module(cut(tokens)), targets, cut)
+
+        return loss
+
+    return Model(
+        name, shape.layers, build, _blocks, ends, logits_loss, stage=stage, cut_sequences=cut_sequences
+    )
 
 
 def _of_factory(factory: Factory) -> Model:
@@ -232,6 +282,7 @@ def _of_factory(factory: Factory) -> Model:
         )
     parameters = inspect.signature(factory).parameters
     takes_layers = "layers" in parameters
+    takes_stage = takes_layers and {"first", "last"} <= parameters.keys()
     needed = [
         name
         for name, one in parameters.items()
@@ -274,8 +325,15 @@ def _of_factory(factory: Factory) -> Model:
         f"Its blocks are the {count} of '{chosen}', the longest ModuleList; the modules of {rest} are no"
         " groups of their own: pass a shardwise.planner.Model that says which are"
     )
+
+    def stage(layers: int, first: bool, last: bool) -> nn.Module:
+        return factory(layers=layers, first=first, last=last)
+
     name = getattr(factory, "__name__", "model")
-    return Model(name, count, build, blocks, _no_ends, logits_loss, (assumed,) if others else ())
+    told = (assumed,) if others else ()
+    return Model(
+        name, count, build, blocks, _no_ends, logits_loss, told, stage=stage if takes_stage else None
+    )
 
 
 def _of_transformers(path: Path) -> Model:
@@ -315,8 +373,14 @@ def _of_transformers(path: Path) -> Model:
         logits = module(input_ids=tokens).logits
         return whole_loss(logits, targets)
 
+    def cut_sequences(module: Any, mesh: DeviceMesh) -> Loss:
+        from shardwise import hf
+
+        cut = hf.cut_sequences(module, mesh)
+        return lambda module, tokens, targets: loss_of_piece(module(input_ids=tokens).logits, targets, cut)
+
     layers: Any = told.get("num_hidden_layers", config.num_hidden_layers)
-    return Model(path.stem, layers, build, _blocks, _no_ends, loss)
+    return Model(path.stem, layers, build, _blocks, _no_ends, loss, cut_sequences=cut_sequences)
 
 
 def _float(value: dict[str, Any]) -> Any:

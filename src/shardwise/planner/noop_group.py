@@ -13,6 +13,7 @@ torch calls such a group past its operators, so `comm.count` does not see them; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -142,25 +143,27 @@ def noop_world(
 ) -> Iterator[DeviceMesh]:
     """Make this process rank 0 of a default group of `size` ranks, apart from one that it has already.
 
-    Yields its mesh: one axis of all, or these.
+    Yields its mesh: one axis of all, or these, of the first ranks.
     """
     _register()
     with _compat.no_process_groups():
         dist.init_process_group("noop", rank=0, world_size=size, store=dist.HashStore())  # type: ignore[attr-defined]
-        if axes is None or len(axes) == 1:
+        inside = size if axes is None else math.prod(axes.values())
+        if axes is None or (len(axes) == 1 and inside == size):
             yield init_device_mesh(device_type, (size,))
         else:
-            yield _mesh(device_type, torch.arange(size), axes)
+            yield mesh_of(torch.arange(inside), axes, device_type=device_type)
 
 
 def make_smaller_shards(mesh: DeviceMesh, ranks: int) -> None:
     """Make the mesh of a `reshard_after_forward` number beforehand: without memory, tensors make no mesh."""
     if ranks > 1 and mesh.size() % ranks == 0:
         axes = {"replicate": mesh.size() // ranks, "shard": ranks}
-        smaller_shards(mesh, ranks, made=_mesh(mesh.device_type, mesh.mesh.flatten(), axes))
+        made = mesh_of(mesh.mesh.flatten(), axes, device_type=mesh.device_type)
+        smaller_shards(mesh, ranks, made=made)
 
 
-def _mesh(device_type: str, ranks: torch.Tensor, axes: dict[str, int]) -> DeviceMesh:
+def mesh_of(ranks: torch.Tensor, axes: dict[str, int], *, device_type: str = "cpu") -> DeviceMesh:
     """Make a mesh as `init_device_mesh` does, without groups that rank 0 is not in: there may be 100,000."""
     mesh = ranks.view(*axes.values())
     lines = [mesh[(0,) * axis + (slice(None),) + (0,) * (mesh.ndim - axis - 1)] for axis in range(mesh.ndim)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.errors import from_extra
 from shardwise.planner import drawing
-from shardwise.planner.events import TENSOR_PARALLEL
+from shardwise.planner.events import EXPERTS, LANES, PIPELINE, TENSOR_PARALLEL, ULYSSES
 from shardwise.planner.plan import GIB, Plan
 
 COLOURS = {
@@ -20,7 +20,8 @@ COLOURS = {
     "staging": "#6b7f99",
     "temporary": "#b9c0c9",
 }
-PHASES = {"forward": "#2b8ca3", "backward": "#c46a32", "optimizer": "#7d5fb0", TENSOR_PARALLEL: "#b8872b"}
+PHASES = {"forward": "#2b8ca3", "backward": "#c46a32", "optimizer": "#7d5fb0"}
+PHASES |= {TENSOR_PARALLEL: "#b8872b", ULYSSES: "#a03d6b", EXPERTS: "#4d7a2f", PIPELINE: "#3d5a80"}
 OTHER, RULE = "#6b7f99", "#b3261e"
 
 
@@ -86,6 +87,6 @@ def _lanes(axes: Any, made: Plan, lanes: list[str]) -> None:
     axes.set(xlim=(0, made.step_times.step), ylim=(len(lanes) - 0.5, -0.5), xlabel="seconds")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.spines[["top", "right"]].set_visible(False)
-    for name, colour in ((name, PHASES[name]) for name in PHASES if name in lanes or name != TENSOR_PARALLEL):
+    for name, colour in ((name, PHASES[name]) for name in PHASES if name in lanes or name not in LANES):
         axes.plot([], [], color=colour, linewidth=6, label=name)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False)

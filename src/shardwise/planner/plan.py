@@ -18,7 +18,10 @@ from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
 from shardwise.planner.events import CATEGORIES, LOGITS, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
+from shardwise.planner.memory_error import MEMORY_ERROR
 from shardwise.planner.models import Factory, Model, exits_told, model_of, quiet_fakes
+from shardwise.planner.pipeline import StageFigures, figures, filled, in_flight, pipelined, stage_of
+from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
 from shardwise.planner.setup import MOST, Setup, changed
 from shardwise.planner.tensor import cuts
@@ -26,7 +29,6 @@ from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, t
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
 GIB = 2**30
-MEMORY_ERROR = 0.05  # of what a device needs, a standard deviation: set, and not fitted to published runs
 SURE = 0.9
 _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
@@ -73,6 +75,7 @@ class Plan:
         whole: why all blocks were run, instead of a few; empty if a few were.
         whole_logits: ranks that are tensor parallel each have all of the logits.
         times: as the hardware's model has it.
+        stages: of a pipeline's ranks, what each has; memory and times are of rank `stage`, which needs most.
     """
 
     model: str
@@ -92,6 +95,8 @@ class Plan:
     whole_logits: bool = False
     hardware: Hardware | None = None
     times: Times | None = None
+    stages: list[StageFigures] = field(default_factory=list)
+    stage: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -134,7 +139,7 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of one device."""
-        return self.setup.tokens / self.setup.tensor / self.step_times.step
+        return self.setup.tokens / self.setup.sharing / self.step_times.step
 
     @property
     def mfu(self) -> float:
@@ -177,8 +182,10 @@ def plan(
     """
     setup = changed(setup or Setup(), changes)
     asked = model_of(model, sequence=setup.sequence)
-    recording, whole = _recording(asked, setup)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
+    if setup.pipeline > 1:
+        return _pipelined(asked, setup, device)
+    recording, whole = _recording(asked, setup)
     return plan_of(recording, asked, setup, device, whole=whole)
 
 
@@ -200,7 +207,7 @@ def plan_of(
         given_back=allocator.given_back,
         needed_bytes=allocator.peak
         if limit is None
-        else measure.needed(recording, expandable=setup.expandable_segments, limit=limit, error=MEMORY_ERROR),
+        else measure.needed(recording, expandable=setup.expandable_segments, limit=limit),
         sent=measure.sent(recording, setup.accumulation),
         groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,
@@ -217,20 +224,48 @@ def plan_of(
     )
 
 
-def _recording(model: Model, setup: Setup) -> tuple[Recording, str]:
-    """Record all of the model's blocks; return why they were all run, too, if they were."""
+def _pipelined(model: Model, setup: Setup, device: Hardware | None) -> Plan:
+    """Plan the first and the last rank of a pipeline; the one that needs more is the plan."""
+    few = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
+    found: dict[int, tuple[Recording, Plan]] = {}
+    for number in (0, setup.pipeline - 1):
+        part = stage_of(model, setup, number)
+        recording, whole = _recording(part, setup, of=model)
+        recording = filled(recording, in_flight(setup, number) - in_flight(few, number))
+        found[number] = recording, plan_of(recording, part, setup, device, whole=whole)
+    most = max(found, key=lambda number: found[number][1].needed_bytes)
+    recordings = [recording for recording, _ in found.values()]
+    first, last = (one for _, one in found.values())
+    ranks = setup.pipeline
+    return replace(
+        found[most][1],
+        layers=model.layers,
+        parameters=sum(of.parameters for of in recordings)
+        + (model.layers - first.layers - last.layers) * recordings[0].block_parameters,
+        model_flops=(first.model_flops * (ranks - 1) + last.model_flops) // ranks,
+        computed_flops=(first.computed_flops * (ranks - 1) + last.computed_flops) // ranks,
+        times=None if device is None else pipelined(recordings, setup, device),
+        stages=figures(recordings, model, setup),
+        stage=most,
+    )
+
+
+def _recording(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
+    """Record all blocks of the model, a stage of `of` maybe; return why all were run, too, if they were."""
     try:
-        return _run(model, setup)
+        return _run(model, setup, of=of)
     except NotRun as error:
+        if of is not None:
+            raise
         explain(error, model, setup)
 
 
-def _run(model: Model, setup: Setup) -> tuple[Recording, str]:
+def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
     """Record as `_recording` does; raise NotRun without a look for the cause."""
     if model.layers <= RECORDED + 1:
         return recorded(model, setup, model.layers), ""
     try:
-        regular.check(model, setup)
+        regular.check(of or model, setup)
     except NotRegular as error:
         return recorded(model, setup, model.layers), str(error)
     why = ""
@@ -369,6 +404,13 @@ def _unit(nbytes: int) -> str:
     return next((name for name, size in _UNITS.items() if nbytes >= size / 10), "KiB")
 
 
+def _axes(setup: Setup) -> Iterator[tuple[str, int]]:
+    yield "pipeline", setup.pipeline
+    yield "sequences", setup.ulysses
+    yield "experts", setup.experts
+    yield "tensor parallel", setup.tensor
+
+
 def _lines(made: Plan) -> Iterator[str]:
     setup, peak = made.setup, made.peak
     name = _unit(peak.alive_bytes)
@@ -376,13 +418,14 @@ def _lines(made: Plan) -> Iterator[str]:
     yield (
         f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
-        f"{f', tensor parallel over {setup.tensor}' if setup.tensor > 1 else ''}), checkpointing"
+        f"{''.join(f', {axis} over {size}' for axis, size in _axes(setup) if size > 1)}), checkpointing"
         f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}, {setup.optimizer},"
         f" {setup.accumulation} x {setup.micro_batch} x"
         f" {setup.sequence} tokens"
     )
     if made.whole:
         yield f"All blocks were run: {made.whole}"
+    yield from pipeline_lines(made.stages, setup, made.stage)
     yield from made.assumed
     where = peak.phase if peak.layer is None else f"{peak.phase} of block {peak.layer}"
     yield f"Memory of a rank, {name}: {peak.alive_bytes / unit:.2f} alive at most, in {where}"
@@ -397,7 +440,7 @@ def _lines(made: Plan) -> Iterator[str]:
         close = "" if made.sure else ", too close to call"
         yield f"  {verdict} {sized(abs(made.free_bytes))} on {made.hardware.name}{close}"
         likely = f"{made.likely:.0%} likely to fit, {1 - made.likely:.0%} not to"
-        yield f"  {likely}: it needs {sized(made.needed_bytes)}, and memory errs by {MEMORY_ERROR:.0%}"
+        yield f"  {likely}: it needs {sized(made.needed_bytes)}, and memory errs by {MEMORY_ERROR:.1%}"
     yield f"Sent by a rank: {sized(made.wire_bytes)} a step"
     for one in made.sent:
         size = f"{one.nbytes / 2**20:10,.2f} MiB {one.dtype}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -33,17 +33,29 @@ from torch.overrides import TorchFunctionMode
 from shardwise import _compat
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
+from shardwise.fsdp import fully_shard
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
 from shardwise.planner import models
 from shardwise.planner.compiled import compiled
-from shardwise.planner.events import GRADIENTS, PARAMETERS, Recording
+from shardwise.planner.events import (
+    ACTIVATIONS,
+    EXPERTS,
+    GRADIENTS,
+    PARAMETERS,
+    PIPELINE,
+    TENSOR_PARALLEL,
+    ULYSSES,
+    Recording,
+)
+from shardwise.planner.experts import routed
 from shardwise.planner.models import Model, chunked, no_packed_sequences
-from shardwise.planner.noop_group import make_smaller_shards, noop_world
+from shardwise.planner.noop_group import make_smaller_shards, mesh_of, noop_world
 from shardwise.planner.partition import partition, partitioned
+from shardwise.planner.pipeline import Pipe, hidden_of, order
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import built, optimizers_of, shard, split
+from shardwise.planner.sharding import built, optimizers_of, options_of, shard, split
 from shardwise.planner.tensor import cuts, parallelize
 from shardwise.planner.watch import watching
 
@@ -93,6 +105,14 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         reshard = int(setup.reshard_after_forward or 0)
         data, tensor = split(stack.enter_context(noop_world(setup.ranks, axes=setup.axes)))
         make_smaller_shards(data, reshard)
+        lines = _lines(setup)
+        of_experts = data
+        if setup.experts > 1:
+            mesh = _expert_mesh(setup)
+            of_experts, lines[EXPERTS] = mesh[tuple(setup.axes)], mesh[EXPERTS]
+        if tensor is not None:
+            lines[TENSOR_PARALLEL] = tensor
+        lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
         module, converted = built(model, layers, setup.stored_dtype)
@@ -105,9 +125,26 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             loss = loss_parallel()
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
-        gathered = sum(_compat.local_of(p).numel() for p in model.blocks(module)[0].parameters())
+        if setup.ulysses > 1:
+            model = _over_sequences(model, module, lines[ULYSSES])
+        apart: list[nn.Module] = []
+        if setup.experts > 1:
+            from shardwise import hf
+
+            apart = hf.cut_experts(module, lines[EXPERTS])
+            stack.enter_context(routed(setup.expert_load))
+        elsewhere = {id(p) for one in apart for p in one.parameters()}
+        dense = [p for p in model.blocks(module)[0].parameters() if id(p) not in elsewhere]
+        gathered = sum(_compat.local_of(p).numel() for p in dense)
+        for one in apart:
+            fully_shard(one, **options_of(setup, of_experts)).set_gradient_divide_factor(setup.ranks)
         library.shard(module, model, setup, data)
-        tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
+        rows = setup.micro_batch * model.at.micro_batches
+        tokens = torch.zeros(rows, setup.sequence, dtype=torch.int64)
+        pipe: Pipe | None = None
+        if setup.pipeline > 1:
+            hidden = hidden_of(model, setup, tokens[: setup.micro_batch])
+            pipe = Pipe(model, module, hidden, lines[PIPELINE].get_group())
         optimizers = optimizers_of(module, model, setup)
         looked_up_by_all: list[Tensor] = []
         if setup.optimizer == "AdamW 8 bits" and any(map(has_8_bits, module.parameters())):
@@ -117,21 +154,20 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         gc.disable()
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
-        tensor_group = None if tensor is None else tensor.get_group()
         if setup.device == "cuda" and setup.fused_norms:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
-        recorder = Recorder(model.blocks(module), tensor_group, touches=setup.compile or setup.compile_loss)
-        if setup.compile and setup.checkpointing == "none" and tensor is None:
+        recorder = Recorder(model.blocks(module), lanes, touches=setup.compile or setup.compile_loss)
+        if setup.compile and setup.checkpointing == "none" and not lanes:
             partition(model.blocks(module), recorder)
         if setup.compile_loss:
             compiled_loss = partitioned(models.whole_loss, recorder)
             stack.enter_context(mock.patch.object(models, "whole_loss", compiled_loss))
         stack.enter_context(library.watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
-        _start(recorder, module, model.blocks(module), tokens)
+        _start(recorder, module, model.blocks(module), tokens, pipe)
         recorder.share(looked_up_by_all)
         for step in range(STEPS):
-            _step(recorder, model, module, optimizers, tokens, step, setup)
+            _step(recorder, model, module, optimizers, tokens, step, setup, pipe)
         segments = recorder.finish()
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, float8=setup.float8)
@@ -139,7 +175,35 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         return Recording(layers, segments, parameters, in_block, gathered, converted, whole)
 
 
-def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> None:
+def _lines(setup: Setup) -> dict[str, DeviceMesh]:
+    """Return the ranks of a pipeline and of a sequence that rank 0 is among."""
+    sizes = {PIPELINE: setup.pipeline, ULYSSES: setup.ulysses}
+    strides = {PIPELINE: setup.ranks // setup.pipeline, ULYSSES: setup.experts}
+    return {
+        lane: mesh_of(strides[lane] * torch.arange(size), {lane: size})
+        for lane, size in sizes.items()
+        if size > 1
+    }
+
+
+def _expert_mesh(setup: Setup) -> DeviceMesh:
+    """Return the mesh of experts and of those that have the same."""
+    axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
+    return mesh_of(torch.arange(setup.ranks), axes)
+
+
+def _over_sequences(model: Model, module: nn.Module, mesh: DeviceMesh) -> Model:
+    if model.cut_sequences is None:
+        raise ShardingError(
+            f"{model.name} does not say how its sequences are cut: give a shardwise.planner.Model with"
+            " cut_sequences, or plan with ulysses=1"
+        )
+    return replace(model, loss=model.cut_sequences(module, mesh))
+
+
+def _start(
+    recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor, pipe: Pipe | None
+) -> None:
     """Record what is there before the first step."""
     layer_of = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
     for tensor in [*module.parameters(), *module.buffers(), tokens]:
@@ -147,6 +211,11 @@ def _start(recorder: Recorder, module: nn.Module, blocks: list[nn.Module], token
         recorder.owner = layer_of.get(id(tensor))
         recorder.see([_compat.local_of(tensor)])
         recorder.own([tensor], PARAMETERS)
+    if pipe is not None:
+        recorder.by_layer(None)
+        recorder.owner = None
+        recorder.see(pipe.received + pipe.gradients)
+        recorder.own(pipe.received + pipe.gradients, ACTIVATIONS)
 
 
 def _step(
@@ -157,10 +226,13 @@ def _step(
     tokens: Tensor,
     step: int,
     setup: Setup,
+    pipe: Pipe | None,
 ) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
-    for micro in range(setup.accumulation):
+    if pipe is not None:
+        _schedule(recorder, module, tokens, step, setup, pipe)
+    for micro in range(setup.accumulation if pipe is None else 0):
         recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
         syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
         if setup.reduce_once and syncs is not None:
@@ -178,3 +250,20 @@ def _step(
     for optimizer in optimizers:
         optimizer.step()
     recorder.by_layer(None)
+
+
+def _schedule(
+    recorder: Recorder, module: nn.Module, tokens: Tensor, step: int, setup: Setup, pipe: Pipe
+) -> None:
+    for forward, micro in order(setup, pipe.at.number):
+        if forward:
+            recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
+            pipe.forward(micro, tokens.narrow(0, micro * setup.micro_batch, setup.micro_batch))
+            recorder.end_forward()
+        else:
+            recorder.go(step=step, micro=micro, phase="backward", layer=None, after=pipe.at.last)
+            pipe.backward(micro)
+            recorder.own([p.grad for p in module.parameters()], GRADIENTS)
+    recorder.go(phase="end of backward", layer=None, after=False)
+    pipe.finish()
+    recorder.own([p.grad for p in module.parameters()], GRADIENTS)

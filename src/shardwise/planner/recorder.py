@@ -30,7 +30,6 @@ from shardwise.planner.events import (
     PARAMETERS,
     STAGING,
     TEMPORARY,
-    TENSOR_PARALLEL,
     Allocate,
     Compute,
     Event,
@@ -56,12 +55,12 @@ class Recorder(Storages):
     def __init__(
         self,
         blocks: list[nn.Module],
-        tensor_group: dist.ProcessGroup | None = None,
+        lanes: dict[str, str] | None = None,
         *,
         touches: bool = False,
     ) -> None:
         super().__init__()
-        self.tensor_group = tensor_group
+        self.lanes = lanes or {}  # by names of groups whose collectives computation waits for at once
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # from what computes shapes
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
@@ -193,22 +192,23 @@ class Recorder(Storages):
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
 
     def _send(self, call: Collective, group: dist.ProcessGroup) -> Send:
-        """Send on the current stream, or for tensor parallelism on one of its own, which this waits for."""
+        """Send on the current stream, or on the group's lane, which this then waits for."""
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
             first, *more = dist.get_process_group_ranks(group)[:2]
             self._strides[name] = more[0] - first if more else 1
         stride = self._strides[name]
-        if self.tensor_group is None or name != self.tensor_group.group_name:
+        lane = self.lanes.get(name)
+        if lane is None:
             event = Send(call, self.group, current, stride)
             self.write(event)
             return event
         before, after = Mark(self.place.layer), Mark(self.place.layer)
         self.write(Record(before, current))
-        self.write(Wait(before, TENSOR_PARALLEL))
-        event = Send(call, TENSOR_PARALLEL, TENSOR_PARALLEL, stride)
+        self.write(Wait(before, lane))
+        event = Send(call, lane, lane, stride)
         self.write(event)
-        self.write(Record(after, TENSOR_PARALLEL))
+        self.write(Record(after, lane))
         self.write(Wait(after, current))
         return event
 

@@ -26,52 +26,18 @@ from shardwise.errors import ShardingError
 from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, StrategyName
 from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
-from shardwise.planner.events import TENSOR_PARALLEL, Recording
+from shardwise.planner.events import LANES, Recording
+from shardwise.planner.found import SMALLER, Figures, Point, Search, gain, precision, why
 from shardwise.planner.models import Factory, Model, exits_told, model_of
-from shardwise.planner.plan import GIB, NotRun, Plan, explain, numbers_of_blocks, plan_of, recorded, sized
+from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Hardware, hardware_of, send_seconds
 from shardwise.planner.unroll import FEW, NotRegular, grown, unroll
 
-FASTER, SMALLER = 0.98, 0.85  # of another's time or memory, at most, for a point of its own
+FASTER = 0.98  # of another's time, at most, for a point of its own
 MICRO_BATCHES = (1, 2, 4, 8)
 PRECISIONS = (("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16",) * 3)
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class Point:
-    """A plan that no other of the same precision beats in both time and memory, and why it is there."""
-
-    plan: Plan
-    why: str
-
-
-@dataclass(frozen=True)
-class Search:
-    """The result of a search.
-
-    Attributes:
-        points: fastest first; then those of other precisions that beat them.
-        settings: how many were compared.
-        planned: how many of them from recordings; others were estimated, and looked worse.
-        recordings: how many were made.
-        code: Python that builds what was chosen.
-    """
-
-    points: list[Point]
-    settings: int
-    planned: int
-    recordings: int
-    code: str
-
-    @property
-    def chosen(self) -> Plan:
-        """The fastest that fits, in the precision asked for; the smallest if none fits."""
-        return self.points[0].plan
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
 
 
 @exits_told()
@@ -105,6 +71,7 @@ def search(
     space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(asked, setup, device)))]
     known = _Known(asked, setup, device, space)
     known.look()
+    known.look_further()
     points = known.points()
     chosen = points[0].plan
     return Search(points, len(known.space), len(known.plans), known.recordings, python(asked, chosen.setup))
@@ -116,14 +83,14 @@ def _space(
     sequences = setup.micro_batch * setup.accumulation
     sizes = [n for n in {setup.micro_batch, *micro_batches} if sequences == 1 or sequences % n == 0]
     cuts = [{}, *(cut for degree in degrees for cut in _cuts(setup, device, degree))]
-    for cut, precision in itertools.product(cuts, [_precision(setup), *PRECISIONS]):
+    for cut, dtypes in itertools.product(cuts, [precision(setup), *PRECISIONS]):
         mine = sequences  # of a rank and those that it is tensor parallel with: as many a device
         if sequences > 1:
             mine = sequences * cut.get("tensor", setup.tensor) // setup.tensor
         for checkpointing, size in itertools.product(("none", "selective", "full"), sorted(sizes)):
             choice: dict[str, Any] = {
                 **cut,
-                **dict(zip(("stored_dtype", "param_dtype", "reduce_dtype"), precision, strict=True)),
+                **dict(zip(("stored_dtype", "param_dtype", "reduce_dtype"), dtypes, strict=True)),
                 "checkpointing": checkpointing,
                 "micro_batch": size,
                 "accumulation": max(1, mine // size),
@@ -224,10 +191,6 @@ def _sent_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
 # ---------------------------------------------------------------- what is recorded, and what is not
 
 
-def _precision(setup: Setup) -> tuple[str, str, str]:
-    return setup.stored_dtype, setup.param_dtype, setup.reduce_dtype
-
-
 _WEIGHTS = {  # of what is estimated badly, if it is not the same
     "tensor": 128,
     "layout": 64,
@@ -249,9 +212,6 @@ def _distance(one: Setup, other: Setup) -> int:
 def _figures(plan: Plan) -> tuple[float, float]:
     """Return the seconds a token of a device, and the bytes reserved."""
     return 1 / plan.tokens_per_s, plan.reserved_bytes
-
-
-Figures = dict[Setup, tuple[float, float]]
 
 
 @dataclass
@@ -288,6 +248,29 @@ class _Known:
         while (best := self._next()) is not None:
             self._plan(best, alone=best.tensor != self.asked.tensor)
 
+    def look_further(self) -> None:
+        """Plan the best with experts over ranks, and, where little fits, as a pipeline or by sequences.
+
+        Little is nothing, or a single sequence of which every block is computed again.
+        """
+        exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
+        best = min(self._fitting(exact), key=lambda setup: exact[setup])
+        tight = not self.plans[best].fits or (best.checkpointing, best.micro_batch) == ("full", 1)
+        degrees = [n for n in (2, 4, 8) if best.axes["shard"] % n == 0 and best.tensor == 1]
+        asked = best.pipeline * best.ulysses * best.experts > 1
+        for degree, axis in itertools.product([] if asked else degrees, ("experts", "ulysses", "pipeline")):
+            shared = 1 if axis == "experts" else degree
+            change: dict[str, Any] = {axis: degree, "accumulation": best.accumulation * shared}
+            if axis != "experts" and not tight:
+                continue
+            try:
+                setup = changed(best, change)
+                self.plans[setup] = plan(self.model, setup, hardware=self.device)
+            except ShardingError:  # no experts, too few blocks, heads or tokens
+                continue
+            self.space.append(setup)
+            self.recordings += 4 if axis == "pipeline" else 2
+
     def _layouts(self) -> list[Setup]:
         other: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.asked.layout]
         return [replace(self.asked, layout=other, strategy=None)]
@@ -305,24 +288,24 @@ class _Known:
                 figures[setup][0] >= FASTER * time and figures[setup][1] >= SMALLER * nbytes
                 for one, (time, nbytes) in exact.items()
                 if one in fitting
-                and (_precision(setup) != _precision(self.asked) or _precision(one) == _precision(self.asked))
+                and (precision(setup) != precision(self.asked) or precision(one) == precision(self.asked))
             ):
                 return setup
         return None
 
     def points(self) -> list[Point]:
         exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
-        mine = _front(self._fitting({s: exact[s] for s in exact if _precision(s) == _precision(self.asked)}))
+        mine = _front(self._fitting({s: exact[s] for s in exact if precision(s) == precision(self.asked)}))
         if not any(self.plans[setup].fits for setup in mine):
             mine = mine[-1:]
         fit = any(self.plans[setup].fits for setup in mine)
         first = "the fastest that fits" if fit else "the smallest"
-        whys = [first, *(_why(exact, *pair) for pair in pairwise(mine))]
+        whys = [first, *(why(exact, *pair) for pair in pairwise(mine))]
         found = [Point(self.plans[setup], why) for setup, why in zip(mine, whys, strict=True)]
         for setup in _front(self._fitting(exact)):
             time, nbytes = exact[setup]
             if not any(FASTER * exact[one][0] <= time and SMALLER * exact[one][1] <= nbytes for one in mine):
-                found.append(Point(self.plans[setup], _gain(exact, mine, setup)))
+                found.append(Point(self.plans[setup], gain(exact, mine, setup)))
         return found
 
     def _fitting(self, figures: Figures) -> Figures:
@@ -338,11 +321,11 @@ class _Known:
         _, near = self.nearest[setup]
         time, nbytes = _figures(self.plans[near])
         mine, theirs = (self.plans[self._base(one)] for one in (setup, near))
-        spans = (span.busy for span in self.plans[near].step_times.spans if span.stream == TENSOR_PARALLEL)
-        computes = mine.step_times.computation / mine.setup.tokens * self.asked.tensor
-        computes += sum(spans) / near.tokens * near.tensor
+        spans = (span.busy for span in self.plans[near].step_times.spans if span.stream in LANES)
+        computes = mine.step_times.computation / mine.setup.tokens * self.asked.sharing
+        computes += sum(spans) / near.tokens * near.sharing
         busy, before = (
-            max(computes, _sent_seconds(one, mine, self.device) / one.tokens * one.tensor)
+            max(computes, _sent_seconds(one, mine, self.device) / one.tokens * one.sharing)
             for one in (setup, near)
         )
         nbytes += int((mine.reserved_bytes - theirs.reserved_bytes) * self.asked.tensor / setup.tensor)
@@ -352,6 +335,12 @@ class _Known:
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
         """Plan the setup and other micro-batches of it."""
+        if setup.pipeline > 1:
+            self.plans[setup] = plan(self.model, setup, hardware=self.device)
+            self.recordings += 4
+            self.estimates.pop(setup, None)
+            self._put_near(setup)
+            return
         mine = _but_micro_batches(setup)
         alike = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
         while alike:
@@ -421,72 +410,3 @@ def _front(figures: Figures) -> list[Setup]:
         if not found or figures[setup][1] < SMALLER * figures[found[-1]][1]:
             found.append(setup)
     return found
-
-
-# ---------------------------------------------------------------- words
-
-
-def _why(figures: Figures, before: Setup, here: Setup) -> str:
-    slower = figures[here][0] / figures[before][0] - 1
-    smaller = 1 - figures[here][1] / figures[before][1]
-    words = zip(_words(here), _words(before), strict=True)
-    change = ", ".join(f"{mine} for {theirs}" for mine, theirs in words if mine != theirs)
-    return f"{smaller:.0%} less memory for {slower:.0%} more time: {change}"
-
-
-def _gain(figures: Figures, front: list[Setup], setup: Setup) -> str:
-    """Beside the smallest that takes no less memory."""
-    like = [one for one in front if figures[one][1] >= SMALLER * figures[setup][1]]
-    beside = like[-1] if like else front[0]
-    faster = figures[beside][0] / figures[setup][0] - 1
-    larger = figures[setup][1] / figures[beside][1] - 1
-    number = front.index(beside) + 1
-    return f"{faster:+.0%} tokens/s and {larger:+.0%} memory beside {number}, but it rounds more"
-
-
-_HEADER = ("mesh", "cut", "parameters", "blocks", "sequences", "kept/used/reduced")
-
-
-def _words(setup: Setup) -> list[str]:
-    """Return the cells below `_HEADER`."""
-    mesh = f"{setup.axes['shard']:,} shards"
-    mesh += f" x {setup.replicas:,}" if setup.replicas > 1 else ""
-    mesh += f" x tensor {setup.tensor}" if setup.tensor > 1 else ""
-    default = "hsdp" if setup.replicas > 1 else "fsdp"
-    reshard = setup.reshard_after_forward
-    if setup.strategy in ("ddp", "zero1", "zero2"):
-        freed = "whole"
-    elif reshard in (None, True):
-        freed = "freed"
-    else:
-        freed = "kept" if reshard is False else f"kept over {reshard}"
-    stored, param, reduce = (name.replace("float", "fp").replace("bfp", "bf") for name in _precision(setup))
-    return [
-        mesh,
-        f"{setup.layout} {setup.strategy or default}",
-        freed,
-        f"checkpointing {setup.checkpointing}",
-        f"{setup.accumulation} x {setup.micro_batch}",
-        f"{stored}/{param}/{reduce}",
-    ]
-
-
-def _lines(found: Search) -> Iterator[str]:
-    yield (
-        f"{found.settings:,} settings on {found.chosen.setup.ranks:,} ranks: {found.planned} planned from"
-        f" {found.recordings} recordings, the others estimated to be worse"
-    )
-    if not found.chosen.fits:
-        yield f"None fits: the smallest is short of {sized(-found.chosen.free_bytes)}"
-    rows = [["", "tokens/s", "MFU", "GiB", *_HEADER, "why"]]
-    for number, one in enumerate(found.points, 1):
-        figures = [str(number), f"{one.plan.tokens_per_s:,.0f}", f"{one.plan.mfu:.1%}"]
-        figures.append(f"{one.plan.reserved_bytes / GIB:.1f}")
-        rows.append([*figures, *_words(one.plan.setup), one.why])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)]
-        cells += [cell.ljust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
-        yield "  ".join(cells).rstrip()
-    yield ""
-    yield found.code

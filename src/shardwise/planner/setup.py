@@ -16,6 +16,7 @@ Checkpointing = Literal["none", "selective", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
 MOST = 10_000_000  # ranks, or tokens of a sequence; a plan makes lists of ranks, and of parts of a loss
 T = TypeVar("T")
+_AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # what is left is the data-parallel axis
 
 
 @functools.cache
@@ -31,6 +32,14 @@ class Setup:
         ranks: in all, of every mesh axis together.
         device: "cuda" has streams for communication; on "cpu" each collective ends before its call does.
         replicas: how many hold each shard (HSDP); 1 cuts over all.
+        pipeline: ranks that have the model's stages; each has even shares of the blocks, and computes the
+            `accumulation` micro-batches of a step in the order of `schedule`. Parameters stay gathered
+            meanwhile, unless `reshard_after_forward` says otherwise; gradients are reduced once.
+        stages: of each of these ranks, more than one for "Interleaved1F1B".
+        ulysses: ranks that share each sequence of a micro-batch: `shardwise.nn.SequenceCut`.
+        experts: ranks that share the experts of each layer: `shardwise.nn.ExpertCut`. Dense parameters are
+            cut over these ranks and those of `ulysses` too.
+        expert_load: tokens that come to the busiest rank's experts, beside an even share.
         tensor: neighbouring ranks that share each micro-batch, tensor parallel; 1 has none.
         tensor_plan: "torchtitan" cuts the sequence between matmuls, and the logits up to the loss;
             "transformers" neither: whole logits are on every rank. "auto" is the second, but for Llama's kind
@@ -63,6 +72,12 @@ class Setup:
     ranks: int = 8
     device: Literal["cuda", "cpu"] = "cuda"
     replicas: int = 1
+    pipeline: int = 1
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
+    stages: int = 1
+    ulysses: int = 1
+    experts: int = 1
+    expert_load: float = 1.0
     tensor: int = 1
     tensor_plan: Literal["auto", "torchtitan", "transformers"] = "auto"
     sequence_parallel: bool | None = None
@@ -92,7 +107,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in ("ranks", "replicas", "tensor", "micro_batch", "sequence", "accumulation"):
+        for name in (*_AXES, "ranks", "stages", "micro_batch", "sequence", "accumulation", "expert_load"):
             if getattr(self, name) < 1:
                 raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("ranks", "sequence"):
@@ -106,28 +121,64 @@ class Setup:
             raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
         if self.compile_loss and self.tensor > 1:
             raise ShardingError("compile_loss is planned of logits that tensor=1 leaves whole")
-        if self.ranks % self.replicas:
-            raise ShardingError(
-                f"a mesh of {self.replicas} replicas does not divide {self.ranks} ranks: choose replicas"
-                " among the divisors of ranks"
-            )
-        if self.ranks // self.replicas % self.tensor:
-            raise ShardingError(
-                f"tensor={self.tensor} does not divide the {self.ranks // self.replicas} ranks of"
-                f" {'a replica' if self.replicas > 1 else 'the mesh'}: choose tensor among its divisors"
-            )
+        left = self.ranks
+        for name in _AXES:
+            if left % (size := getattr(self, name)):
+                raise ShardingError(
+                    f"{name}={size} does not divide {left} ranks, which are {self.ranks} over the axes before"
+                    f" it ({', '.join(_AXES)}): choose {name} among their divisors"
+                )
+            left //= size
+        _check_dimensions(self)
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh: the sizes of its axes, the last of neighbours."""
-        shards = self.ranks // self.replicas // self.tensor
+        """The mesh of a stage: the sizes of its axes, the last of neighbours; `shard` has all dense ones."""
+        shards = self.ranks // self.pipeline // self.replicas // self.tensor
         sizes = {"replicate": self.replicas, "shard": shards, "tensor": self.tensor}
         return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
 
     @property
+    def dimensions(self) -> str:
+        """The whole mesh, as `shardwise.dimensions.Dimensions` takes it."""
+        sizes = {"pp": self.pipeline, "replicate": self.replicas, "dp": self.axes["shard"]}
+        sizes["dp"] //= self.ulysses * self.experts
+        sizes |= {"sp": self.ulysses, "ep": self.experts, "tp": self.tensor}
+        return ",".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "dp")
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks compute a rank's tokens together."""
+        return self.pipeline * self.ulysses * self.tensor
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a rank's optimizer step, which it shares with its tensor-parallel ranks."""
+        """Tokens of a rank's optimizer step, which it shares with `sharing` ranks, itself among them."""
         return self.micro_batch * self.sequence * self.accumulation
+
+
+def _check_dimensions(setup: Setup) -> None:
+    """Raises ShardingError for what pipelines, sequences and experts are not planned with."""
+    if (setup.stages > 1) != (setup.schedule == "Interleaved1F1B"):
+        raise ShardingError(
+            f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B has more than one stage"
+            " on each rank, the others one"
+        )
+    if setup.stages > 1 and setup.pipeline == 1:
+        raise ShardingError(
+            "stages are planned of a pipeline: give pipeline (--pipeline) of more than 1 rank"
+        )
+    if setup.sequence % setup.ulysses:
+        raise ShardingError(
+            f"ulysses={setup.ulysses} does not divide sequence={setup.sequence}: choose one of its divisors"
+        )
+    others = [name for name in ("pipeline", "ulysses", "experts") if getattr(setup, name) > 1]
+    if others and setup.loss == "chunked":
+        raise ShardingError(f"loss='chunked' is planned without {', '.join(others)}: choose loss='whole'")
+    apart = [("tensor", "ulysses"), ("tensor", "experts"), ("pipeline", "ulysses"), ("pipeline", "experts")]
+    for one, other in apart:
+        if getattr(setup, one) > 1 and getattr(setup, other) > 1:
+            raise ShardingError(f"{one} and {other} are each planned without the other: choose {other}=1")
 
 
 def changed(setup: Setup, changes: dict[str, Any]) -> Setup:

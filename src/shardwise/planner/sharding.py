@@ -82,10 +82,23 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
     if setup.checkpointing != "none":
         for block in blocks:
             recompute(block, selective=setup.checkpointing == "selective")
+    options = options_of(setup, mesh)
+    units = [*blocks, *(model.ends(module) if setup.ends_apart else [])]
+    for unit in units:
+        fully_shard(unit, **options)
+    fully_shard(module, **options | {"reshard_after_forward": None})
+
+
+def options_of(setup: Setup, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+    """Arguments of `fully_shard`. A pipeline gathers parameters once for all of its micro-batches."""
+    reshard = setup.reshard_after_forward
+    if reshard is None and setup.pipeline > 1:
+        reshard = False
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, setup.param_dtype), reduce_dtype=getattr(torch, setup.reduce_dtype)
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "layout": setup.layout}
+    options["reshard_after_forward"] = reshard
     if setup.strategy is not None:
         if setup.strategy in ("hsdp", "hierarchical_fsdp") and setup.replicas == 1:
             raise ShardingError(
@@ -93,10 +106,7 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
                 " (--replicas), a divisor of ranks"
             )
         options["strategy"] = setup.strategy
-    units = [*blocks, *(model.ends(module) if setup.ends_apart else [])]
-    for unit in units:
-        fully_shard(unit, reshard_after_forward=setup.reshard_after_forward, **options)
-    fully_shard(module, **options)
+    return options
 
 
 def recompute(block: nn.Module, *, selective: bool) -> None:

@@ -39,14 +39,21 @@ STYLES = {
     " desired_input_kwarg_layouts={'hidden_states': Replicate()})",  # where forward is called by keywords
     "rowwise_to_sequence": f"RowwiseParallel({_TO_SEQUENCE})",
     "embedding_to_sequence": f"RowwiseParallel({_FROM_TOKENS}, {_TO_SEQUENCE})",
+    "part_of_sequence": "PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))",
     "head_of_sequence": "ColwiseParallel(input_layouts=Shard(1), use_local_output=False)",
     "head_of_sequence_gather_output": "ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())",
     "head_of_loss": "ColwiseParallel(use_local_output=False)",
 }
 _TO_WHOLE = ("colwise_gather_output", "colwise_rep")
-_IN_SEQUENCE = {"rowwise": "rowwise_to_sequence", "embedding_rowwise": "embedding_to_sequence"}
+_IN_SEQUENCE = {
+    "rowwise": "rowwise_to_sequence",
+    "embedding_rowwise": "embedding_to_sequence",
+    "whole": "part_of_sequence",
+}
 
 ROWS = "rows"  # of the head's weight, where the head makes the loss: its inputs and outputs stay as they are
+WHOLE = "whole"  # what all ranks have and compute for all tokens, such as learned positions
+UNCUT = (ROWS, WHOLE)
 
 
 def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) -> None:
@@ -61,7 +68,7 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
         module.register_forward_pre_hook(with_positions, with_kwargs=True)
     ties = dict(tied(module))
     names = vars(parallel) | {"Replicate": Replicate, "Shard": Shard}
-    styles = {one: eval(STYLES[word], names) for one, word in words.items() if word != ROWS}
+    styles = {one: eval(STYLES[word], names) for one, word in words.items() if word not in UNCUT}
     parallel.parallelize_module(module, mesh, styles, src_data_rank=None)
     for head in map(module.get_submodule, heads_by_rows(module, words)):
         for key, p in list(head.named_parameters()):
@@ -152,7 +159,7 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
             f"{name} does not say how tensor parallelism cuts it: give its module a tensor_plan, such as"
             ' {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'
         )
-    unknown = [f"{word!r} for {one!r}" for one, word in plan.items() if word not in (*STYLES, ROWS)]
+    unknown = [f"{word!r} for {one!r}" for one, word in plan.items() if word not in (*STYLES, *UNCUT)]
     if unknown:
         raise ShardingError(
             f"{name}: torch's parallelize_module has no style for {', '.join(unknown)} of the model's tensor"

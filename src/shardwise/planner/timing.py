@@ -32,7 +32,14 @@ from shardwise.planner.events import (
 )
 from shardwise.planner.measure import last_step
 
-_MAY_BE_ZERO = ("host_latency_s", "network_latency_s", "matmul_half_flops", "host_seconds", "context_bytes")
+_MAY_BE_ZERO = (
+    "host_latency_s",
+    "network_latency_s",
+    "matmul_half_flops",
+    "host_seconds",
+    "context_bytes",
+    "attention_half",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Hardware:
     Attributes:
         matmul_efficiency: share of the peak that a large matmul reaches.
         matmul_half_flops: operations of a matmul that reaches half of that.
-        attention_efficiency: share of the peak that attention reaches, all of it counted.
+        attention_efficiency: share of the peak that attention of long sequences reaches, all of it counted.
+        attention_half: operations for each byte of an attention that reaches half of that: half its length.
         bandwidth_efficiency: share of the memory's bandwidth that an elementwise operator reaches.
         host_seconds: of the host, to issue one operator.
         host_link_bytes_per_s: between devices of one host, as collectives reach it.
@@ -65,6 +73,7 @@ class Hardware:
     bandwidth_efficiency: float
     host_seconds: float
     context_bytes: int  # of the driver and of communicators, outside the allocator
+    attention_half: float = 0.0
 
     @property
     def usable_bytes(self) -> int:
@@ -144,24 +153,31 @@ class _Pieces:
     """Tensor parallelism's collectives in pieces, each beside the matmul of another: asynchronous.
 
     A matmul begins with the first piece that is gathered, and has its own last piece to do after the last.
-    What is reduced goes likewise: after the first piece of the matmul that makes it, until after the last.
-    With one piece, each waits for the other.
+    What is reduced goes likewise: after the first piece of the matmul that makes it, until after the last;
+    then a kernel adds up what came from all ranks, which a collective does on its way. With one piece, each
+    waits for the other.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, hardware: Hardware) -> None:
         self.count = count
+        self.bytes_per_s = hardware.memory_bytes_per_s * hardware.bandwidth_efficiency
         self.first = self.last = 0.0  # of the matmul before: its first piece; of a gather: its last
         self.gathered: float | None = None  # when the first piece was
 
-    def sent(self, kind: str, begin: float, takes: float) -> float:
-        """Return when this collective, which begins when all that it needs is there, ends."""
+    def sent(self, call: Collective, begin: float, takes: float, *, whole: bool) -> float:
+        """Return when this collective, which begins when all that it needs is there, ends.
+
+        Args:
+            whole: not in pieces, as around the blocks, which alone are compiled.
+        """
         self.gathered = None
-        if self.count == 1:
+        if self.count == 1 or whole:
             return begin + takes
-        if kind == "all_gather":
+        if call.kind == "all_gather":
             self.gathered, self.last = begin + takes / self.count, begin + takes
             return self.last
-        return max(self.first + takes, begin + takes / self.count)
+        adds = (call.bytes + call.bytes / call.group_size) / self.bytes_per_s
+        return max(self.first + takes, begin + takes / self.count) + adds
 
     def multiplied(self, begin: float, takes: float) -> float:
         """Return when this matmul ends."""
@@ -172,7 +188,7 @@ class _Pieces:
 
 def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, pieces: int = 1) -> Times:
     """Compute times of the last step; tensor parallelism's collectives are in so many `pieces`."""
-    tensor = _Pieces(pieces)
+    tensor = _Pieces(pieces, hardware)
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
     spans: dict[tuple[str, Place], Span] = {}
@@ -190,7 +206,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
                 computation += takes if event.stream == COMPUTATION else 0.0
             end = begin + takes
             if event.stream == TENSOR_PARALLEL and isinstance(event, Send):
-                end = tensor.sent(event.collective.kind, begin, takes)
+                end = tensor.sent(event.collective, begin, takes, whole=place.layer is None)
             elif event.stream == COMPUTATION and isinstance(event, Compute) and event.flops:
                 end = tensor.multiplied(begin, takes)
             clocks[event.stream] = end
@@ -238,7 +254,9 @@ def compute_seconds(event: Compute, hardware: Hardware) -> float:
         return seconds
     peak = hardware.peak_flops.get(event.dtype, min(hardware.peak_flops.values()))
     if "attention" in event.name:
-        efficiency = hardware.attention_efficiency
+        efficiency = hardware.attention_efficiency / (
+            1 + hardware.attention_half * event.nbytes / event.flops
+        )
     else:
         efficiency = hardware.matmul_efficiency * event.flops / (event.flops + hardware.matmul_half_flops)
     return max(seconds, event.flops / (peak * efficiency))

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.comm.agree import Agreement, backend_of
+from shardwise.comm.agree import Agreement
+from shardwise.comm.api import backend_of
 from shardwise.comm.arithmetic import extreme
 from shardwise.comm.exchange import exchange, gather, part
 from shardwise.layout import Box, Message, transfer

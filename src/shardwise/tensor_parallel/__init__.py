@@ -11,6 +11,7 @@ from shardwise.tensor_parallel.pretrained import strategies_of
 from shardwise.tensor_parallel.rules import rule
 from shardwise.tensor_parallel.serving import cut_steps, export_steps, generate, greedy
 from shardwise.tensor_parallel.styles import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel
+from shardwise.tensor_parallel.trainable import trainable
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "save",
     "strategies_of",
     "tensor_parallel_transformation",
+    "trainable",
 ]

@@ -51,13 +51,18 @@ class Case:
     *global* batch of a step, counted from 0: tensors whose dim 0 is cut evenly over the ranks.
     `loss` returns the mean over the samples it is given, a scalar. The step must not mix samples
     (batch statistics) nor draw random numbers (dropout), or it has no equal on several ranks.
+
+    Where the sharded step is not a call of `loss` and its backward, as in a pipeline, `shard` returns what
+    this rank trains, a module with the whole model's names, and `backward` takes a step's gradients: of that
+    module, for this rank's rows. It returns their mean loss, or None where another stage has it.
     """
 
     build: Callable[[], nn.Module]
-    shard: Callable[..., None]
+    shard: Callable[..., nn.Module | None]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     batch: Callable[[int], tuple[torch.Tensor, ...]]
     loss: Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.Tensor]
+    backward: Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.Tensor | None] | None = None
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -91,21 +96,20 @@ def load_case(spec: str) -> Case:
     return case
 
 
-def apply_shard(case: Case, module: nn.Module, mesh: Any, *, layout: str | None) -> None:
-    """Run `case.shard`, passing `layout` on when one was asked for.
+def apply_shard(case: Case, module: nn.Module, mesh: Any, *, layout: str | None) -> nn.Module:
+    """Run `case.shard`, passing `layout` on when one was asked for; return what is trained.
 
     Raises `CaseError` when a layout was asked for and `case.shard` takes none.
     """
     if layout is None:
-        case.shard(module, mesh)
-        return
+        return case.shard(module, mesh) or module
     parameters = inspect.signature(case.shard).parameters.values()
     if not any(p.name == "layout" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise CaseError(
             f"layout {layout!r} was asked for, but this case's shard function takes no `layout`. "
             "Declare it `def shard(module, mesh, layout='interleaved')` and pass it to fully_shard."
         )
-    case.shard(module, mesh, layout=layout)
+    return case.shard(module, mesh, layout=layout) or module
 
 
 def _import_script(path: Path) -> ModuleType:

@@ -46,6 +46,7 @@ class Plan:
     dtype: torch.dtype | None  # None: found out from the reference
     replicas: int  # 1: a mesh of one axis
     layout: str | None  # None: the case's own choice
+    mesh: str | None = None  # in the words of `Dimensions`; ranks and replicas are then its own
 
 
 def file_of(folder: str, step: int) -> Path:

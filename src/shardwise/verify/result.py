@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,8 @@ class VerifyResult:
     layout: str | None  # None: the case's own choice
     tolerance: Tolerance
     differences: tuple[Difference, ...]
+    mesh: str | None = None  # in the words of `Dimensions`
+    alone: dict[str, str] = field(default_factory=dict)  # by dimension: what is first beyond tolerance there
 
     @property
     def ok(self) -> bool:
@@ -62,6 +64,8 @@ class VerifyResult:
             "steps": self.steps,
             "seed": self.seed,
             "layout": self.layout,
+            "mesh": self.mesh,
+            "alone": self.alone,
             "tolerance": asdict(self.tolerance),
             "first": _plain(first) if first else None,
             "first_parameter": _plain(parameter) if parameter else None,
@@ -124,6 +128,10 @@ def verdict(result: VerifyResult) -> str:
     beyond = {d.name for d in result.differences if d.beyond and d.kind != "loss"}
     if len(beyond) > 1:
         lines.append(f"{len(beyond)} parameters are beyond tolerance in some step.")
+    guilty = {name: text for name, text in result.alone.items() if text}
+    if result.alone and not guilty:
+        lines.append(f"Only together: {', '.join(result.alone)} are each within tolerance alone.")
+    lines += [f"At fault: {name}, which is beyond tolerance alone: {text}" for name, text in guilty.items()]
     return "\n".join(lines)
 
 
@@ -143,7 +151,7 @@ def describe(difference: Difference) -> str:
 
 
 def _title(result: VerifyResult) -> str:
-    mesh = (
+    mesh = result.mesh or (
         f"{result.replicas} x {result.ranks // result.replicas}" if result.replicas > 1 else f"{result.ranks}"
     )
     layout = f", {result.layout} layout" if result.layout else ""

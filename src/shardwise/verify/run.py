@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.dimensions import Dimensions
+from shardwise.errors import ShardingError
+
 from .case import CaseError, split_spec
-from .compare import fixed_tolerance
+from .compare import Tolerance, first_beyond, fixed_tolerance
 from .processes import RankError, run_ranks
 from .reference import Plan, run_reference
-from .result import VerifyResult
+from .result import VerifyResult, describe
 from .sharded import run_sharded
 
 
@@ -24,6 +28,7 @@ def verify(
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
     replicas: int = 1,
+    mesh: str | None = None,
     layout: str | None = None,
     seed: int = 0,
     timeout: float = 120.0,
@@ -35,6 +40,8 @@ def verify(
     tensor's scale and holds for losses, gradients and parameters at every step; without it, one is
     derived from `dtype` (by default the coarsest among parameters and gradients) and the batch.
     `replicas` > 1 gives a mesh ("replicate", "shard") of shape (replicas, ranks / replicas).
+    `mesh`, such as "pp2,dp2,tp2" (see `shardwise.dimensions`), has as many ranks as its sizes multiply to, in
+    place of both; where it is beyond tolerance, each dimension is tried alone, to say which is at fault.
     `layout` is passed to the case's shard function. `timeout` is in seconds without progress.
 
     Starts `ranks` + 1 processes (never more than `ranks` at once) and needs room in the temporary
@@ -42,11 +49,12 @@ def verify(
     run, with the traceback of the process that failed. A script that calls this does so under
     `if __name__ == "__main__":`, as with every function that starts Python processes.
     """
+    ranks = _ranks_of(mesh, replicas) if mesh is not None else ranks
     _check_arguments(case_spec, ranks=ranks, steps=steps, replicas=replicas)
     if tolerance is not None:
         fixed_tolerance(tolerance)
     asked: dict[str, Any] = {"spec": case_spec, "ranks": ranks, "replicas": replicas}
-    asked |= {"steps": steps, "seed": seed, "layout": layout}
+    asked |= {"steps": steps, "seed": seed, "layout": layout, "mesh": mesh}
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
         plan = Plan(**asked, folder=folder, tolerance=tolerance, dtype=dtype)
         try:
@@ -54,7 +62,34 @@ def verify(
             differences, *_ = run_ranks(run_sharded, plan, used, world_size=ranks, timeout=timeout)
         except RankError as failure:
             raise CaseError(f"{case_spec} could not be run. {failure}", traceback=failure.traceback) from None
-    return VerifyResult(**asked, tolerance=used, differences=tuple(differences))
+        found = VerifyResult(**asked, tolerance=used, differences=tuple(differences))
+        return found if found.ok else replace(found, alone=_alone(plan, used, timeout))
+
+
+def _alone(plan: Plan, tolerance: Tolerance, timeout: float) -> dict[str, str]:
+    """Train on each dimension of the mesh alone; return what is first beyond tolerance there, or ""."""
+    sizes = Dimensions(plan.mesh).sizes if plan.mesh else {}
+    found = {}
+    for name, size in sizes.items():
+        if 1 < size < plan.ranks:
+            one = replace(plan, mesh=f"{name}{size}", ranks=size)
+            try:
+                differences, *_ = run_ranks(run_sharded, one, tolerance, world_size=size, timeout=timeout)
+                first = first_beyond(differences)
+                found[f"{name}{size}"] = describe(first) if first else ""
+            except RankError as failure:
+                found[f"{name}{size}"] = f"could not be run: {failure}"
+    return found
+
+
+def _ranks_of(mesh: str, replicas: int) -> int:
+    try:
+        ranks = Dimensions(mesh).ranks
+    except ShardingError as error:
+        raise CaseError(str(error)) from None
+    if replicas != 1:
+        raise CaseError(f"mesh={mesh!r} has its own replicas, such as replicate{replicas}: give one of both.")
+    return ranks
 
 
 def _check_arguments(case_spec: str, *, ranks: int, steps: int, replicas: int) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.agree import together
+from shardwise.comm.differences import named as named_ranks
+from shardwise.dimensions import Dimensions, share_of_batch
 
-from .case import apply_shard, load_case, local_batch
+from .case import Case, apply_shard, load_case, local_batch
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
 from .reference import Parameters, Plan, named, read_step, take_batch, take_loss
 
@@ -33,47 +36,81 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     """
     torch.manual_seed(plan.seed)
     case = load_case(plan.spec)
-    module = case.build()
     mesh = _mesh(plan)
-    apply_shard(case, module, mesh, layout=plan.layout)
+    module = apply_shard(case, case.build(), mesh, layout=plan.layout)
     parameters, tied = named(module)
     optimizer = case.optimizer(module)
     start = read_step(plan.folder, START)
-    compares = mesh.get_local_rank("shard") == 0
+    shards = [name for name in mesh.mesh_dim_names or () if name in ("shard", "dp", "sp", "ep")]
+    compares = all(mesh.get_local_rank(name) == 0 for name in shards)
+    places = map(Dimensions(plan.mesh or "dp1").place, range(plan.ranks))
+    stages = [place.get("pp", 0) for place in places]
     differences = _compare_all(
-        "parameter", START, parameters, start, tolerance=tolerance, compares=compares, tied=tied
+        "parameter",
+        START,
+        parameters,
+        start,
+        tolerance=tolerance,
+        compares=compares,
+        tied=tied,
+        stages=stages,
     )
+    index, shares = share_of_batch(mesh) if plan.mesh else (dist.get_rank(), plan.ranks)
     for step in range(plan.steps):
         alive()
         torch.manual_seed(plan.seed + step)
-        batch = local_batch(take_batch(case, step), step, plan.ranks, dist.get_rank())
+        batch = local_batch(take_batch(case, step), step, shares, index)
         optimizer.zero_grad()
-        loss = take_loss(case, module, batch)
-        torch.autograd.backward(loss)
+        loss = _backward(case, module, batch)
         expected = read_step(plan.folder, step) | {"tied": start["tied"]}
         found = _mean_over_ranks(loss)
         differences.append(compare_losses(found, expected["loss"], step=step, tolerance=tolerance.at(step)))
         differences += _compare_all(
-            "gradient", step, parameters, expected, tolerance=tolerance, compares=compares, tied=tied
+            "gradient",
+            step,
+            parameters,
+            expected,
+            tolerance=tolerance,
+            compares=compares,
+            tied=tied,
+            stages=stages,
         )
         optimizer.step()
         differences += _compare_all(
-            "parameter", step, parameters, expected, tolerance=tolerance, compares=compares, tied=tied
+            "parameter",
+            step,
+            parameters,
+            expected,
+            tolerance=tolerance,
+            compares=compares,
+            tied=tied,
+            stages=stages,
         )
     return differences if dist.get_rank() == 0 else []
 
 
+def _backward(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    if case.backward is not None:
+        return case.backward(module, batch)
+    loss = take_loss(case, module, batch)
+    torch.autograd.backward(loss)
+    return loss
+
+
 def _mesh(plan: Plan) -> DeviceMesh:
+    if plan.mesh is not None:
+        return Dimensions(plan.mesh).mesh("cpu")
     if plan.replicas == 1:
         return init_device_mesh("cpu", (plan.ranks,), mesh_dim_names=("shard",))
     shape = (plan.replicas, plan.ranks // plan.replicas)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _mean_over_ranks(loss: torch.Tensor) -> float:
-    mean = loss.detach().to(torch.float64).reshape(1).clone()
-    dist.all_reduce(mean)
-    return float(mean) / dist.get_world_size()
+def _mean_over_ranks(loss: torch.Tensor | None) -> float:
+    held = (0.0, 0.0) if loss is None else (float(loss.detach()), 1.0)
+    total = torch.tensor(held, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
 
 
 @torch.no_grad()
@@ -86,6 +123,7 @@ def _compare_all(
     tolerance: Tolerance,
     compares: bool,
     tied: dict[str, str],
+    stages: list[int],
 ) -> list[Difference]:
     """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
     start_names = list(expected["parameters"])
@@ -95,11 +133,11 @@ def _compare_all(
     differences: list[Difference] = []
     for index, name in enumerate(start_names):
         reference = PRESENT if name in wanted else EMPTY
-        held = [states[index] for states in by_rank]
+        held = _on_its_stages([states[index] for states in by_rank], stages)
         if problem := _presence_problem(held, reference):
             differences.append(Difference(kind=kind, step=step, name=name, problem=problem))
             continue
-        if reference == EMPTY:
+        if reference == EMPTY or name not in parameters:
             continue
         source = parameters[name] if kind == "parameter" else parameters[name].grad
         assert source is not None
@@ -135,15 +173,22 @@ def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[
     return together(f"comparing the {kind}s", lambda: held)
 
 
-def _presence_problem(held: list[int], reference: int) -> str:
-    """Describe what is wrong with a tensor's state on every rank against the reference's; "" if nothing."""
-    if all(state == reference for state in held):
+def _on_its_stages(held: list[int], stages: list[int]) -> dict[int, int]:
+    """Return states by rank, of the ranks of those stages that have the parameter; of all where none has."""
+    having = {stage for stage, state in zip(stages, held, strict=True) if state != ABSENT} or set(stages)
+    return {rank: state for rank, state in enumerate(held) if stages[rank] in having}
+
+
+def _presence_problem(held: dict[int, int], reference: int) -> str:
+    """Describe what is wrong with a tensor's states by rank against the reference's; "" if nothing."""
+    found = sorted(set(held.values()))
+    if found == [reference]:
         return ""
-    if len(set(held)) == 1:
-        return f"{DESCRIBED[held[0]]} on the ranks, {DESCRIBED[reference]} in the reference"
+    if len(found) == 1:
+        return f"{DESCRIBED[found[0]]} on the ranks, {DESCRIBED[reference]} in the reference"
     states = [
-        f"{DESCRIBED[state]} on rank {', '.join(str(r) for r, s in enumerate(held) if s == state)}"
-        for state in sorted(set(held))
+        f"{DESCRIBED[state]} on {named_ranks([rank for rank, each in held.items() if each == state])}"
+        for state in found
     ]
     return f"{'; '.join(states)}; {DESCRIBED[reference]} in the reference"
 

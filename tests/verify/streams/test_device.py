@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,32 @@ def test_an_event_orders_what_came_before_it_and_not_what_came_after() -> None:
 
     assert not races(lambda: program(early=False))
     assert len(races(lambda: program(early=True))) == 1
+
+
+def test_a_plain_stream_does_not_see_a_devices_own_event_which_refuses_it() -> None:
+    """As `torch.Stream.wait_event` and `torch.cuda.Event.wait` do on CUDA."""
+
+    def program(waits: Callable[[Any, Any], object], kind: Any) -> None:
+        x, stream = ones(), kind(device=DEVICE)
+        event = own.current_stream().record_event()
+        x.mul_(2)
+        event.record(own.current_stream())
+        waits(stream, event)
+        with stream:
+            x.clone()
+
+    def stream_waits(stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def event_waits(stream: Any, event: Any) -> None:
+        event.wait(stream)
+
+    own: Any = torch.get_device_module(DEVICE)
+    assert len(races(lambda: program(stream_waits, torch.Stream))) == 1
+    assert not races(lambda: program(stream_waits, own.Stream))
+    assert not races(lambda: program(event_waits, own.Stream))
+    with pytest.raises(TypeError, match="device's own event"):
+        races(lambda: program(event_waits, torch.Stream))
 
 
 def test_the_host_orders_what_it_issues_after_what_it_waited_for() -> None:

@@ -377,14 +377,14 @@ def train(shards: str, device: str, *, ranks: int, micro_batches: int = 2) -> tu
 @contextmanager
 def wait_left_out(number: int) -> Iterator[list[int]]:
     """The wait of this number, of a stream for an event, is not told to the device."""
-    count, wait_event = [0], Stream.wait_event
+    count, go_after = [0], Stream.go_after
 
     def wait(stream: Stream, event: Event) -> None:
         count[0] += 1
         if count[0] != number:
-            wait_event(stream, event)
+            go_after(stream, event)
 
-    with mock.patch.object(Stream, "wait_event", wait):
+    with mock.patch.object(Stream, "go_after", wait):
         yield count
 
 

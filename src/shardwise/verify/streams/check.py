@@ -25,7 +25,7 @@ from shardwise.verify.streams.clocks import Operation
 from shardwise.verify.streams.device import NAME, Simulation, running_in
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.orders import Order
-from shardwise.verify.streams.streams import Event, Stream, active, is_active
+from shardwise.verify.streams.streams import Event, OwnEvent, OwnStream, Stream, active, is_active
 from shardwise.verify.streams.values import Difference, Late
 
 
@@ -134,7 +134,10 @@ def _patches(simulation: Simulation) -> list[Any]:
             block.guarded.add(stream.line.number)
 
     def current_stream(device: Any = None) -> Stream:
-        return active().current()
+        if device is not None and torch.device(device).type != NAME:
+            raise ValueError(f"{device} doesn't match the current accelerator {NAME}.")  # as torch does
+        current = active().current()
+        return Stream(stream_id=current.stream_id) if isinstance(current, OwnStream) else current
 
     to, run_thread = Tensor.to, threading.Thread.run
 
@@ -255,9 +258,9 @@ def _module() -> types.ModuleType:
     module.set_device = module.manual_seed = module.manual_seed_all = module.empty_cache = nothing
     module.get_rng_state = lambda *args: torch.get_rng_state()
     module.set_rng_state = lambda state, *args: torch.set_rng_state(state)
-    module.current_stream = lambda *args: active().current()
-    module.default_stream = lambda *args: active().computation
+    module.current_stream = lambda *args: OwnStream(stream_id=active().current().stream_id)
+    module.default_stream = lambda *args: OwnStream(stream_id=active().computation.stream_id)
     module.set_stream, module.synchronize = _set_stream, _synchronize
     module.stream, module.device = on_stream, device
-    module.Stream, module.Event = Stream, Event
+    module.Stream, module.Event = OwnStream, OwnEvent
     return cast(types.ModuleType, module)

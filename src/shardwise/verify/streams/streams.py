@@ -41,9 +41,17 @@ def place_in_code() -> str:
 class Stream:
     """Stand-in for `torch.Stream`: operations issued while it is entered are issued to it."""
 
-    def __init__(self, device: Any = None, *, priority: int = 0, name: str = "", **_: Any) -> None:
+    device_index, device_type = 0, 0
+
+    def __init__(
+        self, device: Any = None, *, priority: int = 0, name: str = "", stream_id: int | None = None, **_: Any
+    ) -> None:
         self.device, self.priority = torch.device("lazy", 0), priority
-        self.call(name or f"the stream made at {place_in_code()}")
+        if stream_id is None:
+            self.call(name or f"the stream made at {place_in_code()}")
+        else:
+            self._timeline, self._line = active(), active().lines[stream_id]
+            self._name = self._line.name
 
     def call(self, name: str) -> None:
         """Give it a name, for findings."""
@@ -79,10 +87,17 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        merge(self.line.clock, event.clock)
+        if not isinstance(event, OwnEvent):  # which torch.Stream takes for one that was never recorded
+            self.go_after(event)
 
     def wait_stream(self, stream: Stream) -> None:
-        self.wait_event(stream.record_event())
+        event = Event()
+        event.record(stream)
+        self.go_after(event)
+
+    def go_after(self, event: Event) -> None:
+        """Let what is issued from now on run after the event."""
+        merge(self.line.clock, event.clock)
 
     def synchronize(self) -> None:
         self.timeline.host_waits(dict(self.line.clock))
@@ -108,7 +123,7 @@ class Event:
         self._recorded = stream.timeline, dict(stream.line.clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or active().current()).wait_event(self)
+        (stream or active().current()).go_after(self)
 
     def synchronize(self) -> None:
         active().host_waits(self.clock)
@@ -118,6 +133,28 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         return 0.0
+
+
+class OwnStream(Stream):
+    """Stand-in for a device's own kind of stream, as `torch.cuda.Stream` is."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return super().record_event(OwnEvent() if event is None else event)
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+
+class OwnEvent(Event):
+    """Stand-in for a device's own kind of event, as `torch.cuda.Event` is.
+
+    A plain `torch.Stream` does not see that it was recorded; and it reads what a plain stream has not.
+    """
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if stream is not None and not isinstance(stream, OwnStream):
+            raise TypeError("a device's own event was to wait on a torch.Stream, which crashes on CUDA")
+        super().wait(stream)
 
 
 class Timeline:

@@ -1,0 +1,118 @@
+"""What a search found: plans, why each is there, and a table of them in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.planner.plan import GIB, Plan, sized
+from shardwise.planner.setup import Setup
+
+SMALLER = 0.85  # of another's memory, at most, for a point of its own
+Figures = dict[Setup, tuple[float, float]]  # seconds a token of a device, bytes reserved
+
+
+def precision(setup: Setup) -> tuple[str, str, str]:
+    return setup.stored_dtype, setup.param_dtype, setup.reduce_dtype
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan that no other of the same precision beats in both time and memory, and why it is there."""
+
+    plan: Plan
+    why: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search.
+
+    Attributes:
+        points: fastest first; then those of other precisions that beat them.
+        settings: how many were compared.
+        planned: how many of them from recordings; others were estimated, and looked worse.
+        recordings: how many were made.
+        code: Python that builds what was chosen.
+    """
+
+    points: list[Point]
+    settings: int
+    planned: int
+    recordings: int
+    code: str
+
+    @property
+    def chosen(self) -> Plan:
+        """The fastest that fits, in the precision asked for; the smallest if none fits."""
+        return self.points[0].plan
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def why(figures: Figures, before: Setup, here: Setup) -> str:
+    slower = figures[here][0] / figures[before][0] - 1
+    smaller = 1 - figures[here][1] / figures[before][1]
+    words = zip(_words(here), _words(before), strict=True)
+    change = ", ".join(f"{mine} for {theirs}" for mine, theirs in words if mine != theirs)
+    return f"{smaller:.0%} less memory for {slower:.0%} more time: {change}"
+
+
+def gain(figures: Figures, front: list[Setup], setup: Setup) -> str:
+    """Beside the smallest that takes no less memory."""
+    like = [one for one in front if figures[one][1] >= SMALLER * figures[setup][1]]
+    beside = like[-1] if like else front[0]
+    faster = figures[beside][0] / figures[setup][0] - 1
+    larger = figures[setup][1] / figures[beside][1] - 1
+    number = front.index(beside) + 1
+    return f"{faster:+.0%} tokens/s and {larger:+.0%} memory beside {number}, but it rounds more"
+
+
+_HEADER = ("mesh", "cut", "parameters", "blocks", "sequences", "kept/used/reduced")
+
+
+def _words(setup: Setup) -> list[str]:
+    """Return the cells below `_HEADER`."""
+    mesh = f"{setup.axes['shard']:,} shards"
+    mesh += f" x {setup.replicas:,}" if setup.replicas > 1 else ""
+    for axis in ("pipeline", "ulysses", "experts", "tensor"):
+        mesh += f" x {axis} {size}" if (size := getattr(setup, axis)) > 1 else ""
+    default = "hsdp" if setup.replicas > 1 else "fsdp"
+    reshard = setup.reshard_after_forward
+    if setup.strategy in ("ddp", "zero1", "zero2"):
+        freed = "whole"
+    elif reshard in (None, True):
+        freed = "freed"
+    else:
+        freed = "kept" if reshard is False else f"kept over {reshard}"
+    stored, param, reduce = (name.replace("float", "fp").replace("bfp", "bf") for name in precision(setup))
+    return [
+        mesh,
+        f"{setup.layout} {setup.strategy or default}",
+        freed,
+        f"checkpointing {setup.checkpointing}",
+        f"{setup.accumulation} x {setup.micro_batch}",
+        f"{stored}/{param}/{reduce}",
+    ]
+
+
+def _lines(found: Search) -> Iterator[str]:
+    yield (
+        f"{found.settings:,} settings on {found.chosen.setup.ranks:,} ranks: {found.planned} planned from"
+        f" {found.recordings} recordings, the others estimated to be worse"
+    )
+    if not found.chosen.fits:
+        yield f"None fits: the smallest is short of {sized(-found.chosen.free_bytes)}"
+    rows = [["", "tokens/s", "MFU", "GiB", *_HEADER, "why"]]
+    for number, one in enumerate(found.points, 1):
+        figures = [str(number), f"{one.plan.tokens_per_s:,.0f}", f"{one.plan.mfu:.1%}"]
+        figures.append(f"{one.plan.reserved_bytes / GIB:.1f}")
+        rows.append([*figures, *_words(one.plan.setup), one.why])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)]
+        cells += [cell.ljust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
+        yield "  ".join(cells).rstrip()
+    yield ""
+    yield found.code

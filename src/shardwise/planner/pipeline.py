@@ -1,0 +1,268 @@
+"""A rank of a pipeline: its stage, in which order it computes micro-batches, and what that takes.
+
+Torch's stages run forward and backward of micro-batches one by one, receive into buffers that they make for
+all of a step's beforehand, and reduce gradients once, at the end. `Pipe` does the same on fake tensors, for
+a few micro-batches; `filled` adds what others keep meanwhile. A schedule of p ranks with v stages each waits
+(p - 1) / (v m + p - 1) of its m micro-batches' time, filling and draining (Narayanan et al., 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.adapters.fsdp2 import state
+from shardwise.comm.count import Collective
+from shardwise.errors import ShardingError
+from shardwise.fsdp import FSDPModule
+from shardwise.planner.events import ACTIVATIONS, LOGITS, Allocate, Free, Memory, Recording, Segment, Send
+from shardwise.planner.models import Model, Stage
+from shardwise.planner.setup import Setup
+from shardwise.planner.timing import Hardware, Times, send_seconds, time_of
+
+
+def stage_of(model: Model, setup: Setup, number: int) -> Model:
+    """Return the model that rank `number` of a pipeline has: an even share of the blocks.
+
+    Raises:
+        ShardingError: nothing makes the model's stages, or blocks or micro-batches do not fill the pipeline.
+    """
+    if model.stage is None:
+        raise ShardingError(
+            f"{model.name} does not say how to make a stage of it: give a factory that takes layers, first"
+            " and last, or a shardwise.planner.Model with stage, or plan with pipeline=1"
+        )
+    ranks, make = setup.pipeline, model.stage
+    if model.layers < ranks * setup.stages:
+        raise ShardingError(
+            f"{model.name} has {model.layers} blocks, which do not fill the {ranks * setup.stages} stages of"
+            f" pipeline={ranks}: choose fewer"
+        )
+    if setup.accumulation < ranks:
+        raise ShardingError(
+            f"accumulation={setup.accumulation} micro-batches do not fill pipeline={ranks}: give as many"
+        )
+    at = Stage(number, ranks, setup.accumulation)
+    begin, end = (model.layers * i // ranks for i in (number, number + 1))
+    return replace(model, layers=end - begin, build=lambda layers: make(layers, at.first, at.last), at=at)
+
+
+def in_flight(setup: Setup, number: int) -> int:
+    """Micro-batches of which rank `number` at most keeps what backward needs, in all its stages."""
+    ranks, count = setup.pipeline, setup.accumulation
+    if setup.schedule == "GPipe":
+        return count
+    if setup.stages == 1:
+        return min(count, ranks - number)
+    of_a_round = count // max(1, count // ranks)
+    forwards = (setup.stages - 1) * of_a_round + 2 * (ranks - 1 - number) + 1
+    return min(count, math.ceil(forwards / setup.stages))
+
+
+def order(setup: Setup, number: int) -> Iterator[tuple[bool, int]]:
+    """Yield what a rank does: whether it is forward, and of which micro-batch."""
+    ahead = in_flight(setup, number)
+    yield from ((True, micro) for micro in range(ahead))
+    for micro in range(setup.accumulation):
+        yield False, micro
+        if micro + ahead < setup.accumulation:
+            yield True, micro + ahead
+
+
+def bubble(setup: Setup) -> float:
+    """Share of a step in which a rank waits for the pipeline to fill and drain."""
+    waits = setup.pipeline - 1
+    return waits / (setup.stages * setup.accumulation + waits)
+
+
+def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
+    """Return what stages hand on for these tokens, on fake tensors."""
+    assert model.stage is not None
+    with torch.no_grad():
+        found: Any = model.stage(1, True, False).to("cpu")(tokens)
+    if not isinstance(found, Tensor):
+        raise ShardingError(
+            f"a stage of {model.name} must return one tensor of hidden states, it returned a"
+            f" {type(found).__name__}"
+        )
+    return found.to(getattr(torch, setup.param_dtype))
+
+
+class Pipe:
+    """A stage's micro-batches, kept as torch's stages keep them."""
+
+    def __init__(self, model: Model, module: nn.Module, hidden: Tensor, group: dist.ProcessGroup) -> None:
+        self.model, self.module, self.group, self.at = model, module, group, model.at
+
+        def buffers(there: bool) -> list[Tensor]:
+            return [torch.empty_like(hidden) for _ in range(self.at.micro_batches * there)]
+
+        self.received, self.gradients = buffers(not self.at.first), buffers(not self.at.last)
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.losses: dict[int, Tensor] = {}
+
+    def _send(self, tensor: Tensor) -> None:
+        dist.send(tensor, group=self.group, group_dst=1)
+
+    def _receive(self, buffer: Tensor) -> None:
+        dist.recv(buffer, group=self.group, group_src=1)
+
+    def forward(self, micro: int, tokens: Tensor) -> None:
+        x = tokens
+        if not self.at.first:
+            self._receive(self.received[micro])
+            x = self.received[micro].requires_grad_()
+        output = self.module(x)
+        self.cache[micro] = output, x
+        if self.at.last:
+            self.losses[micro] = self.model.loss(cast(nn.Module, lambda _: output), x, tokens)
+        else:
+            self._send(output.detach())
+
+    def backward(self, micro: int) -> None:
+        output, x = self.cache.pop(micro)
+        module = cast(FSDPModule, self.module)
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(False)
+        if self.at.last:
+            self.losses[micro].backward()
+        else:
+            self._receive(self.gradients[micro])
+            torch.autograd.backward(output, self.gradients[micro])
+        if not self.at.first:
+            assert x.grad is not None
+            grad, x.grad = x.grad, None
+            self._send(grad)
+
+    def finish(self) -> None:
+        """Reduce the gradients of all micro-batches, and make means of them."""
+        module = cast(FSDPModule, self.module)
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True)
+        module.set_requires_gradient_sync(True)
+        reduced = state(self.module)
+        assert reduced is not None
+        reduced._root_post_backward_final_callback()
+        if self.at.micro_batches > 1:
+            for p in self.module.parameters():
+                if p.grad is not None:
+                    p.grad.div_(self.at.micro_batches)
+        self.losses.clear()
+
+
+def kept(recording: Recording, step: int) -> list[Memory]:
+    """List what the second micro-batch of a step keeps from forward to backward."""
+    alive: dict[int, Memory] = {}
+    for segment in recording.segments:
+        if segment.place[:3] == (step, 1, "forward"):
+            for event in segment.events:
+                if isinstance(event, Allocate):
+                    alive[id(event.memory)] = event.memory
+                elif isinstance(event, Free):
+                    alive.pop(id(event.memory), None)
+    return [memory for memory in alive.values() if memory.category in (ACTIVATIONS, LOGITS)]
+
+
+def filled(recording: Recording, more: int) -> Recording:
+    """Return the recording with `more` micro-batches in flight: what the second keeps, so often more."""
+    if more < 1:
+        return recording
+    made: list[Segment] = []
+    copies: list[Memory] = []
+    step = -1
+    for segment in recording.segments:
+        place = segment.place
+        if place.phase == "backward" and place.micro == 0 and place.step != step:
+            step = place.step
+            copies = [replace(memory) for memory in kept(recording, step) * more]
+            made.append(Segment(place._replace(layer=None), [Allocate(one) for one in copies]))
+        elif place.phase == "backward" and place.micro == 2 and copies:
+            made.append(Segment(place._replace(layer=None), [Free(one) for one in copies]))
+            copies = []
+        made.append(segment)
+    return replace(recording, segments=made)
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What a rank of a pipeline has.
+
+    Attributes:
+        micro_batches: of which it keeps at most what backward needs.
+        activations_bytes: that it keeps of them, and buffers for what it receives in a step.
+        sent_bytes: to the ranks before and after it, in a step.
+    """
+
+    rank: int
+    blocks: int
+    micro_batches: int
+    activations_bytes: int
+    sent_bytes: int
+
+
+def figures(recordings: list[Recording], model: Model, setup: Setup) -> list[StageFigures]:
+    """Return what all ranks have, from recordings of the first and the last."""
+    first, last = recordings
+    sizes = [sum(one.nbytes for one in kept(of, of.segments[-1].place.step)) for of in recordings]
+    handed = _handed_bytes(first)
+    found = []
+    for rank in range(setup.pipeline):
+        begin, end = (model.layers * i // setup.pipeline for i in (rank, rank + 1))
+        ends_here = rank == setup.pipeline - 1
+        of, size = (last, sizes[1]) if ends_here else (first, sizes[0])
+        ways = (rank > 0) + (not ends_here)
+        moved = handed * ways * setup.accumulation * setup.stages
+        count = in_flight(setup, rank)
+        held = count * size * (end - begin) // of.layers + moved
+        found.append(StageFigures(rank, end - begin, count, held, moved))
+    return found
+
+
+def _handed_bytes(first: Recording) -> int:
+    """Bytes of what a stage hands on for one micro-batch."""
+    events = (event for segment in first.segments for event in segment.events)
+    return next(e.collective.bytes for e in events if isinstance(e, Send) and e.collective.kind == "send")
+
+
+def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Times:
+    """Times of the slowest rank, with what it waits while the pipeline fills and drains.
+
+    Between them are ranks that send both ways, and each further stage of a rank sends as much again.
+    """
+    slowest, step = None, 0.0
+    hop = Collective("send", _handed_bytes(recordings[0]), None, setup.pipeline)
+    sends = send_seconds(hop, device, stride=setup.ranks // setup.pipeline)
+    more = sends * (2 * (setup.stages - 1) + (setup.pipeline > 2))
+    count = setup.accumulation
+    for recording in recordings:
+        times, longer = (time_of(recording, device, n) for n in (count, max(count, 3) + 1))
+        steady = (longer.step - time_of(recording, device, max(count, 3)).step) + more
+        whole = times.step + count * more + (setup.pipeline - 1) / setup.stages * steady
+        if whole > step:
+            slowest, step = times, whole
+    assert slowest is not None
+    return replace(slowest, step=step)
+
+
+def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[str]:
+    """Yield a pipeline in words; nothing without one."""
+    if not stages:
+        return
+    yield (
+        f"Pipeline: {setup.schedule} of {setup.accumulation} micro-batches over {setup.pipeline} ranks of"
+        f" {setup.stages}: {bubble(setup):.1%} of a step waits for it to fill and drain. Memory is of rank"
+        f" {planned}, which needs most"
+    )
+    shown = [*stages[:3], *stages[-1:]] if len(stages) > 5 else stages
+    for one in shown:
+        yield (
+            f"  rank {one.rank}: {one.blocks} blocks, activations of {one.micro_batches} micro-batches"
+            f" {one.activations_bytes / 2**30:,.2f} GiB, {one.sent_bytes / 2**30:,.2f} GiB sent to others"
+        )

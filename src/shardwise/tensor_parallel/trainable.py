@@ -1,0 +1,79 @@
+"""One rank's program as a module whose parameters say how they are cut: `fully_shard` cuts them once more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.export import ExportedProgram
+
+from shardwise.errors import ShardingError, here
+from shardwise.tensor_parallel.package import bind
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.state import placement_from_json, record_of
+
+
+def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
+    """Return a program's module with parameters that are DTensors over the ranks that it is cut for.
+
+        cut = tensor_parallel_transformation(program, ..., group_name="later", training=True)
+        block = fully_shard(trainable(cut, mesh["tp"]), mesh=mesh["dp"])
+
+    Optimizers, norms and checkpoints then see the whole program's parameters, by its names, as they do after
+    torch's `parallelize_module`. The program is changed: it communicates over `mesh`. Local.
+
+    Args:
+        program: of `tensor_parallel_transformation`, with training=True.
+        mesh: of one dimension; its ranks are the program's, by their order in it.
+
+    Raises:
+        ShardingError: a mesh of other ranks; a parameter cut as no DTensor is, such as a fused projection of
+            queries, keys and values, or heads that the ranks do not divide.
+    """
+    if mesh.ndim != 1:
+        raise ShardingError(
+            f"{here()}: the mesh has dims {mesh.mesh_dim_names}; give one, such as mesh['tp']"
+        )
+    record = record_of(program)
+    known = record["parameters"]
+    params = {name: x for name, x in program.state_dict.items() if isinstance(x, nn.Parameter)}
+    made: dict[Tensor, nn.Parameter] = {}  # names of one tensor share it
+    for name, param in params.items():
+        shape = torch.Size(known[name]["shape"]) if name in known else param.shape
+        placement = placement_from_json(known[name]["placement"]) if name in known else REPLICATE
+        how = _as_dtensor(placement, shape, name)
+        strides = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(param.detach(), mesh, [how], run_check=False, shape=shape, stride=strides)
+        made.setdefault(param, nn.Parameter(whole, param.requires_grad))
+    bind(program, mesh.get_group())
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    for name, param in params.items():
+        owner, _, own = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(own, made[param])
+    for node in module.graph.find_nodes(op="get_attr"):
+        if node.target in params:
+            with module.graph.inserting_after(node):
+                local = module.graph.call_method("to_local", (node,))
+            node.replace_all_uses_with(local, lambda user, local=local: user is not local)
+    module.recompile()
+    return module
+
+
+def _as_dtensor(placement: Placement, shape: torch.Size, name: str) -> Shard | Replicate:
+    if not isinstance(placement, Split):
+        return Replicate()
+    count = shape[placement.dim]
+    step = -(-count // len(placement.ranges))
+    chunks = [
+        (min(rank * step, count), min((rank + 1) * step, count)) for rank in range(len(placement.ranges))
+    ]
+    for rank, (held, chunk) in enumerate(zip(placement.ranges, chunks, strict=True)):
+        if [(b, e) for b, e in held if e > b] != [(b, e) for b, e in (chunk,) if e > b]:
+            raise ShardingError(
+                f"{here()}: rank {rank} has {list(held)} of dim {placement.dim} of {name}, {tuple(shape)}; a"
+                f" DTensor has {chunk} there. Give fused projections as several, and heads that the ranks"
+                " divide; or train the program's module without fully_shard"
+            )
+    return Shard(placement.dim)

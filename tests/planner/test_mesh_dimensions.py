@@ -1,0 +1,145 @@
+"""Plans of pipelines, sequences and experts over ranks: known facts, real runs, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from benchmarks.plan_real import SEQUENCE, TINY, compare, decoder, mixtures, setup_of, stages
+
+import shardwise
+from ranks import on_ranks
+from shardwise.errors import ShardingError
+from shardwise.planner.events import LANES
+from shardwise.planner.pipeline import bubble, in_flight
+from shardwise.planner.setup import Setup
+
+
+def planned(model: Any, **changes: Any) -> shardwise.planner.Plan:
+    return shardwise.plan(model, hardware="h100", **{"sequence": SEQUENCE, "ranks": 8} | changes)
+
+
+def sent(made: shardwise.planner.Plan, kind: str) -> dict[int, int]:
+    """How many of each size."""
+    return {one.nbytes: one.count for one in made.sent if one.kind == kind}
+
+
+# ---------------------------------------------------------------- facts
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages", "micro_batches", "share"),
+    [(4, 1, 8, 3 / 11), (4, 2, 8, 3 / 19), (8, 1, 8, 7 / 15)],
+)
+def test_a_pipelines_bubble_is_that_of_the_paper(
+    pipeline: int, stages: int, micro_batches: int, share: float
+) -> None:
+    """Narayanan et al., 2021: (p - 1) / (v m) of the ideal time."""
+    schedule: Any = "1F1B" if stages == 1 else "Interleaved1F1B"
+    asked = Setup(ranks=8, pipeline=pipeline, stages=stages, schedule=schedule, accumulation=micro_batches)
+    assert bubble(asked) == pytest.approx(share)
+
+
+def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_ahead_and_gpipe_all() -> None:
+    asked: dict[str, Any] = {"ranks": 8, "pipeline": 4, "accumulation": 16}
+    assert [in_flight(Setup(**asked), rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(Setup(schedule="GPipe", **asked), rank) for rank in range(4)] == [16] * 4
+    two = Setup(schedule="Interleaved1F1B", stages=2, **asked)
+    assert [in_flight(two, rank) for rank in range(4)] == [6, 5, 4, 3]  # 11, 9, 7 and 5 halves
+
+
+def test_a_step_waits_for_its_pipeline_as_long_as_the_bubble_says() -> None:
+    made = planned(stages, pipeline=4, accumulation=8)
+    waits = made.step_times.step - max(span.end for span in made.step_times.spans)
+    longer = planned(stages, pipeline=4, accumulation=9)
+    steady = longer.step_times.step - made.step_times.step
+    assert waits / (8 * steady + waits) == pytest.approx(bubble(made.setup), rel=0.05)
+    assert [one.micro_batches for one in made.stages] == [4, 3, 2, 1]
+    handed = SEQUENCE * 32 * 2 * 8  # tokens, width, bytes, micro-batches
+    assert [one.sent_bytes for one in made.stages] == [handed, 2 * handed, 2 * handed, handed]
+
+
+def test_zero_3_sends_three_times_its_parameters() -> None:
+    """Rajbhandari et al., 2020: two gathers and a reduction of each."""
+    made = planned("llama3-8b", reduce_dtype="bfloat16")
+    assert made.wire_bytes == pytest.approx(3 * 2 * made.parameters * 7 / 8, rel=1e-3)
+
+
+def test_tensor_parallelism_adds_up_activations_four_times_a_block() -> None:
+    """Shoeybi et al., 2019: twice forward, twice backward; here by a reduction and a gather each."""
+    made = planned(decoder, tensor=2, tensor_plan="torchtitan")
+    size = SEQUENCE * 32 * 2
+    halves = {one.kind: one.count for one in made.sent if (one.ranks, one.nbytes) == (2, size)}
+    reduced = 4 * made.layers + 2  # embedding and head
+    assert halves == {"reduce_scatter": reduced, "all_gather": reduced}
+
+
+def test_ulysses_exchanges_tokens_for_heads_four_times_a_block() -> None:
+    """Jacobs et al., 2023: queries, keys and values there, results back, and both again in backward."""
+    made = planned(TINY, ulysses=2)
+    piece = SEQUENCE // 2 * 2  # tokens, bytes
+    assert sent(made, "all_to_all") == {
+        piece * 32 * 2: 2 * made.layers,  # queries of 4 heads, keys and values of 2, of width 8
+        piece * 32: 2 * made.layers,
+    }
+    assert made.tokens_per_s == pytest.approx(SEQUENCE / 2 / made.step_times.step)
+
+
+def test_a_mixture_exchanges_tokens_twice_each_way() -> None:
+    made = planned(mixtures, experts=2)
+    rows = SEQUENCE * 32 * 2
+    assert sent(made, "all_to_all")[rows] == 4 * made.layers
+    uneven = planned(mixtures, experts=2, expert_load=1.5)
+    assert uneven.computed_flops > made.computed_flops
+    assert uneven.peak_bytes >= made.peak_bytes
+
+
+# ---------------------------------------------------------------- real runs
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (stages, {"pipeline": 2, "accumulation": 4}),
+        (stages, {"pipeline": 2, "accumulation": 3, "schedule": "GPipe", "layout": "contiguous"}),
+        (TINY, {"ulysses": 2}),
+        (mixtures, {"experts": 2}),
+    ],
+    ids=["1F1B", "GPipe", "sequences", "experts"],
+)
+@on_ranks(4)
+def test_a_plan_over_dimensions_is_what_ranks_allocate_and_send(model: Any, changes: dict[str, Any]) -> None:
+    found = compare(model, setup_of(4, **changes))
+    assert found.measured_alive == found.planned_alive
+    assert found.measured_sent == found.planned_sent
+    assert found.same_order
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "told"),
+    [
+        (
+            decoder,
+            {"pipeline": 2, "accumulation": 2},
+            "decoder does not say how to make a stage.*first and last",
+        ),
+        (stages, {"pipeline": 8, "accumulation": 8}, "stages has 4 blocks, which do not fill the 8 stages"),
+        (stages, {"pipeline": 4, "accumulation": 2}, "accumulation=2 micro-batches do not fill pipeline=4"),
+        (decoder, {"ulysses": 2}, "decoder does not say how its sequences are cut.*cut_sequences"),
+        (decoder, {"experts": 2}, "no module of experts"),
+        (TINY, {"ulysses": 3}, "ulysses=3 does not divide 8 ranks"),
+        (TINY, {"stages": 2}, "Interleaved1F1B has more than one stage"),
+        (TINY, {"ulysses": 2, "tensor": 2}, "tensor and ulysses are each planned without the other"),
+    ],
+)
+def test_what_cannot_be_cut_so_is_refused_by_name(model: Any, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ShardingError, match=told):
+        planned(model, **changes)
+
+
+def test_lanes_of_a_plan_are_those_of_what_is_cut() -> None:
+    made = planned(TINY, ulysses=2)
+    assert {span.stream for span in made.step_times.spans} & {*LANES} == {"sequences"}
