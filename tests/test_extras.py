@@ -18,6 +18,7 @@ from architecture import ORDER, ROOT, every_source
 from shardwise.errors import ShardwiseError
 from shardwise.files.stores import location
 from shardwise.hf.load import library
+from shardwise.planner.models import model_of
 from shardwise.tensor_parallel import choose
 from shardwise.tensor_parallel.pretrained import made_from
 
@@ -54,6 +55,7 @@ def chosen() -> object:
         (lambda: location("memory://run"), "fsspec.core", "stores"),
         (library, "transformers", "hf"),
         (lambda: made_from(None), "transformers", "hf"),
+        (lambda: model_of("config.json", sequence=8), "transformers", "hf"),
     ],
 )
 def test_what_needs_an_extra_names_it_where_it_is_missing(

@@ -23,7 +23,6 @@ from shardwise.cli import app
 from shardwise.errors import LifecycleError, ShardingError
 from shardwise.planner.cost import cost_of
 from shardwise.planner.measure import Moment
-from shardwise.planner.noop_group import noop_world
 from shardwise.planner.setup import Setup
 
 GIB = 2**30
@@ -499,10 +498,3 @@ def test_the_command_says_what_to_change_until_it_fits(tmp_path: Path) -> None:
     assert result.exit_code == 1, result.output
     assert "does not fit: short of" in result.output
     assert "fits, with" in result.output.splitlines()[-1]
-
-
-def test_groups_that_a_rank_makes_after_a_plan_have_the_names_that_other_ranks_give_them() -> None:
-    before = dist.distributed_c10d._world.group_count
-    with noop_world(4, axes={"replicate": 2, "shard": 2}):
-        assert dist.distributed_c10d._world.group_count > before
-    assert dist.distributed_c10d._world.group_count == before

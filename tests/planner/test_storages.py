@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
@@ -73,3 +74,10 @@ def test_memory_that_was_there_before_counts_once_it_is_seen() -> None:
     assert torch.UntypedStorage.resize_.__name__ == "resize_"
     b.untyped_storage().resize_(0)
     assert storages.live == 600  # nothing is watched any more
+
+
+def test_groups_that_a_rank_makes_after_a_plan_have_the_names_that_other_ranks_give_them() -> None:
+    before = dist.distributed_c10d._world.group_count
+    with noop_world(4, axes={"replicate": 2, "shard": 2}):
+        assert dist.distributed_c10d._world.group_count > before
+    assert dist.distributed_c10d._world.group_count == before

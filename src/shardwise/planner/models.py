@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._compat import FakeTensorMode
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, from_extra
 from shardwise.launch import place
 from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
@@ -337,15 +337,12 @@ def _of_factory(factory: Factory) -> Model:
 
 
 def _of_transformers(path: Path) -> Model:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ShardingError(f"{path} is a transformers config: pip install transformers") from error
+    transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
     try:
         told = json.loads(path.read_text(), object_hook=_float)
         if not isinstance(told, dict):
             raise TypeError(f"expected an object with model_type, found a {type(told).__name__}")
-        config = AutoConfig.for_model(**told)
+        config = transformers.AutoConfig.for_model(**told)
     except Exception as error:  # of the file, and of transformers' own checks
         raise ShardingError(f"{path} is no transformers config: {error}") from error
 
@@ -356,7 +353,7 @@ def _of_transformers(path: Path) -> Model:
         if kinds:
             config.layer_types = kinds[:layers]
         try:
-            made: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError as error:
             raise ShardingError(
                 f"{path}: transformers makes no causal language model, which alone are planned, of"
