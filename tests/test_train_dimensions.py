@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,16 @@ def test_rows_and_blocks_that_do_not_fill_the_mesh_are_refused() -> None:
     ):
         with pytest.raises(ShardingError, match=told):
             OnMesh(settings(**chosen), {})
+
+
+def test_a_mesh_that_cannot_be_is_one_plain_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_dimensions.py", "--mesh", "pp2,pp2"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(ShardingError) as raised:
+        example.main()
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    told = capfd.readouterr().err
+    assert "ShardingError: 'pp2' in the mesh 'pp2,pp2'; expected each of pp, replicate" in told
+    assert "Traceback" not in told
