@@ -1,8 +1,16 @@
-"""How many of a matrix's rows each rank holds."""
+"""Matrices of which each rank holds some rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.layout import Box
+from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
 
 def ragged(count: int, ranks: int, seed: int) -> list[int]:
@@ -14,3 +22,23 @@ def ragged(count: int, ranks: int, seed: int) -> list[int]:
 
 def owned(count: int, ranks: int, seed: int) -> list[int]:
     return [count if rank == seed % ranks else 0 for rank in range(ranks)]
+
+
+def row_boxes(shape: Sequence[int], rows: list[int]) -> list[Box]:
+    starts, trailing = [sum(rows[:rank]) for rank in range(len(rows))], tuple(shape[1:])
+    others = (0,) * len(trailing)
+    return [Box((start, *others), (size, *trailing)) for start, size in zip(starts, rows, strict=True)]
+
+
+def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = ShardedRows) -> ShardedRows:
+    """This rank's rows of `whole`; rank r has `rows[r]` of them."""
+    boxes = row_boxes(whole.shape, rows)
+    box = boxes[dist.get_rank()]
+    group = dist.group.WORLD
+    piece = Piece(whole.shape, (group,) if len(rows) > 1 else (), boxes.__getitem__)
+    local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
+    return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor

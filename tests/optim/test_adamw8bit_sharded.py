@@ -21,31 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from optim.cuts import owned, ragged
+from optim.cuts import owned, ragged, rows_of, whole_of
 from optim.eight_bits import SHAPES, on_one_process, plain, tensors, train
 from ranks import RankPool, on_ranks
 from shardwise import fully_shard
 from shardwise.checkpoint import load, save
 from shardwise.comm.count import CommCounter
-from shardwise.layout import Box
 from shardwise.optim.adamw8bit import AdamW8bit, quantise
-from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
-
-
-def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = ShardedRows) -> ShardedRows:
-    """This rank's rows of `whole`; rank r has `rows[r]` of them."""
-    trailing = tuple(whole.shape[1:])
-    boxes = [
-        Box((sum(rows[:rank]), *[0] * len(trailing)), (size, *trailing)) for rank, size in enumerate(rows)
-    ]
-    box = boxes[dist.get_rank()]
-    piece = Piece(whole.shape, (dist.group.WORLD,), boxes.__getitem__)
-    local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
-    return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
-
-
-def whole_of(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor
+from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 
 def reference_state() -> tuple[list[Tensor], list[dict[str, Tensor]]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from optim.cuts import owned, ragged
+from optim.cuts import owned, ragged, row_boxes, rows_of, whole_of
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.comm.count import CommCounter
@@ -187,11 +187,6 @@ def cut(shape: tuple[int, int], rows: list[int]) -> _Cut:
     return _Cut(shape, {rank: box for rank, box in enumerate(boxes) if box.numel})
 
 
-def row_boxes(shape: tuple[int, int], rows: list[int]) -> list[Box]:
-    starts = [sum(rows[:rank]) for rank in range(len(rows))]
-    return [Box((start, 0), (size, shape[1])) for start, size in zip(starts, rows, strict=True)]
-
-
 @given(cuts())
 def test_each_matrix_is_worked_on_by_one_that_holds_most_of_it(found: list[_Cut]) -> None:
     for one, worker in zip(found, assign(found), strict=True):
@@ -219,16 +214,6 @@ def test_matrices_with_one_holder_count_as_its_work() -> None:
 
 
 # Cut over ranks
-
-
-def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = ShardedRows) -> ShardedRows:
-    """This rank's rows of `whole`; rank r has `rows[r]` of them."""
-    boxes = row_boxes(tuple(whole.shape), rows)
-    box = boxes[dist.get_rank()]
-    group = dist.group.WORLD
-    piece = Piece(whole.shape, (group,) if len(rows) > 1 else (), boxes.__getitem__)
-    local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
-    return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
 
 
 def expected_bytes(cuts_: list[_Cut]) -> tuple[int, int]:
@@ -462,7 +447,3 @@ def test_a_model_of_each_layout_trains_bit_for_bit_as_on_one_process(layout: str
     found = trained(lambda module: fully_shard(module, **LAYOUTS[layout]), is_silent)
     expected = trained(lambda module: None, lambda counter: None)
     assert all(map(torch.equal, found, expected))
-
-
-def whole_of(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor
