@@ -31,7 +31,7 @@ from shardwise import fully_shard, share_comm_ctx, watched_stages
 from shardwise.checkpoint import latest_step, save
 from shardwise.dimensions import Dimensions, data_ranks, dense_mesh, expert_mesh, part, share_of_batch
 from shardwise.errors import ShardingError
-from shardwise.launch import on_ranks
+from shardwise.launch import on_ranks, report_errors
 from shardwise.nn import ExpertCut, SequenceCut
 from shardwise.optim import clip_grad_norm_
 from train_gpt import VOCABULARY, say, training_state
@@ -256,12 +256,11 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     dimensions = Dimensions(args.mesh)
     if args.heads % dimensions.sizes.get("tp", 1):
         raise SystemExit(f"{args.heads} heads over {args.mesh}: give a multiple of the ranks of tp")
-    mesh = dimensions.mesh(device.type)
-    step = Step(args, mesh, device)
+    step = Step(args, dimensions.mesh(device.type), device)
     optimizer = torch.optim.AdamW(step.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     text, _ = train_gpt.read_text(args.data, args.seq)
     progress: dict[str, Any] = {"step": 0}
-    checkpoints, stages = args.out / "checkpoints", part(mesh, "pp")
+    checkpoints, stages = args.out / "checkpoints", part(step.mesh, "pp")
     if args.resume and latest_step(checkpoints) is not None:
         train_gpt.resume(checkpoints, step.model, optimizer, progress, stages=stages)
         say(f"resumed at step {progress['step']}")
@@ -289,6 +288,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     args = parse_arguments()
+    report_errors()  # of a mesh that cannot be too
     on_ranks(Dimensions(args.mesh).ranks)
     device = train_gpt.start()
     shardwise.install()  # torch's pipeline stages then know what is sharded

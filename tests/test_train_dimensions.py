@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from examples import train_dimensions as example
 
+import shardwise
 from fuzz.meshes_part import beside
 from fuzz.meshes_part.train import (
     OnMesh,
@@ -45,6 +47,16 @@ def test_five_steps_are_those_of_one_process(layout: str) -> None:
 def test_a_checkpoint_of_each_mesh_is_that_of_each_other_bit_for_bit() -> None:
     found = beside.checkpoints(["pp2,dp2", "ep2,tp2", "replicate2,sp2"], depth=2)
     assert [both for both, right in found.items() if not right] == []
+
+
+@on_ranks(2)
+def test_blocks_compiled_by_region_beside_tp_train_as_one_process() -> None:
+    run = OnMesh(settings(mesh="tp2", depth=2, experts=0), {})
+    # Torch's tracer ends in a RecursionError on these DTensors with sizes that are dynamic.
+    shardwise.compile(run.step.model, mode="regional", backend="aot_eager", dynamic=False)
+    found = Record()
+    run.train(2, found)
+    assert not differences(found, in_one_process(settings(depth=2, experts=0), 2))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -111,3 +123,16 @@ def test_rows_and_blocks_that_do_not_fill_the_mesh_are_refused() -> None:
     ):
         with pytest.raises(ShardingError, match=told):
             OnMesh(settings(**chosen), {})
+
+
+def test_a_mesh_that_cannot_be_is_one_plain_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_dimensions.py", "--mesh", "pp2,pp2"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(ShardingError) as raised:
+        example.main()
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    told = capfd.readouterr().err
+    assert "ShardingError: 'pp2' in the mesh 'pp2,pp2'; expected each of pp, replicate" in told
+    assert "Traceback" not in told

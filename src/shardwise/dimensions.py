@@ -61,7 +61,7 @@ class Dimensions:
             match = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
             if match is None or match[1] not in NAMES or match[1] in found:
                 raise ShardingError(
-                    f"{here()}: '{part}' in the mesh '{self.text}'; expected each of {', '.join(NAMES)} at"
+                    f"'{part}' in the mesh '{self.text}'; expected each of {', '.join(NAMES)} at"
                     " most once, with its size, such as pp2,dp2,tp2"
                 )
             found[match[1]] = int(match[2])

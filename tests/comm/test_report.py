@@ -131,6 +131,22 @@ def test_ranks_that_are_all_there_wait_outside_of_shardwise() -> None:
     assert "  rank 2: train.py:5, in step" in lines
 
 
+def test_ranks_of_a_mesh_are_compared_within_their_groups_and_named_with_their_places() -> None:
+    stages = {"ranks": [0, 2], "placed": ["0 (pp 0)", "2 (pp 1)"]}
+    shards = {"ranks": [1, 3], "placed": ["1 (pp 0)", "3 (pp 1)"], "pass": 90}
+    found = {rank: report(rank, event=7) | stages for rank in (0, 2)} | {3: report(3, event=2) | shards}
+    found[2] |= {"event": 6, "left": "raised ValueError"}
+    lines = verdict(found)
+    assert lines[:6] == [
+        "Of ranks 0 (pp 0), 2 (pp 1):",
+        "Rank 0 (pp 0) waits at pass 4, event 7: about to gather 'x'",
+        "Waited for: rank 2 (pp 1), at pass 4, event 6: it raised ValueError, at train.py:5, in step",
+        "Of ranks 1 (pp 0), 3 (pp 1):",
+        "Rank 3 (pp 1) waits at pass 90, event 2: about to gather 'x'",
+        "Waited for: rank 1 (pp 0), without a report: ended, killed, stopped, or its host is gone",
+    ]
+
+
 def test_a_report_that_cannot_be_used_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text(json.dumps(report(0, event=7)))
     (tmp_path / "rank-1.json").write_text("")

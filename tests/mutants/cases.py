@@ -384,7 +384,7 @@ def on_two_ranks(function: Callable[[int], Tensors]) -> Tensors:
             with _compat.no_process_groups():
                 store = dist.FileStore(os.path.join(folder, "store"), 2)
                 dist.init_process_group(
-                    "gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=2)
+                    "gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=10)
                 )
                 found = function(rank)
                 dist.barrier()

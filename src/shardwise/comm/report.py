@@ -11,17 +11,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.differences import named
 from shardwise.comm.order import Order, first_line
 from shardwise.comm.stacks import calls_of
-from shardwise.errors import ShardwiseError, here
+from shardwise.errors import ShardwiseError, here, placed
 from shardwise.files.stores import location
 
 FOLDER = "SHARDWISE_REPORTS"
@@ -59,6 +58,7 @@ def write_report(order: Order, why: str) -> None:
             "at": time.time(),
             "why": why,
             "ranks": order.ranks,
+            "placed": [placed(each) for each in order.ranks],
             "timeout_s": order.timeout,
         }
         report |= {"pass": order.passes, "event": order.at.depth, "doing": order.doing(), "stacks": stacks}
@@ -131,38 +131,29 @@ def _wrong(report: Any) -> str:
 
 
 def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = None) -> list[str]:
-    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason."""
+    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason.
+
+    Passes count within a process group: reports are compared with those of the same one.
+    """
     damaged = damaged or {}
-    ranks = max((report["ranks"] for report in reports.values()), key=len)
-    places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
-    furthest = max(places.values())
-    waiting = [rank for rank in reports if places[rank] == furthest]
-    what = reports[waiting[0]]["doing"]
-    lines = [f"{_who(waiting)} at pass {furthest[0]}, event {furthest[1]}: about to {what}"]
-    unread = [rank for rank in ranks if rank not in reports and _NAME.format(rank) in damaged]
-    silent = [rank for rank in ranks if rank not in reports and rank not in unread]
-    behind = [rank for rank in reports if rank not in waiting]
-    if len({reports[rank]["digest"] for rank in waiting}) > 1:
-        lines[0] = f"Ranks mean different things at pass {furthest[0]}, event {furthest[1]}:"
-        lines += [f"  rank {rank} was about to {reports[rank]['doing']}" for rank in waiting]
-    for rank in behind:
-        report = reports[rank]
-        end = f"it {report['left']}" if report["left"] else f"it was about to {report['doing']}"
-        place = f"at pass {places[rank][0]}, event {places[rank][1]}"
-        lines.append(f"Waited for: rank {rank}, {place}: {end}, at {_at(report)}")
-    if silent:
-        lines.append(
-            f"Waited for: {named(silent)}, without a report: ended, killed, stopped, or its host is gone"
-        )
+    groups: dict[tuple[int, ...], dict[int, Report]] = {}
+    for rank, report in reports.items():
+        groups.setdefault(tuple(report["ranks"]), {})[rank] = report
+    lines, last = [], []
+    for ranks, own in sorted(groups.items()):
+        if len(groups) > 1:
+            lines.append(f"Of {_named(ranks, own)}:")
+        silent = [rank for rank in ranks if rank not in reports and _NAME.format(rank) not in damaged]
+        alone = not silent and not damaged and own.keys() >= set(ranks)
+        told, shown = _of_group(own, silent, alone=alone)
+        lines += told
+        last += shown
     lines += [
         f"{name} cannot be used, where its rank is is not known: {why}" for name, why in damaged.items()
     ]
-    if not behind and not silent and not unread and len(lines) == 1:
-        lines.append("Nobody is behind: they wait in this, or in a collective outside of shardwise, at")
-        lines += [f"  rank {rank}: {_at(report)}" for rank, report in sorted(reports.items())]
-    told = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
-    lines += [f"Told to the ranks: {first_line(text)}" for text in told]
-    for rank in [*behind[:1], *waiting[:1]]:
+    said = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
+    lines += [f"Told to the ranks: {first_line(text)}" for text in said]
+    for rank in last:
         lines.append(f"The last of rank {rank}, the latest first:")
         lines += [
             f"  pass {event['pass']}, event {event['event']}: {first_line(event['what'])}"
@@ -171,9 +162,44 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
     return lines
 
 
-def _who(ranks: list[int]) -> str:
-    text = named(ranks)
-    return f"{text[0].upper()}{text[1:]} {'waits' if len(ranks) == 1 else 'wait'}"
+def _of_group(
+    reports: Mapping[int, Report], silent: list[int], *, alone: bool
+) -> tuple[list[str], list[int]]:
+    """Return lines about ranks of one group, and those whose last events say most.
+
+    Args:
+        silent: without a report.
+        alone: these are all ranks of the group.
+    """
+    places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
+    furthest = max(places.values())
+    waiting = [rank for rank in reports if places[rank] == furthest]
+    behind = [rank for rank in reports if rank not in waiting]
+    who, wait = _named(waiting, reports), "waits" if len(waiting) == 1 else "wait"
+    what = reports[waiting[0]]["doing"]
+    lines = [f"{who[0].upper()}{who[1:]} {wait} at pass {furthest[0]}, event {furthest[1]}: about to {what}"]
+    if len({reports[rank]["digest"] for rank in waiting}) > 1:
+        lines[0] = f"Ranks mean different things at pass {furthest[0]}, event {furthest[1]}:"
+        lines += [f"  {_named([rank], reports)} was about to {reports[rank]['doing']}" for rank in waiting]
+    for rank in behind:
+        report = reports[rank]
+        end = f"it {report['left']}" if report["left"] else f"it was about to {report['doing']}"
+        place = f"at pass {places[rank][0]}, event {places[rank][1]}"
+        lines.append(f"Waited for: {_named([rank], reports)}, {place}: {end}, at {_at(report)}")
+    if silent:
+        who = _named(silent, reports)
+        lines.append(f"Waited for: {who}, without a report: ended, killed, stopped, or its host is gone")
+    if alone and len(lines) == 1:
+        lines.append("Nobody is behind: they wait in this, or in a collective outside of shardwise, at")
+        lines += [f"  rank {rank}: {_at(report)}" for rank, report in sorted(reports.items())]
+    return lines, [*behind[:1], *waiting[:1]]
+
+
+def _named(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
+    """Return `rank 1 (pp 1)`, or `ranks 0, 2`: with the places that ranks of the group had for each other."""
+    report = next(iter(reports.values()))
+    placed = dict(zip(report["ranks"], report.get("placed") or report["ranks"], strict=False))
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(placed[rank]) for rank in ranks)}"
 
 
 def _at(report: Report) -> str:
