@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from benchmarks.results import RESULTS, machine_facts, write_section
 
 from mutants.campaign import WORST, Verdict, campaign
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="replace the table in --results")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # a fork has no threads of OpenMP, and waits for them
     chosen = [p for p in places() if args.only is None or any(text in str(p) for text in args.only)]
     verdicts = campaign(CASES, chosen, say=lambda text: print(text, flush=True))
     print(markdown(counts(verdicts)))
