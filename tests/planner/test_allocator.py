@@ -9,6 +9,7 @@ import torch
 
 from shardwise.comm.count import Collective
 from shardwise.planner.allocator import MIB, Allocator
+from shardwise.planner.devices import hardware_of
 from shardwise.planner.events import (
     COMPUTATION,
     TENSOR_PARALLEL,
@@ -21,7 +22,7 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
-from shardwise.planner.timing import hardware_of, host_bound, send_seconds, time_of
+from shardwise.planner.timing import host_bound, send_seconds, time_of
 
 
 @pytest.mark.parametrize(

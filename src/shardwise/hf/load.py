@@ -32,8 +32,7 @@ from shardwise.errors import CheckpointError, ShardingError, here
 from shardwise.files.manifest import inside
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
-from shardwise.fsdp import fully_shard
-from shardwise.fsdp.fully_shard import Options
+from shardwise.fsdp.fully_shard import Options, fully_shard
 from shardwise.fsdp.module_state import state_of
 from shardwise.hf.boxes import Boxes, Computed, Plain, each_tensor
 from shardwise.layout import Box

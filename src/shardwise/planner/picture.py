@@ -30,7 +30,7 @@ def figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ShardwiseError("a PNG of a plan needs matplotlib: pip install 'shardwise[plot]'") from error
+        raise ShardwiseError("a PNG of a plan needs matplotlib: pip install 'shardwise[plan]'") from error
     return Figure
 
 
