@@ -53,9 +53,9 @@ def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch:
     if importlib.util.find_spec("matplotlib") is not None:
         assert planner.picture(made).startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ShardwiseError, match=r"shardwise\[plot\]"):
+    with pytest.raises(ShardwiseError, match=r"shardwise\[plan\]"):
         planner.picture(made)
-    result = CliRunner().invoke(app, ["plan", "no such model", "--png", "plan.png"])
+    result = CliRunner().invoke(app, ["plan", "gpt2", "--png", "plan.png"])
     assert (result.exit_code, "shardwise[plan]" in result.stderr) == (2, True)
 
 

@@ -242,11 +242,11 @@ def plan(
     choices |= {"compile": compiled, "compile_loss": compile_loss, "float8": float8}
     try:
         setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
-        hardware_of(hardware)
-        check_source(model)
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
             if written is not None:
                 _check_writable(written)
+        hardware_of(hardware)
+        check_source(model)
     except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
         print_failure(error, traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
