@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardwise.planner import measure
+from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import (
     COMPUTATION,
     GATHERED,
@@ -46,7 +47,7 @@ from shardwise.planner.record import SHARDWISE, Library, record
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import recompute
-from shardwise.planner.timing import Hardware, compute_seconds, hardware_of, time_of
+from shardwise.planner.timing import compute_seconds, time_of
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 from shardwise.planner.watch import hearing
 

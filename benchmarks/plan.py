@@ -29,8 +29,8 @@ import plan_real
 from results import Table, machine_facts, write_section
 
 from shardwise.planner import Hardware, Setup, hardware_of, plan
-from shardwise.planner.decoder import PUBLISHED
 from shardwise.planner.plan import SURE
+from shardwise.planner.shapes import PUBLISHED
 
 GIB = 2**30
 MEMORY, SPEED, PARAMETERS = "Most memory reserved, GiB", "Tokens/s of a device", "GiB of parameters"

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardwise import fully_shard
-from shardwise.adapters import install, uninstall
+from shardwise.adapters import uninstall
 from shardwise.comm.count import Collective, CommCounter
-from shardwise.dimensions import Dimensions, data_ranks, dense_mesh, expert_mesh
-from shardwise.hf import cut_experts
-from shardwise.planner.decoder import Decoder, Shape
+from shardwise.planner.code import python
+from shardwise.planner.decoder import Decoder
 from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
-from shardwise.planner.models import Model, chunked, model_of, of_shape, whole_loss
+from shardwise.planner.models import Model, chunked, loss_of_piece, model_of, of_shape, whole_loss
 from shardwise.planner.pipeline import stage_of
 from shardwise.planner.record import Held, record
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import optimizers_of, options_of, shard, split
+from shardwise.planner.shapes import Shape
+from shardwise.planner.sharding import optimizers_of, shard, split
 from shardwise.planner.tensor import parallelize
 
 if __package__:
@@ -138,16 +136,22 @@ def mixtures(layers: int = 3) -> nn.Module:
     return Mixtures(layers)
 
 
-TINY = of_shape("tiny", Shape(96, 32, 2, heads=4, kv_heads=2, ffn=64), SEQUENCE)
+def tiny() -> Model:
+    """A built-in model, which knows how to be cut in all ways."""
+    return of_shape("tiny", Shape(96, 32, 2, heads=4, kv_heads=2, ffn=64), SEQUENCE)
 
 
-def compare(factory: Callable[..., nn.Module] | Model, setup: Setup) -> Comparison:
+def compare(factory: Callable[..., Any], setup: Setup) -> Comparison:
     """On every rank of the default group: a plan, and then the step itself."""
-    model = factory if isinstance(factory, Model) else model_of(factory, sequence=setup.sequence)
+    source: Any = tiny() if factory is tiny else factory
+    model = model_of(source, sequence=setup.sequence)
     if setup.pipeline > 1:
         model = stage_of(model, setup, dist.get_rank() * setup.pipeline // setup.ranks)
     planned, issued = planned_step(model, setup, layers=model.layers)
-    alive, calls = (_measured if setup.dimensions == _flat(setup) else measured_on_mesh)(model, setup)
+    if setup.pipeline * setup.ulysses * setup.experts > 1:
+        alive, calls = measured_on_mesh(source, model, setup)
+    else:
+        alive, calls = _measured(model, setup)
     return Comparison(
         planned_alive=planned,
         measured_alive=alive,
@@ -171,56 +175,38 @@ def planned_step(model: Model, setup: Setup, *, layers: int) -> tuple[int, list[
     return made
 
 
-def _flat(setup: Setup) -> str:
-    return replace(setup, pipeline=1, ulysses=1, experts=1, stages=1, schedule="1F1B").dimensions
-
-
-def measured_on_mesh(model: Model, setup: Setup) -> tuple[int, Any]:
-    """Of the second step of stages, sequences or experts over ranks: bytes alive, and the collectives."""
-    mesh = Dimensions(setup.dimensions).mesh("cpu")
-    module = model.build(model.layers)
-    if setup.ulysses > 1:
-        assert model.cut_sequences is not None
-        model = replace(model, loss=model.cut_sequences(module, mesh["sp"]))
-    for one in cut_experts(module, mesh["ep"]) if setup.experts > 1 else ():
-        options = options_of(setup, expert_mesh(mesh))
-        fully_shard(one, **options).set_gradient_divide_factor(data_ranks(mesh))
-    shard(module, model, setup, dense_mesh(mesh))
-    optimizers = optimizers_of(module, model, setup)
+def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]:
+    """Of the second step of stages, sequences or experts over ranks, built by the Python of a plan."""
+    names: dict[str, Any] = {}
+    exec(python(source, setup), names)
+    module: Any = model.build(model.layers)
     tokens = torch.zeros(setup.micro_batch * model.at.micro_batches, setup.sequence, dtype=torch.int64)
-    install()
+    if setup.pipeline > 1:
+        schedule, optimizer = names["build"](module, model.at.number, whole_loss)
+        ends: dict[str, Any] = {"target": tokens} if model.at.last else {}
+        inputs = [tokens] if model.at.first else []
+    else:
+        optimizer = names["build"](module)
+
+    def step() -> None:
+        if setup.pipeline > 1:
+            schedule.step(*inputs, return_outputs=False, **ends)
+        elif setup.ulysses > 1:
+            loss_of_piece(module(module.cut(tokens)), tokens, module.cut).backward()
+        else:
+            model.loss(module, tokens, tokens).backward()
+
     try:
-        return _measured_steps(model, module, setup, mesh, optimizers, tokens)
+        with Allocated() as storages:
+            parameters = [getattr(p, "_local_tensor", p) for p in module.parameters()]
+            storages.see([parameters, list(module.buffers()), tokens])
+            for _ in range(2):
+                optimizer.zero_grad()
+                with storages.peak("step"), CommCounter() as counter:
+                    step()
+                    optimizer.step()
     finally:
         uninstall()
-
-
-def _measured_steps(
-    model: Model, module: Any, setup: Setup, mesh: Any, optimizers: list[Any], tokens: torch.Tensor
-) -> tuple[int, Any]:
-    def step() -> None:
-        model.loss(module, tokens, tokens).backward()
-
-    if setup.pipeline > 1:
-        at = model.at
-        stage = PipelineStage(module, at.number, at.count, torch.device("cpu"), group=mesh.get_group("pp"))
-        kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[setup.schedule]
-        schedule = kind(stage, setup.accumulation, loss_fn=whole_loss)
-
-        def step() -> None:
-            ends: dict[str, Any] = {"target": tokens} if at.last else {}
-            schedule.step(*((tokens,) if at.first else ()), return_outputs=False, **ends)
-
-    with Allocated() as storages:
-        storages.see([[getattr(p, "_local_tensor", p) for p in module.parameters()], list(module.buffers())])
-        storages.see(tokens)
-        for _ in range(2):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            with storages.peak("step"), CommCounter() as counter:
-                step()
-                for optimizer in optimizers:
-                    optimizer.step()
     return storages.peaks["step"], counter.calls
 
 

@@ -157,9 +157,11 @@ def test_arguments_that_mean_nothing_exit_2(arguments):
 
 def test_a_wrong_argument_is_refused_before_torch_is_imported() -> None:
     asks = "import sys\nfrom shardwise.cli import app\ntry: app()\nfinally: print('torch' in sys.modules)"
-    for arguments, imported in ((["--ranks", "0"], False), (["--ranks", "1"], True)):
+    wrong = [["gpt2", "--ranks", "0"], ["gpt2", "--checkpointing", "half"], ["gpt2", "--hardware", "b7"]]
+    wrong += [["no_such_model"], ["no_such_module:factory"]]
+    for arguments, imported in zip(wrong, [False] * 4 + [True], strict=True):
         ended = subprocess.run(
-            [sys.executable, "-c", asks, "plan", "no_such_model", *arguments], capture_output=True, text=True
+            [sys.executable, "-c", asks, "plan", *arguments], capture_output=True, text=True
         )
         assert (ended.returncode, ended.stdout.split()[-1]) == (2, str(imported)), ended.stderr
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.planner import Setup, hardware_of
-from shardwise.planner.decoder import PUBLISHED
+from shardwise.planner.shapes import PUBLISHED
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from torch import nn
 
 from shardwise._compat import local_of
 from shardwise.planner import Setup, hardware_of, measure
-from shardwise.planner.decoder import Decoder, Shape
+from shardwise.planner.decoder import Decoder
 from shardwise.planner.events import GATHERED, OPTIMIZER, Allocate, Recording
 from shardwise.planner.models import Model, logits_loss
 from shardwise.planner.noop_group import noop_world
+from shardwise.planner.shapes import Shape
 from shardwise.planner.storages import Storages
 
 SHAPE = Shape(vocabulary=2048, width=64, layers=4, heads=4, kv_heads=2, ffn=192)

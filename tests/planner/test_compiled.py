@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
+from shardwise.planner.devices import hardware_of
 from shardwise.planner.events import (
     COMPUTATION,
     TENSOR_PARALLEL,
@@ -29,7 +30,7 @@ from shardwise.planner.measure import last_step
 from shardwise.planner.models import model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.timing import compute_seconds, hardware_of, send_seconds, time_of
+from shardwise.planner.timing import compute_seconds, send_seconds, time_of
 
 WIDTH, TOKENS = 64, 16
 

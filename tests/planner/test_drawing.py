@@ -53,10 +53,10 @@ def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch:
     if importlib.util.find_spec("matplotlib") is not None:
         assert planner.picture(made).startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ShardwiseError, match=r"shardwise\[plot\]"):
+    with pytest.raises(ShardwiseError, match=r"shardwise\[plan\]"):
         planner.picture(made)
-    result = CliRunner().invoke(app, ["plan", "no such model", "--png", "plan.png"])
-    assert (result.exit_code, "shardwise[plot]" in result.stderr) == (2, True)
+    result = CliRunner().invoke(app, ["plan", "gpt2", "--png", "plan.png"])
+    assert (result.exit_code, "shardwise[plan]" in result.stderr) == (2, True)
 
 
 def test_what_is_asked_for_beside_a_picture_is_there_without_matplotlib(
@@ -66,7 +66,7 @@ def test_what_is_asked_for_beside_a_picture_is_there_without_matplotlib(
     monkeypatch.setattr(planner, "plan", lambda *args, **how: plan_of_gpt2())
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
     result = CliRunner().invoke(app, ["plan", "gpt2", "--html", str(page), "--png", str(picture)])
-    assert (result.exit_code, "shardwise[plot]" in result.stderr) == (2, True)
+    assert (result.exit_code, "shardwise[plan]" in result.stderr) == (2, True)
     assert page.read_text().startswith("<!doctype html>")
 
 

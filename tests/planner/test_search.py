@@ -15,10 +15,11 @@ import train_gpt
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.comm.count import CommCounter
-from shardwise.planner.decoder import Decoder, Shape
+from shardwise.planner.decoder import Decoder
 from shardwise.planner.models import model_of
 from shardwise.planner.search import _degrees, _front, _kept_bytes, _sent, _sent_seconds, _space
 from shardwise.planner.setup import Setup
+from shardwise.planner.shapes import Shape
 
 SEQUENCE = 32
 

@@ -234,10 +234,9 @@ def plan(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
-    from shardwise import planner
-    from shardwise.launch import place
-    from shardwise.planner.picture import figure_class
-    from shardwise.planner.plan import cause, sized
+    from shardwise.planner.devices import hardware_of
+    from shardwise.planner.setup import Setup
+    from shardwise.planner.shapes import check_source
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
@@ -248,10 +247,21 @@ def plan(
     choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}
     choices |= {"compile": compiled, "compile_loss": compile_loss, "float8": float8}
     try:
-        setup = planner.Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
+        setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
             if written is not None:
                 _check_writable(written)
+        hardware_of(hardware)
+        check_source(model)
+    except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
+        print_failure(error, traceback.format_exc() if show_tracebacks else "")
+        raise typer.Exit(NOT_RUN) from None
+    from shardwise import planner
+    from shardwise.launch import place
+    from shardwise.planner.picture import figure_class
+    from shardwise.planner.plan import cause, sized
+
+    try:
         if png_path is not None and not (json_path or html_path or trace_path):
             figure_class()  # else what was asked for beside it comes first
         found = planner.search(model, setup, hardware=hardware) if search else None

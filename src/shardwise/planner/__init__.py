@@ -5,20 +5,31 @@ any size that does nothing (`record`). A few blocks stand for many, exactly (`un
 bytes sent follow from that (`measure`), reserved memory by a model of a caching allocator (`allocator`),
 time by a model of the hardware (`timing`). `page`, `picture` and `trace` show it; `search` compares
 settings, and `code` is the Python of one; `calibrate` measures the machine at hand.
+
+All of it is imported when some of it is first asked for: the command checks its arguments by `setup`,
+`devices` and `shapes`, which need no torch.
 """
 
-from shardwise.planner.calibrate import calibrate, to_toml
-from shardwise.planner.code import python
-from shardwise.planner.found import Point, Search
-from shardwise.planner.models import Model
-from shardwise.planner.page import page, trace
-from shardwise.planner.picture import picture
-from shardwise.planner.plan import Plan, advise, plan
-from shardwise.planner.search import search
-from shardwise.planner.setup import Setup, from_json, to_json
-from shardwise.planner.sharding import recompute
-from shardwise.planner.tensor import with_positions
-from shardwise.planner.timing import Hardware, hardware_of
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.planner.calibrate import calibrate, to_toml
+    from shardwise.planner.code import python
+    from shardwise.planner.devices import Hardware, hardware_of
+    from shardwise.planner.found import Point, Search
+    from shardwise.planner.models import Model
+    from shardwise.planner.page import page, trace
+    from shardwise.planner.picture import picture
+    from shardwise.planner.plan import Plan, advise, plan
+    from shardwise.planner.search import search
+    from shardwise.planner.setup import Setup, from_json, to_json
+    from shardwise.planner.sharding import recompute
+    from shardwise.planner.tensor import with_positions
 
 __all__ = [
     "Hardware",
@@ -42,3 +53,38 @@ __all__ = [
     "trace",
     "with_positions",
 ]
+
+_HOMES = {
+    "calibrate": ("calibrate", "to_toml"),
+    "code": ("python",),
+    "devices": ("Hardware", "hardware_of"),
+    "found": ("Point", "Search"),
+    "models": ("Model",),
+    "page": ("page", "trace"),
+    "picture": ("picture",),
+    "plan": ("Plan", "advise", "plan"),
+    "search": ("search",),
+    "setup": ("Setup", "from_json", "to_json"),
+    "sharding": ("recompute",),
+    "tensor": ("with_positions",),
+}
+
+
+class _Package(types.ModuleType):
+    """Has functions by names that some of its modules have too, which importing these does not replace."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

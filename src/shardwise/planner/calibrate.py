@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from shardwise._compat import all_gather_single
 from shardwise.comm.kinds import sent_bytes
 from shardwise.errors import ShardingError
-from shardwise.planner.timing import Hardware
+from shardwise.planner.devices import Hardware
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,67 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.nn import SequenceCut
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Llama's kind by default: rotary positions, RMSNorm, gated units, no biases, a head of its own."""
-
-    vocabulary: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    rotary: bool = True  # else positions are learned, as many as the sequence has tokens
-    gated: bool = True
-    bias: bool = False
-    tied: bool = False
-    dropout: float | None = None  # of attention in kernels apart, its scores in memory; else one kernel
-    wide_heads: int = 0  # their width, where it is not `width` over them
-    norm_heads: bool = False  # of queries and keys
-
-    @property
-    def head_width(self) -> int:
-        return self.wide_heads or self.width // self.heads
-
-
-def _gpt(vocabulary: int, width: int, layers: int, heads: int, dropout: float | None = None) -> Shape:
-    """GPT-2's kind: learned positions, LayerNorm, GELU, biases, the embedding as head."""
-    return Shape(vocabulary, width, layers, heads, heads, 4 * width, False, False, True, True, dropout)
-
-
-def _megatron(width: int, layers: int, heads: int) -> Shape:
-    """Make a shape of Megatron-LM's paper (2021), from before attention was one kernel."""
-    return _gpt(51200, width, layers, heads, dropout=0.1)
-
-
-PUBLISHED = {
-    "llama3-8b": Shape(128256, 4096, 32, 32, 8, 14336),
-    "llama3-70b": Shape(128256, 8192, 80, 64, 8, 28672),
-    "llama3-405b": Shape(128256, 16384, 126, 128, 8, 53248),
-    "llama2-7b": Shape(32000, 4096, 32, 32, 32, 11008),
-    "llama2-13b": Shape(32000, 5120, 40, 40, 40, 13824),
-    "llama2-70b": Shape(32000, 8192, 80, 64, 8, 28672),
-    "qwen3-32b": Shape(151936, 5120, 64, 64, 8, 25600, wide_heads=128, norm_heads=True),
-    "gpt2": _gpt(50257, 768, 12, 12),
-    "gpt2-medium": _gpt(50257, 1024, 24, 16),
-    "gpt2-large": _gpt(50257, 1280, 36, 20),
-    "gpt2-xl": _gpt(50257, 1600, 48, 25),
-    "gpt3-175b": _gpt(50257, 12288, 96, 96),
-    "mpt-7b": _gpt(50368, 4096, 32, 32),
-    "mpt-13b": _gpt(50368, 5120, 40, 40),
-    "mpt-30b": _gpt(50368, 7168, 48, 64),
-    "megatron-1.7b": _megatron(2304, 24, 24),
-    "megatron-3.6b": _megatron(3072, 30, 32),
-    "megatron-7.5b": _megatron(4096, 36, 32),
-    "megatron-18b": _megatron(6144, 40, 48),
-    "megatron-76b": _megatron(10240, 60, 80),
-    "megatron-175b": _megatron(12288, 96, 96),
-    "megatron-310b": _megatron(16384, 96, 128),
-    "megatron-530b": _megatron(20480, 105, 128),
-    "megatron-1008b": _megatron(25600, 128, 160),
-}
+from shardwise.planner.shapes import Shape
 
 
 def _norm(shape: Shape) -> nn.Module:

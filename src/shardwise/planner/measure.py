@@ -12,7 +12,7 @@ from shardwise.planner.allocator import Allocator, Piece
 from shardwise.planner.events import Allocate, Compute, Event, Free, Memory, Place, Recording, Send
 
 _MULTIPLIES = re.compile(r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru")
-NEAR = 0.1  # of a device's memory: some three times what memory errs by
+NEAR = 0.2  # of a device's memory: more than twice what memory errs by
 RECORDED_MICRO_BATCHES = 3  # a first, one that stands for all in the middle, a last
 
 

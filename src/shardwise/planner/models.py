@@ -29,8 +29,9 @@ from shardwise.errors import ShardingError, from_extra
 from shardwise.launch import place
 from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
-from shardwise.planner.decoder import PUBLISHED, Decoder, Shape
+from shardwise.planner.decoder import Decoder
 from shardwise.planner.positions import check_positions
+from shardwise.planner.shapes import PUBLISHED, Shape, check_source
 from shardwise.planner.tensor import ROWS, plan_of
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -103,12 +104,8 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
         return of_shape(source, PUBLISHED[source], sequence)
     if source.endswith(".json"):
         return _of_transformers(Path(source))
+    check_source(source)
     module, _, name = source.partition(":")
-    if not (name and module):
-        raise ShardingError(
-            f"unknown model {source!r}: give one of {', '.join(PUBLISHED)}, a transformers config (.json) or"
-            " package.module:factory, a function without arguments that returns a module of tokens to logits"
-        )
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -371,9 +368,8 @@ def _of_transformers(path: Path) -> Model:
         return whole_loss(logits, targets)
 
     def cut_sequences(module: Any, mesh: DeviceMesh) -> Loss:
-        from shardwise import hf
-
-        cut = hf.cut_sequences(module, mesh)
+        hf: Any = importlib.import_module("shardwise.hf")
+        cut: SequenceCut = hf.cut_sequences(module, mesh)
         return lambda module, tokens, targets: loss_of_piece(module(input_ids=tokens).logits, targets, cut)
 
     layers: Any = told.get("num_hidden_layers", config.num_hidden_layers)

@@ -27,7 +27,7 @@ OTHER, RULE = "#6b7f99", "#b3261e"
 
 def figure_class() -> Any:
     """Return matplotlib's Figure; raises ShardwiseError where that is missing."""
-    return from_extra("plot", "matplotlib.figure", what="a PNG of a plan").Figure
+    return from_extra("plan", "matplotlib.figure", what="a PNG of a plan").Figure
 
 
 def picture(made: Plan) -> bytes:

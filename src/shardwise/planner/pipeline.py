@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.adapters.fsdp2 import state
+from shardwise.adapters.pipelining import StateOfStage
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
+from shardwise.fsdp.module_state import state_of
+from shardwise.planner.devices import Hardware
 from shardwise.planner.events import ACTIVATIONS, LOGITS, Allocate, Free, Memory, Recording, Segment, Send
 from shardwise.planner.models import Model, Stage
 from shardwise.planner.setup import Setup
-from shardwise.planner.timing import Hardware, Times, send_seconds, time_of
+from shardwise.planner.timing import Times, send_seconds, time_of
 
 
 def stage_of(model: Model, setup: Setup, number: int) -> Model:
@@ -106,6 +108,7 @@ class Pipe:
         self.received, self.gradients = buffers(not self.at.first), buffers(not self.at.last)
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         self.losses: dict[int, Tensor] = {}
+        self.held: dict[str, Tensor] = {}  # by a schedule: the last output, the last that was sent
 
     def _send(self, tensor: Tensor) -> None:
         dist.send(tensor, group=self.group, group_dst=1)
@@ -120,6 +123,7 @@ class Pipe:
             x = self.received[micro].requires_grad_()
         output = self.module(x)
         self.cache[micro] = output, x
+        self.held["output"] = output
         if self.at.last:
             self.losses[micro] = self.model.loss(cast(nn.Module, lambda _: output), x, tokens)
         else:
@@ -138,8 +142,8 @@ class Pipe:
             torch.autograd.backward(output, self.gradients[micro])
         if not self.at.first:
             assert x.grad is not None
-            grad, x.grad = x.grad, None
-            self._send(grad)
+            self.held["sent"], x.grad = x.grad, None
+            self._send(self.held["sent"])
 
     def finish(self) -> None:
         """Reduce the gradients of all micro-batches, and make means of them."""
@@ -147,14 +151,15 @@ class Pipe:
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True)
         module.set_requires_gradient_sync(True)
-        reduced = state(self.module)
-        assert reduced is not None
-        reduced._root_post_backward_final_callback()
+        found = state_of(self.module)
+        assert found is not None
+        StateOfStage(found)._root_post_backward_final_callback()
         if self.at.micro_batches > 1:
             for p in self.module.parameters():
                 if p.grad is not None:
                     p.grad.div_(self.at.micro_batches)
         self.losses.clear()
+        self.held.clear()
 
 
 def kept(recording: Recording, step: int) -> list[Memory]:

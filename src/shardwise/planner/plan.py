@@ -16,6 +16,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
+from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import CATEGORIES, LOGITS, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
@@ -25,7 +26,7 @@ from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
 from shardwise.planner.setup import MOST, Setup, changed
 from shardwise.planner.tensor import cuts
-from shardwise.planner.timing import Hardware, Times, hardware_of, host_bound, time_of
+from shardwise.planner.timing import Times, host_bound, time_of
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
 GIB = 2**30

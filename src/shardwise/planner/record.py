@@ -17,6 +17,7 @@ to them (`watch`); so it does there what it does on an accelerator.
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -33,7 +34,6 @@ from torch.overrides import TorchFunctionMode
 from shardwise import _compat
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError
-from shardwise.fsdp import fully_shard
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
 from shardwise.planner import models
@@ -55,7 +55,7 @@ from shardwise.planner.partition import partition, partitioned
 from shardwise.planner.pipeline import Pipe, hidden_of, order
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import built, optimizers_of, options_of, shard, split
+from shardwise.planner.sharding import built, optimizers_of, shard, shard_experts, split
 from shardwise.planner.tensor import cuts, parallelize
 from shardwise.planner.watch import watching
 
@@ -129,15 +129,14 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             model = _over_sequences(model, module, lines[ULYSSES])
         apart: list[nn.Module] = []
         if setup.experts > 1:
-            from shardwise import hf
-
+            hf: Any = importlib.import_module("shardwise.hf")
             apart = hf.cut_experts(module, lines[EXPERTS])
             stack.enter_context(routed(setup.expert_load))
         elsewhere = {id(p) for one in apart for p in one.parameters()}
         dense = [p for p in model.blocks(module)[0].parameters() if id(p) not in elsewhere]
         gathered = sum(_compat.local_of(p).numel() for p in dense)
         for one in apart:
-            fully_shard(one, **options_of(setup, of_experts)).set_gradient_divide_factor(setup.ranks)
+            shard_experts(one, setup, of_experts)
         library.shard(module, model, setup, data)
         rows = setup.micro_batch * model.at.micro_batches
         tokens = torch.zeros(rows, setup.sequence, dtype=torch.int64)

@@ -26,12 +26,13 @@ from shardwise.errors import ShardingError
 from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, StrategyName
 from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
+from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, gain, precision, why
 from shardwise.planner.models import Factory, Model, exits_told, model_of
 from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
-from shardwise.planner.timing import Hardware, hardware_of, send_seconds
+from shardwise.planner.timing import send_seconds
 from shardwise.planner.unroll import FEW, NotRegular, grown, unroll
 
 FASTER = 0.98  # of another's time, at most, for a point of its own

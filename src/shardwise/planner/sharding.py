@@ -89,6 +89,11 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
     fully_shard(module, **options | {"reshard_after_forward": None})
 
 
+def shard_experts(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
+    """Cut experts over the ranks that have the same: their gradients are sums over all ranks' tokens."""
+    fully_shard(module, **options_of(setup, mesh)).set_gradient_divide_factor(setup.ranks)
+
+
 def options_of(setup: Setup, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     """Arguments of `fully_shard`. A pipeline gathers parameters once for all of its micro-batches."""
     reshard = setup.reshard_after_forward

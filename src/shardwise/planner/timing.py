@@ -10,15 +10,11 @@ it got there.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
-from typing import Any
 
 from shardwise.comm.count import Collective
-from shardwise.errors import ShardingError
+from shardwise.planner.devices import Hardware
 from shardwise.planner.events import (
     COMPUTATION,
     TENSOR_PARALLEL,
@@ -31,54 +27,6 @@ from shardwise.planner.events import (
     Wait,
 )
 from shardwise.planner.measure import last_step
-
-_MAY_BE_ZERO = (
-    "host_latency_s",
-    "network_latency_s",
-    "matmul_half_flops",
-    "host_seconds",
-    "context_bytes",
-    "attention_half",
-)
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """A device and how devices are connected; rates are of one device, in one direction.
-
-    Attributes:
-        matmul_efficiency: share of the peak that a large matmul reaches.
-        matmul_half_flops: operations of a matmul that reaches half of that.
-        attention_efficiency: share of the peak that attention of long sequences reaches, all of it counted.
-        attention_half: operations for each byte of an attention that reaches half of that: half its length.
-        bandwidth_efficiency: share of the memory's bandwidth that an elementwise operator reaches.
-        host_seconds: of the host, to issue one operator.
-        host_link_bytes_per_s: between devices of one host, as collectives reach it.
-        network_bytes_per_s: of a host's connection to others, over its devices, likewise.
-    """
-
-    name: str
-    source: str
-    memory_bytes: int
-    peak_flops: dict[str, float]
-    memory_bytes_per_s: float
-    devices_per_host: int
-    host_link_bytes_per_s: float
-    network_bytes_per_s: float
-    host_latency_s: float
-    network_latency_s: float
-    matmul_efficiency: float
-    matmul_half_flops: float
-    attention_efficiency: float
-    bandwidth_efficiency: float
-    host_seconds: float
-    context_bytes: int  # of the driver and of communicators, outside the allocator
-    attention_half: float = 0.0
-
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes that the allocator can use."""
-        return self.memory_bytes - self.context_bytes
 
 
 @dataclass(frozen=True)
@@ -109,44 +57,6 @@ class Times:
     exposed: float
     host: float
     spans: list[Span]
-
-
-def hardware_of(name: str) -> Hardware:
-    """Return the profile of that name, or of that file (TOML)."""
-    folder = resources.files("shardwise.planner") / "hardware"
-    known = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
-    if name in known:
-        text = (folder / f"{name}.toml").read_text()
-    elif name.endswith(".toml") and Path(name).exists():
-        text = Path(name).read_text()
-    else:
-        raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(known)}, or a file (.toml)")
-    try:
-        made = Hardware(**tomllib.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ShardingError(f"{name} is no profile of hardware: {error}") from error
-    if not isinstance(made.peak_flops, dict) or not made.peak_flops:
-        raise ShardingError(f"{name}: peak_flops must be a table of dtypes, got {made.peak_flops!r}")
-    numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
-    for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
-        _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
-        if key.endswith("_efficiency") and value > 1:
-            raise ShardingError(f"{name}: {key} is a share of the peak, at most 1, got {value!r}")
-    if not isinstance(made.devices_per_host, int):
-        raise ShardingError(f"{name}: devices_per_host must be a whole number, got {made.devices_per_host!r}")
-    if made.usable_bytes <= 0:
-        raise ShardingError(
-            f"{name}: context_bytes must be less than memory_bytes, {made.memory_bytes!r},"
-            f" got {made.context_bytes!r}"
-        )
-    return made
-
-
-def _check_number(name: str, value: Any, *, may_be_zero: bool) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and not may_be_zero):
-        least = "of at least 0" if may_be_zero else "above 0"
-        raise ShardingError(f"{name} must be a number {least}, got {value!r}")
 
 
 class _Pieces:
