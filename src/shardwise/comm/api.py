@@ -153,5 +153,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backends of `group` by type of device."""
-    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    """Return the backends of `group` by type of device. Raises ValueError where the group was destroyed."""
+    try:
+        config = dist.get_backend_config(group)
+    except TypeError as error:  # it has none any more
+        raise ValueError(f"{here()}: the process group was destroyed") from error
+    return dict(entry.split(":") for entry in config.split(","))
