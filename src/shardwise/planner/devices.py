@@ -28,7 +28,8 @@ class Hardware:
     Attributes:
         matmul_efficiency: share of the peak that a large matmul reaches.
         matmul_half_flops: operations of a matmul that reaches half of that.
-        attention_efficiency: share of the peak that attention of long sequences reaches, all of it counted.
+        attention_efficiency: share of the peak that attention of long sequences reaches, all of it counted: up
+            to 2 where a causal kernel leaves out half.
         attention_half: operations for each byte of an attention that reaches half of that: half its length.
         bandwidth_efficiency: share of the memory's bandwidth that an elementwise operator reaches.
         host_seconds: of the host, to issue one operator.
@@ -79,8 +80,9 @@ def hardware_of(name: str) -> Hardware:
     numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
     for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
         _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
-        if key.endswith("_efficiency") and value > 1:
-            raise ShardingError(f"{name}: {key} is a share of the peak, at most 1, got {value!r}")
+        most = 2 if key == "attention_efficiency" else 1
+        if key.endswith("_efficiency") and value > most:
+            raise ShardingError(f"{name}: {key} is a share of the peak, at most {most}, got {value!r}")
     if not isinstance(made.devices_per_host, int):
         raise ShardingError(f"{name}: devices_per_host must be a whole number, got {made.devices_per_host!r}")
     if made.usable_bytes <= 0:
