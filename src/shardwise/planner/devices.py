@@ -28,8 +28,8 @@ class Hardware:
     Attributes:
         matmul_efficiency: share of the peak that a large matmul reaches.
         matmul_half_flops: operations of a matmul that reaches half of that.
-        attention_efficiency: share of the peak that attention of long sequences reaches, all of it counted: up
-            to 2 where a causal kernel leaves out half.
+        attention_efficiency: share of the peak that attention of long sequences reaches, all of it
+            counted: up to 2 where a causal kernel leaves out half.
         attention_half: operations for each byte of an attention that reaches half of that: half its length.
         bandwidth_efficiency: share of the memory's bandwidth that an elementwise operator reaches.
         host_seconds: of the host, to issue one operator.

@@ -197,7 +197,7 @@ def filled(recording: Recording, more: int) -> Recording:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What a rank of a pipeline has.
+    """Memory and messages of a rank of a pipeline.
 
     Attributes:
         micro_batches: of which it keeps at most what backward needs.
