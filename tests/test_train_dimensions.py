@@ -26,6 +26,7 @@ from fuzz.meshes_part.train import (
     settings,
 )
 from ranks import on_ranks
+from shardwise import launch
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 
@@ -128,6 +129,7 @@ def test_rows_and_blocks_that_do_not_fill_the_mesh_are_refused() -> None:
 def test_a_mesh_that_cannot_be_is_one_plain_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv(launch.TRACEBACK, raising=False)
     monkeypatch.setattr(sys, "argv", ["train_dimensions.py", "--mesh", "pp2,pp2"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(ShardingError) as raised:
