@@ -70,6 +70,7 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]],
     rows: dict[Axes, list[Tensor]] = {}
     counts: Counter[Axes] = Counter()
     axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of equal meshes, of which DTensor takes either
     latest: Any = None  # how the tensor before was cut: hashing that costs more than comparing
     mesh, into = None, []
     axes: Axes = ()
@@ -84,7 +85,7 @@ def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]],
                 latest, mesh = spec.placements, spec.mesh
                 key = (id(mesh), latest)
                 if key not in axes_of:
-                    axes_of[key] = _sharded_axes(tensor)
+                    axes_of[key] = _sharded_axes(tensor, groups)
                 axes = axes_of[key]
                 into = by_axes.setdefault(axes, [])
             into.append(_compat.local_tensor(tensor))
@@ -210,8 +211,8 @@ def of_a_stage(parameters: Iterable[Tensor]) -> None:
         setattr(param, _OF_A_STAGE, True)
 
 
-def _sharded_axes(tensor: DTensor) -> Axes:
-    """Return the mesh axes over which `tensor` is cut, the mesh's dims by process group."""
+def _sharded_axes(tensor: DTensor, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> Axes:
+    """Return the mesh axes over which `tensor` is cut, each by the first in `groups` of its ranks."""
     axes: list[dist.ProcessGroup] = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
@@ -220,7 +221,8 @@ def _sharded_axes(tensor: DTensor) -> Axes:
                 " redistribute it before taking its norm"
             )
         if not isinstance(placement, Replicate):
-            axes.append(tensor.device_mesh.get_group(axis))
+            group = tensor.device_mesh.get_group(axis)
+            axes.append(groups.setdefault(tuple(dist.get_process_group_ranks(group)), group))
     return tuple(axes)
 
 
