@@ -12,26 +12,18 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import beside_fsdp2
 import torch
+from beside_fsdp2 import HARDWARE, LIBRARIES, figures_of, hardware_of, recorded
 from torch import nn
 
-from shardwise.planner import sharding
 from shardwise.planner.models import model_of
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.setup import Setup
 
 DEVICE = "cuda"
-WAYS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "FSDP2": (beside_fsdp2.shard, {}),
-    "interleaved": (sharding.shard, {"layout": "interleaved"}),
-    "contiguous": (sharding.shard, {"layout": "contiguous"}),
-}
 FULL: dict[str, Any] = {"checkpointing": "full", "optimizer": "AdamW fused"}
 ROWS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "small": ("llama3-8b", 2, FULL | {"ranks": 8, "sequence": 256}),
@@ -54,11 +46,11 @@ def shorter(model: Any, layers: int) -> int:
 def forecast(row: str, way: str) -> dict[str, Any]:
     """What the planner's models say of it; needs no device."""
     name, layers, how = ROWS[row]
-    library, more = beside_fsdp2.LIBRARIES[way]
+    library, more = LIBRARIES[way]
     setup = Setup(**(how | more))
     model = model_of(name, sequence=setup.sequence)
-    (recording,) = beside_fsdp2.recorded(model, setup, library, (shorter(model, layers),))
-    figures = beside_fsdp2.figures_of(recording, setup, beside_fsdp2.hardware_of("h100"))
+    (recording,) = recorded(model, setup, library, (shorter(model, layers),))
+    figures = figures_of(recording, setup, hardware_of(HARDWARE))
     return {
         "reserved": figures.reserved_bytes,
         "alive": figures.alive_bytes,
@@ -71,7 +63,7 @@ def forecast(row: str, way: str) -> dict[str, Any]:
 def measured(row: str, way: str, steps: int) -> dict[str, Any]:
     """What the device says."""
     name, layers, how = ROWS[row]
-    shard, more = WAYS[way]
+    library, more = LIBRARIES[way]
     setup = Setup(**(how | more))
     model = model_of(name, sequence=setup.sequence)
     device = torch.get_device_module(DEVICE)
@@ -82,7 +74,7 @@ def measured(row: str, way: str, steps: int) -> dict[str, Any]:
     with noop_world(setup.ranks, device_type=DEVICE) as mesh:
         with torch.device("meta"):
             module = model.build(shorter(model, layers))
-        shard(module, model, setup, mesh)
+        library.shard(module, model, setup, mesh)
         module.to_empty(device=DEVICE)
         _fill(module)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
@@ -130,8 +122,7 @@ def _step(module: Any, model: Any, optimizer: Any, tokens: torch.Tensor, setup: 
     for micro in range(setup.accumulation):
         if setup.reduce_once:
             module.set_requires_gradient_sync(micro == setup.accumulation - 1)
-        with nullcontext():
-            loss = model.loss(module, tokens, tokens)
+        loss = model.loss(module, tokens, tokens)
         loss.backward()
         del loss
     optimizer.step()
@@ -140,7 +131,7 @@ def _step(module: Any, model: Any, optimizer: Any, tokens: torch.Tensor, setup: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="*", default=list(ROWS)[1:])
-    parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    parser.add_argument("--ways", nargs="*", default=list(LIBRARIES))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--forecast", action="store_true", help="by the planner instead, without a device")
     parser.add_argument("--out", type=Path, required=True)

@@ -52,7 +52,7 @@ from mutants.cases import CASES, AnyCase, OnRanks, Own, Program  # noqa: E402
 from mutants.places import Place, Switch, instrumented, places  # noqa: E402
 from shardwise.comm.count import tensors_in  # noqa: E402
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup, noop_world  # noqa: E402
-from shardwise.verify.streams.collectives import _as_equal_ranks  # noqa: E402
+from shardwise.verify.streams.collectives import _as_equal_ranks, asks_async  # noqa: E402
 
 SPINS = 1_500_000  # cycles, about a millisecond
 SHARES = (0.0, 0.0, 0.05, 0.3)  # of a stream's operations that are delayed
@@ -129,8 +129,7 @@ def really(order: Any = None) -> Iterator[Found]:
             tensors = [one for one in tensors_in((args, tuple(kwargs.values()))) if one.is_cuda]
             if not tensors:
                 return group._finished
-            options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
-            asynchronous = bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
+            asynchronous = asks_async(args, kwargs)
             current = torch.cuda.current_stream()
             stream = lines.setdefault(id(group), torch.cuda.Stream()) if asynchronous else current
             stream.wait_stream(current)
@@ -155,7 +154,6 @@ def really(order: Any = None) -> Iterator[Found]:
 
 
 train.simulated = really
-campaign.simulated = really
 
 
 def numbers(case: AnyCase, seed: int | None) -> str:

@@ -383,7 +383,7 @@ def test_gradients_that_fill_their_reduced_shards_are_taken_as_one_tensor_each()
     every = grads(model)
 
     def tensors(of: list[Tensor]) -> list[Tensor]:
-        return [t for locals_ in _local_by_axes(of)[0].values() for t in locals_ if t.numel()]
+        return [t for locals_ in _local_by_axes(of, {})[0].values() for t in locals_ if t.numel()]
 
     assert len(tensors(every)) == 3
     held = [grad for grad in every if grad.local.numel()]

@@ -35,6 +35,7 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import ShardedRows
 
 Axes = tuple[dist.ProcessGroup, ...]
+Groups = dict[tuple[int, ...], dist.ProcessGroup]  # by ranks: DTensor takes those of either of equal meshes
 _OF_A_STAGE = "_shardwise_of_a_stage"
 _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
 
@@ -60,17 +61,18 @@ def get_total_norm(
     Raises:
         ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
     """
-    by_axes, counts = _local_by_axes(tensors)
+    by_axes, counts = _local_by_axes(tensors, {})
     return _norm(by_axes, counts, norm_type, "", stages, {})
 
 
-def _local_by_axes(tensors: Iterable[Tensor]) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
+def _local_by_axes(
+    tensors: Iterable[Tensor], groups: Groups
+) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
     """Return this rank's memory of all tensors, by the axes that cut them; and how many tensors these cut."""
     by_axes: dict[Axes, list[Tensor]] = {}
     rows: dict[Axes, list[Tensor]] = {}
     counts: Counter[Axes] = Counter()
     axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of equal meshes, of which DTensor takes either
     latest: Any = None  # how the tensor before was cut: hashing that costs more than comparing
     mesh, into = None, []
     axes: Axes = ()
@@ -184,8 +186,9 @@ def clip_grad_norm_(
         if (grad := p.grad if plain is None and isinstance(p, ShardedTensor) else plain) is not None
     ]
     twice = set(map(id, tied))
-    by_axes, counts = _local_by_axes(grad for p, grad in own if p not in twice)
-    halves, more = _local_by_axes(grad for p, grad in own if p in twice)
+    groups: Groups = {}
+    by_axes, counts = _local_by_axes((grad for p, grad in own if p not in twice), groups)
+    halves, more = _local_by_axes((grad for p, grad in own if p in twice), groups)
     counts += more
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
@@ -211,7 +214,7 @@ def of_a_stage(parameters: Iterable[Tensor]) -> None:
         setattr(param, _OF_A_STAGE, True)
 
 
-def _sharded_axes(tensor: DTensor, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> Axes:
+def _sharded_axes(tensor: DTensor, groups: Groups) -> Axes:
     """Return the mesh axes over which `tensor` is cut, each by the first in `groups` of its ranks."""
     axes: list[dist.ProcessGroup] = []
     for axis, placement in enumerate(tensor.placements):

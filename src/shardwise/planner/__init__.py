@@ -12,10 +12,11 @@ All of it is imported when some of it is first asked for: the command checks its
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
 from typing import TYPE_CHECKING, Any
+
+import lazy_loader  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from shardwise.planner.calibrate import calibrate, to_toml
@@ -80,11 +81,4 @@ class _Package(types.ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs=_HOMES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,16 +46,15 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     compares = all(mesh.get_local_rank(name) == 0 for name in shards)
     places = map(Dimensions(plan.mesh or "dp1").place, range(plan.ranks))
     stages = [place.get("pp", 0) for place in places]
-    differences = _compare_all(
-        "parameter",
-        START,
-        parameters,
-        start,
+    compare = partial(
+        _compare_all,
+        parameters=parameters,
         tolerance=tolerance,
         compares=compares,
         tied=tied,
         stages=stages,
     )
+    differences = compare("parameter", START, expected=start)
     index, shares = share_of_batch(mesh) if plan.mesh else (dist.get_rank(), plan.ranks)
     for step in range(plan.steps):
         alive()
@@ -65,27 +65,9 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
         expected = read_step(plan.folder, step) | {"tied": start["tied"]}
         found = _mean_over_ranks(loss)
         differences.append(compare_losses(found, expected["loss"], step=step, tolerance=tolerance.at(step)))
-        differences += _compare_all(
-            "gradient",
-            step,
-            parameters,
-            expected,
-            tolerance=tolerance,
-            compares=compares,
-            tied=tied,
-            stages=stages,
-        )
+        differences += compare("gradient", step, expected=expected)
         optimizer.step()
-        differences += _compare_all(
-            "parameter",
-            step,
-            parameters,
-            expected,
-            tolerance=tolerance,
-            compares=compares,
-            tied=tied,
-            stages=stages,
-        )
+        differences += compare("parameter", step, expected=expected)
     return differences if dist.get_rank() == 0 else []
 
 

@@ -167,9 +167,7 @@ class Collectives:
                     late.run_all()  # no rank answers in the host's own collectives
                 return original(group, *args, **kwargs)
             batch = self._batches.get(group.group_name)
-            options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
-            asynchronous = bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
-            asynchronous = asynchronous or name in ("send", "recv") or batch is not None
+            asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
             operation, *touched = self.issue(name, group, args, tensors, asynchronous=asynchronous)
             if batch is not None:
                 batch.append(_Part(again, (args, kwargs), operation, *touched))
@@ -284,6 +282,12 @@ class Collectives:
             kept = [*tensors, *made]
             self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock), kept
         return on_tensors(result, on_device) if made else args[0]
+
+
+def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a process group's method is asked not to wait."""
+    options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
+    return bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
 
 
 def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
