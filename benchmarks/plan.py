@@ -12,7 +12,8 @@ head are in the root's group where they then were in its code.
 
 Efficiencies are those of the hardware's profiles, which no row was fitted to. Calibration is one more figure
 for each hardware, the share of these rates that the software reached, from three rows; in the table by
-family, from three rows of the hardware's other families. The textbook is a formula of 20 lines (`textbook`).
+family, from all rows of the hardware's other families: from three of them it was what these happened to be.
+The textbook is a formula of 20 lines (`textbook`).
 """
 
 import argparse
@@ -162,7 +163,7 @@ def calibrated(rows: Sequence[Row], draw: random.Random | None = None) -> list[R
 
 
 def by_family(compared: dict[str, list[Row]], verdicts: Sequence[Row], refused: Sequence[str]) -> Table:
-    """Errors by family, time with three rows for each hardware of its other families."""
+    """Errors by family, time with the share that the hardware's other families reached."""
     body, all_memory, all_speed, all_sure = [], list[float](), list[Row](), 0
     for family in dict.fromkeys([row.family for row in verdicts] + [*refused]):
         memory = [abs(row.error()) for row in compared[MEMORY] if row.family == family]
@@ -234,13 +235,12 @@ def _errors(of: Sequence[float]) -> list[str]:
 
 
 def unseen(rows: Sequence[Row], family: str) -> list[Row]:
-    """A family's rows times the share that three rows of the hardware's other families reached."""
+    """A family's rows times the share that the hardware's other families reached: their rows' median."""
     found = []
     for row in [row for row in rows if row.family == family]:
         others = [one for one in rows if one.hardware == row.hardware and one.family != family]
-        used = {0, len(others) // 2, len(others) - 1} if others else set()
-        shares = [others[i].published / others[i].planned for i in sorted(used)] or [1.0]
-        found.append(replace(row, planned=row.planned * statistics.median(shares)))
+        share = statistics.median([one.published / one.planned for one in others] or [1.0])
+        found.append(replace(row, planned=row.planned * share))
     return found
 
 
