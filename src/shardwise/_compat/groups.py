@@ -84,11 +84,6 @@ def follow_timeout(group: dist.ProcessGroup) -> None:
         set_timeout(group, timeout_of(whole))
 
 
-def device_type_of(group: dist.ProcessGroup) -> str:
-    """Return the kind of device whose tensors `group` moves."""
-    return group._device_types[0].type
-
-
 def use_symmetric_memory(backend: str) -> None:
     """Choose who allocates symmetric memory; torch has no public module for it."""
     from torch.distributed import _symmetric_memory

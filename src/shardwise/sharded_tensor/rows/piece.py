@@ -113,8 +113,7 @@ class Piece:
         even_cuts: the process groups of tensor parallelism with the dim that each cuts evenly, before
             `groups` cut what is left; the outer first.
         name: of the parameter, for errors.
-        on_mesh: the mesh that a DTensor shows, with the groups of all cuts among its axes; None: one of
-            `groups` alone.
+        on_mesh: the mesh that a DTensor shows, with the groups of all cuts among its axes.
     """
 
     shape: torch.Size
@@ -184,17 +183,12 @@ class Piece:
         """Rows of each of `boxes`."""
         return tuple(box.sizes[0] for box in self.boxes)
 
-    @cached_property
+    @property
     def mesh(self) -> DeviceMesh:
         """The mesh of a DTensor that is cut so."""
-        if self.on_mesh is not None:
-            return self.on_mesh
-        if self.group is None or self.even_cuts:
-            raise ShardingError(
-                f"{here()}: {self} belongs to no mesh; only rows over one process group, or made by"
-                " fully_shard, are a DTensor to others"
-            )
-        return DeviceMesh.from_group(self.group, _compat.device_type_of(self.group))
+        if self.on_mesh is None:
+            raise ShardingError(f"{here()}: {self} belongs to no mesh; rows made by fully_shard do")
+        return self.on_mesh
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
