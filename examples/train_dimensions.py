@@ -160,7 +160,7 @@ def shard(model: GPT, mesh: DeviceMesh, *, layout: str, sequences: SequenceCut |
         if sequences is not None:
             block.attend = sequences.attention(F.scaled_dot_product_attention)
         if isinstance(moe := block.mlp, MixtureOfExperts):
-            moe.cut = ExpertCut(ep, len(moe.experts.up), alike=tp)
+            moe.cut = ExpertCut(ep, len(moe.experts.up), tp_mesh=tp)
             moe.cut.distribute(moe.experts)
             fully_shard(moe.experts, mesh=expert_mesh(mesh), **options)
             moe.experts.set_gradient_divide_factor(data_ranks(mesh))  # a sum over all ranks' tokens

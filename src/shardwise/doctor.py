@@ -94,10 +94,10 @@ def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
     dist.barrier()
     mine = {"findings": [asdict(result) for result in local], "clock": time.time(), **_versions()}
     store.set(f"shardwise/doctor/{rank}", json.dumps(mine))
-    told = [json.loads(store.get(f"shardwise/doctor/{r}")) for r in range(ranks)] if rank == 0 else []
+    facts = [json.loads(store.get(f"shardwise/doctor/{r}")) for r in range(ranks)] if rank == 0 else []
     dist.barrier()
     dist.destroy_process_group()
-    return judge_ranks(told) if told else []
+    return judge_ranks(facts) if facts else []
 
 
 def _versions() -> dict[str, str]:
@@ -111,17 +111,17 @@ def _versions() -> dict[str, str]:
     }
 
 
-def judge_ranks(told: list[dict[str, Any]]) -> list[CheckResult]:
+def judge_ranks(facts: list[dict[str, Any]]) -> list[CheckResult]:
     """Return the first host's findings, what is amiss on others, and what differs between ranks."""
     results = []
-    for number, rank in enumerate(told):
+    for number, rank in enumerate(facts):
         for finding in rank["findings"]:
             result = CheckResult(**finding | {"status": Status(finding["status"])})
             if number == 0:
                 results.append(result)
             elif result.status is not Status.OK:
                 results.append(replace(result, name=f"{result.name}, {rank['host']}"))
-    hosts = Counter(rank["host"] for rank in told)
+    hosts = Counter(rank["host"] for rank in facts)
     found = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     if len(set(hosts.values())) == 1:
         results.append(CheckResult("ranks", Status.OK, found))
@@ -129,22 +129,22 @@ def judge_ranks(told: list[dict[str, Any]]) -> list[CheckResult]:
         fix = "Start as many ranks on each host: meshes lay ranks of one host side by side."
         results.append(CheckResult("ranks", Status.WARNING, found, fix))
     for what, status in (("torch", Status.BROKEN), ("shardwise", Status.BROKEN), ("Python", Status.WARNING)):
-        results.append(_compared(told, what, status, f"Install the same {what} on every host."))
-    results.append(_compared(told, "CUDA", Status.WARNING, "Install the same build of torch on every host."))
+        results.append(_compared(facts, what, status, f"Install the same {what} on every host."))
+    results.append(_compared(facts, "CUDA", Status.WARNING, "Install the same build of torch on every host."))
     results.append(
-        _compared(told, "devices", Status.WARNING, "The slowest and smallest device sets the pace.")
+        _compared(facts, "devices", Status.WARNING, "The slowest and smallest device sets the pace.")
     )
-    apart = max(rank["clock"] for rank in told) - min(rank["clock"] for rank in told)
+    apart = max(rank["clock"] for rank in facts) - min(rank["clock"] for rank in facts)
     late = apart > CLOCKS_APART_S
     fix = "Run an NTP client: logs and time-outs of different hosts will not fit together." if late else ""
     results.append(CheckResult("clocks", Status.WARNING if late else Status.OK, f"{apart:.2f} s apart", fix))
     return results
 
 
-def _compared(told: list[dict[str, Any]], what: str, status: Status, fix: str) -> CheckResult:
+def _compared(facts: list[dict[str, Any]], what: str, status: Status, fix: str) -> CheckResult:
     """Do all ranks say the same of `what`? Else which hosts say what."""
     said: dict[str, list[str]] = {}
-    for rank in told:
+    for rank in facts:
         hosts = said.setdefault(rank[what], [])
         if rank["host"] not in hosts:
             hosts.append(rank["host"])

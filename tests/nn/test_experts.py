@@ -72,8 +72,7 @@ def test_results_and_gradients_are_those_of_all_experts_on_one_rank() -> None:
 
 @on_ranks(3)
 def test_ranks_with_the_same_tokens_share_them_and_have_all_results() -> None:
-    alike = whole_mesh()
-    cut = ExpertCut(None, EXPERTS, alike=alike)
+    cut = ExpertCut(None, EXPERTS, tp_mesh=whole_mesh())
     for rows, among in ROUTES[:3]:
         experts, tokens, chosen, weights, gradient = drawn(rows, among)
         whole = [each.clone().requires_grad_() for each in (experts, tokens, weights)]

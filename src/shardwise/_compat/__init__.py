@@ -417,7 +417,7 @@ def no_process_groups() -> Iterator[None]:
         one.clear()
     c10d._update_default_pg(None)
     _clear_sharding_prop_cache()  # of DTensors: its meshes equal others', and have the names of these groups
-    told = sys.excepthook  # each new default group wraps it
+    hook = sys.excepthook  # each new default group wraps it
     try:
         yield
     finally:
@@ -429,7 +429,7 @@ def no_process_groups() -> Iterator[None]:
             one.update(content)
         c10d._update_default_pg(default)
         world.group_count = count  # names of later groups follow from it, and must be equal on ranks
-        sys.excepthook = told
+        sys.excepthook = hook
 
 
 _SHAPES_OF_DTENSORS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")

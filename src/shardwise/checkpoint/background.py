@@ -140,7 +140,7 @@ class Saving:
 
     def _parts(self) -> list[Part]:
         """Return all ranks' parts, once they are there; deletes the files that describe them."""
-        begun, parts = time.monotonic(), dict[int, Part]()
+        started, parts = time.monotonic(), dict[int, Part]()
         look = _LOOK if isinstance(self._staging, Path) else _LOOK_IN_STORE
         while len(parts) < self._size:
             there = {file.name for file in self._staging.iterdir()}
@@ -148,7 +148,7 @@ class Saving:
                 if rank not in parts:
                     parts[rank] = json.loads((self._staging / _PART.format(rank)).read_text())
             failed = [rank for rank in range(self._size) if _FAILED.format(rank) in there]
-            late = time.monotonic() - begun > self._patience and len(parts) < self._size
+            late = time.monotonic() - started > self._patience and len(parts) < self._size
             if failed or late or self._given_up.is_set():
                 which = failed or [rank for rank in range(self._size) if rank not in parts]
                 raise CheckpointError(f"rank {which[0]} has not written its part")

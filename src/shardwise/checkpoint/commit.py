@@ -83,8 +83,8 @@ def find(path: Location, step: int | None) -> tuple[list[Location], str]:
     if fitting:
         newer = [folder for *at, folder in torn if step is None and at > [*found[-1][:2]]]
         lost = ", ".join(folder.name for folder in newer)
-        told = f"{path}: {lost} without {MANIFEST}: damaged, an older one is taken" if newer else ""
-        return fitting[::-1], told
+        warning = f"{path}: {lost} without {MANIFEST}: damaged, an older one is taken" if newer else ""
+        return fitting[::-1], warning
     steps = sorted({number for number, _, _ in found})
     wanted = "any checkpoint" if step is None else f"step {step}"
     hint = "Check the path and the step"

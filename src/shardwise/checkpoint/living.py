@@ -202,14 +202,14 @@ class LivingRanks(Generic[_T]):
             _compat.set_timeout(group, self._timeout)
         look_into(self._group)
         own = [self._taken, bool(self._ready), self._training is not None]
-        told = [tuple(each) for each in together("meeting", lambda: own)]
-        steps = [taken for taken, *_ in told if taken is not None]
+        by_rank = [tuple(each) for each in together("meeting", lambda: own)]
+        steps = [taken for taken, *_ in by_rank if taken is not None]
         newest = max(steps, default=0)
-        self._catch_up(told, newest)
+        self._catch_up(by_rank, newest)
         if failed and len(steps) == before and newest == self._met_at:
             return False
         self._met_at = newest
-        self._move(newest, keeps=all(has for taken, _, has in told if taken is not None))
+        self._move(newest, keeps=all(has for taken, _, has in by_rank if taken is not None))
         return True
 
     def _forget(self) -> None:
@@ -217,9 +217,9 @@ class LivingRanks(Generic[_T]):
         self._training = self._taken = None
         self._ready, self._random = (), []
 
-    def _catch_up(self, told: Sequence[Any], newest: int) -> None:
+    def _catch_up(self, by_rank: Sequence[Any], newest: int) -> None:
         """Make sure that all have taken the same steps."""
-        for rank, (taken, ready, *_) in enumerate(told):
+        for rank, (taken, ready, *_) in enumerate(by_rank):
             if taken is not None and taken != newest and not (ready and taken == newest - 1):
                 raise CheckpointError(
                     f"rank {rank} has taken {taken} steps and cannot take the last of {newest}. {START}"

@@ -68,50 +68,50 @@ class Meeting:
                 self._wait_until_needed(rank, newest, patience_s)
             before = _Pulses(self._store, newest, skip=None) if has_state and newest >= 0 else None
             self._sign_in(newest + 1, rank, has_state=has_state)
-            at, begun, told = f"{self.round}/", time.monotonic(), dict[int, tuple[int | None, bool]]()
+            at, started, arrived = f"{self.round}/", time.monotonic(), dict[int, tuple[int | None, bool]]()
             while not self._store.check([f"{at}closed"]):
-                self._hear(told)
-                waited_s = time.monotonic() - begun
+                self._hear(arrived)
+                waited_s = time.monotonic() - started
                 late = waited_s > patience_s
-                if late and not has_state and len(told) < self._ranks:
-                    raise CheckpointError(self._alone(rank, newest, told, patience_s))
+                if late and not has_state and len(arrived) < self._ranks:
+                    raise CheckpointError(self._alone(rank, newest, arrived, patience_s))
                 alive = before is not None and len(before.silent()) < len(before)
                 if alive and waited_s < patience_s + self.timeout.total_seconds():
                     late = False
-                noticed = waited_s > _NOTICE_S or self._lacks_one_at_most(newest, told)
-                if late or (noticed and len(told) >= self._ranks):
-                    self._store.compare_set(f"{at}closed", "", json.dumps(seats(told, self._ranks)))
+                noticed = waited_s > _NOTICE_S or self._lacks_one_at_most(newest, arrived)
+                if late or (noticed and len(arrived) >= self._ranks):
+                    self._store.compare_set(f"{at}closed", "", json.dumps(seats(arrived, self._ranks)))
                 time.sleep(_LOOK_S)
             members = _members(self._store, self.round)
             if self._number in members:
                 self.size = len(members)
                 self._store.set("round", str(self.round))
-                self._hear(told)
-                old = [told[number][0] for number in members]
+                self._hear(arrived)
+                old = [arrived[number][0] for number in members]
                 return places(old)[members.index(self._number)], has_state
             has_state = False
 
-    def _hear(self, told: dict[int, tuple[int | None, bool]]) -> None:
+    def _hear(self, arrived: dict[int, tuple[int | None, bool]]) -> None:
         """Add members that have come to the round and described themselves: rank, and whether with state."""
         for number in range(1, self._store.add(f"{self.round}/came", 0) + 1):
-            if number not in told and self._store.check([key := f"{self.round}/{number}"]):
-                told[number] = tuple(json.loads(self._store.get(key)))
+            if number not in arrived and self._store.check([key := f"{self.round}/{number}"]):
+                arrived[number] = tuple(json.loads(self._store.get(key)))
 
-    def _lacks_one_at_most(self, newest: int, told: Mapping[int, tuple[int | None, bool]]) -> bool:
+    def _lacks_one_at_most(self, newest: int, arrived: Mapping[int, tuple[int | None, bool]]) -> bool:
         """Return whether the previous round's members came back with state, but for one to be replaced."""
-        return sum(has for _, has in told.values()) >= len(_members(self._store, newest)) - 1
+        return sum(has for _, has in arrived.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
         """Return once a round lacks ranks, its members meet again, or all ranks were started again."""
         if len(_members(self._store, newest)) < self._ranks:
             return
-        begun = time.monotonic()
+        started = time.monotonic()
         waiting = self._store.add(f"{newest}/waiting", 1)
         while waiting < self._ranks:
             if any(self._store.check([key]) for key in (f"{newest}/broken", f"{newest + 1}/came")):
                 return
             waiting = self._store.add(f"{newest}/waiting", 0)
-            if time.monotonic() - begun > patience_s:
+            if time.monotonic() - started > patience_s:
                 raise CheckpointError(
                     f"rank {rank}: the run in this store has all its {self._ranks} ranks, and in"
                     f" {patience_s:g} s none of them met anew. {START}, with a new store, if they have gone"
@@ -168,14 +168,14 @@ class Meeting:
         self._store.set(f"{number}/{self._number}", json.dumps([rank, has_state]))
 
     def _alone(
-        self, rank: int | None, newest: int, told: Mapping[int, tuple[int | None, bool]], waited_s: float
+        self, rank: int | None, newest: int, arrived: Mapping[int, tuple[int | None, bool]], waited_s: float
     ) -> str:
         """Describe why ranks without state do not begin: fewer than all have come, and none with state."""
-        here = {each for each, _ in told.values()}
+        here = {each for each, _ in arrived.values()}
         missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
         if newest < 0:
             return (
-                f"{len(told)} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}."
+                f"{len(arrived)} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}."
                 " A run begins with all; start those too, or give a longer timeout"
             )
         return (
@@ -184,13 +184,13 @@ class Meeting:
         )
 
 
-def seats(told: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
+def seats(arrived: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
     """Return the members of a round, by number: those with state first, of others those that came last.
 
     Args:
-        told: by number, the rank that each had, and whether it has state.
+        arrived: by number, the rank that each had, and whether it has state.
     """
-    return sorted(sorted(told, key=lambda number: (not told[number][1], -number))[:most])
+    return sorted(sorted(arrived, key=lambda number: (not arrived[number][1], -number))[:most])
 
 
 def _members(store: Store, round: int) -> list[int]:

@@ -38,10 +38,10 @@ def optimizer_state(
         CheckpointError: several optimizers, one of which loads a state of its own parameters only; or stages
             with different numbers of parameter groups, on all of them.
     """
-    told = _of_all(model, optimizer)
+    state = _of_all(model, optimizer)
     if stages is not None:
-        _name_all(told["param_groups"], stages)
-    return told
+        _name_all(state["param_groups"], stages)
+    return state
 
 
 def _name_all(groups: list[dict[str, Any]], stages: DeviceMesh) -> None:
@@ -90,7 +90,7 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             param.grad = None
         if hasattr(optimizer, "allocate_state"):
             optimizer.allocate_state()
-        told = _described(model, optimizer)
+        described = _described(model, optimizer)
     finally:
         optimizer.state = state
         for group, before in zip(optimizer.param_groups, options, strict=True):
@@ -98,12 +98,12 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
     if hasattr(optimizer, "allocate_state"):  # it took no step
-        return told
-    for group, before in zip(told["param_groups"], options, strict=True):
+        return described
+    for group, before in zip(described["param_groups"], options, strict=True):
         group.update({key: before[key] for key in group.keys() & before.keys() - {"params"}})
         for name in group["params"]:
-            undo_step(type(optimizer), told["state"].get(name, {}), group)
-    return told
+            undo_step(type(optimizer), described["state"].get(name, {}), group)
+    return described
 
 
 def _described(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

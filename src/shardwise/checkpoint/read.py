@@ -77,8 +77,8 @@ def fill(whole: Whole, state: dict[str, Any]) -> int:
         checked.append(_check(whole, state))
         return whole.digest, [*checked[0].flat.leaves, *checked[0].flat.lists]
 
-    told = together(what, check)
-    raise_all(what, _differences(told, whole.manifest))
+    by_rank = together(what, check)
+    raise_all(what, _differences(by_rank, whole.manifest))
     with torch.no_grad():
         together(f"{what}: the state is half written, load again; reading", checked[0].write)
     return int(whole.manifest["step"])
@@ -221,13 +221,13 @@ def _stateless(
     return [name for name, own in state.items() if own and name in params and f"{begin}{name}" not in saved]
 
 
-def _differences(told: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
+def _differences(by_rank: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
     """Return what the checkpoint has and no rank's state has, as errors by rank; the same on every rank."""
-    other = next((rank for rank, (own, _) in enumerate(told) if own != told[0][0]), None)
+    other = next((rank for rank, (own, _) in enumerate(by_rank) if own != by_rank[0][0]), None)
     if other is not None:
         return {other: "found another checkpoint here than rank 0; PATH is a file system that all ranks see"}
     _, size = rank_and_size()
-    known = {name for _, names in told for name in names}
+    known = {name for _, names in by_rank for name in names}
     left_out = tuple(f"{name}.rank-" for name in manifest["per_rank"] if manifest["world_size"] != size)
     unexpected = [
         name
@@ -289,8 +289,10 @@ def _wrong_list(name: str, length: int, manifest: Mapping[str, Any]) -> str:
     found = manifest["lists"].get(name)
     if found == length:
         return ""
-    told = "a list without tensors or none" if found is None else f"one of {found}"
-    return f"{name}: expected a list of {length} with tensors, found {told}. Make it as long as the one saved"
+    which = "a list without tensors or none" if found is None else f"one of {found}"
+    return (
+        f"{name}: expected a list of {length} with tensors, found {which}. Make it as long as the one saved"
+    )
 
 
 def _wrong_leaf(name: str, leaf: Leaf, found: str | None, manifest: Mapping[str, Any]) -> str:

@@ -79,14 +79,14 @@ def save_slices(
         call = {"path": str(path), "metadata": sorted(_checked(metadata).items())}
         return {"call": call, "tensors": {name: _described(tensor) for name, tensor in own.items()}}
 
-    told = together(what, tell)
-    known = merge_or_raise(what, told, {"call": _FIX, "tensors": _FIX})["tensors"]
+    by_rank = together(what, tell)
+    known = merge_or_raise(what, by_rank, {"call": _FIX, "tensors": _FIX})["tensors"]
     rank, _ = rank_and_size()
     plan: list[_Plan] = []
 
     def check() -> None:
-        _check_holders(own, told)
-        plan.append(_planned(known, told, metadata))
+        _check_holders(own, by_rank)
+        plan.append(_planned(known, by_rank, metadata))
 
     together(what, check)
     staging = Path(together(what, lambda: _create(path, plan[0]) if rank == 0 else "")[0])
@@ -141,12 +141,12 @@ def _described(tensor: ShardedTensor | Tensor) -> list[Any]:
 _FIX = "Give the same on every rank"
 
 
-def _check_holders(own: Mapping[str, ShardedTensor | Tensor], told: Sequence[dict[str, Any]]) -> None:
+def _check_holders(own: Mapping[str, ShardedTensor | Tensor], by_rank: Sequence[dict[str, Any]]) -> None:
     problems = []
     for name, tensor in own.items():
         if isinstance(tensor, ShardedTensor):
             holders = {shard.rank for shard in tensor.metadata().shards_metadata}
-            missing = sorted(holder for holder in holders if name not in told[holder]["tensors"])
+            missing = sorted(holder for holder in holders if name not in by_rank[holder]["tensors"])
             if missing:
                 problems.append(
                     f"{name}: ranks {missing} hold shards of it, but do not save it; pass it there too"
@@ -172,9 +172,9 @@ class _Plan:
 
 
 def _planned(
-    known: Mapping[str, list[Any]], told: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None
+    known: Mapping[str, list[Any]], by_rank: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None
 ) -> _Plan:
-    savers = {name: [rank for rank, tale in enumerate(told) if name in tale["tensors"]] for name in known}
+    savers = {name: [rank for rank, each in enumerate(by_rank) if name in each["tensors"]] for name in known}
     names = sorted(known, key=lambda name: (-DTYPES[known[name][0]].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, begin = {}, 0
@@ -314,12 +314,12 @@ def load_slices(
         metadata = made[0].metadata()
         return [list(metadata.size), str(metadata.tensor_properties.dtype), fingerprint(describe(metadata))]
 
-    told = together(what, read, group=group)
-    for rank, found in enumerate(told):
-        if found != told[0]:
+    every = together(what, read, group=group)
+    for rank, found in enumerate(every):
+        if found != every[0]:
             raise CheckpointError(
-                f"{what} failed: found {told[0][1]} {tuple(told[0][0])} in group rank 0's cut, but {found[1]}"
-                f" {tuple(found[0])} on group rank {rank}, maybe in another cut; give all ranks the"
+                f"{what} failed: found {every[0][1]} {tuple(every[0][0])} in group rank 0's cut, but"
+                f" {found[1]} {tuple(found[0])} on group rank {rank}, maybe in another cut; give all ranks the"
                 " same files, spec and dtype"
             )
     return made[0]

@@ -169,13 +169,13 @@ def prepare_save(
         call |= {"path": os.fspath(path)} if hosts is None else {}
         return {"call": call, "chunks": own[0].chunks, **_described(flat, compare=size > 1)}
 
-    told = together(what, tell)
-    contents = _agreed(what, told)
+    by_rank = together(what, tell)
+    contents = _agreed(what, by_rank)
     keeper = hosts[rank] if hosts else 0
     plans: list[Plan] = []
 
     def make_room() -> str:
-        plans.append(plan([each["chunks"] for each in told]))
+        plans.append(plan([each["chunks"] for each in by_rank]))
         fits(plans[0])
         if rank != keeper:
             return ""
@@ -252,11 +252,11 @@ _FIX_CONTENT = (
 _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, "contents": _FIX_CONTENT}
 
 
-def _agreed(what: str, told: list[dict[str, Any]]) -> dict[str, Any]:
+def _agreed(what: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest's contents over all ranks. Raises on every rank where they differ."""
-    found = merge_or_raise(what, told, _KINDS)
+    found = merge_or_raise(what, by_rank, _KINDS)
     mixed = sorted(set(found["tensors"]) & set(found["values"]))
     if mixed:
         raise CheckpointError(f"{what} failed: {mixed[0]}: a tensor on one rank, a plain value on another")
-    per_rank = list(dict.fromkeys(name for tale in told for name in tale["per_rank"]))
+    per_rank = list(dict.fromkeys(name for each in by_rank for name in each["per_rank"]))
     return {**{kind: found[kind] for kind in ("tensors", "values", "lists")}, "per_rank": per_rank}

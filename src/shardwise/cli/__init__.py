@@ -283,8 +283,8 @@ def plan(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
         where = f"{line}: " if (line := place(error)) else ""
-        told = error if isinstance(error, ShardwiseError) else f"{where}{type(error).__name__}: {error}"
-        print_failure(ShardwiseError(str(told)), traceback.format_exc() if show_tracebacks else "")
+        failure = error if isinstance(error, ShardwiseError) else f"{where}{type(error).__name__}: {error}"
+        print_failure(ShardwiseError(str(failure)), traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
     raise typer.Exit(FOUND)
 

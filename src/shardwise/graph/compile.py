@@ -101,12 +101,12 @@ def compile(
 def _backend(
     backend: str | Backend, passes: Passes, dynamic: bool | None, options: dict[str, Any] | None
 ) -> Backend:
-    told = with_passes(backend, passes, options=options)
+    made = with_passes(backend, passes, options=options)
     if backend == "inductor":
-        return _compat.inductor(told["options"], dynamic)
+        return _compat.inductor(made["options"], dynamic)
     if backend == "eager":
         return lambda module, inputs: module
-    found = told["backend"]
+    found = made["backend"]
     if not callable(found):
         raise ShardingError(
             f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"

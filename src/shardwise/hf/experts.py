@@ -16,7 +16,7 @@ from shardwise.sharded_tensor.dtensor import local_part
 _TAKES = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
-def cut_experts(model: nn.Module, mesh: DeviceMesh, *, alike: DeviceMesh | None = None) -> list[nn.Module]:
+def cut_experts(model: nn.Module, mesh: DeviceMesh, *, tp_mesh: DeviceMesh | None = None) -> list[nn.Module]:
     """Cut a model's experts over the ranks of `mesh`, in place; each takes its own tokens to their experts.
 
     Ranks are given batches of their own. Call it before `fully_shard`; then shard each of the returned
@@ -29,7 +29,7 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh, *, alike: DeviceMesh | None 
         model: with modules that hold all experts of a layer and take (hidden_states, top_k_index,
             top_k_weights), as those of Mixtral, Qwen3-MoE, OLMoE or DeepSeek-V3 do.
         mesh: of one dimension, whose size divides the number of experts. The same model on all ranks.
-        alike: ranks with the same tokens, which share them: see `shardwise.nn.ExpertCut`.
+        tp_mesh: ranks with the same tokens, which share them: see `shardwise.nn.ExpertCut`.
 
     Returns:
         The modules of experts, whose parameters are DTensors now. Collective over `mesh`.
@@ -44,7 +44,7 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh, *, alike: DeviceMesh | None 
             " cut them by shardwise.nn.ExpertCut"
         )
     for module in found:
-        _cut(module, ExpertCut(mesh, module.num_experts, alike=alike))
+        _cut(module, ExpertCut(mesh, module.num_experts, tp_mesh=tp_mesh))
     return found
 
 

@@ -129,11 +129,11 @@ def generate_command(
     alive()
     programs, prompt, tokenizer = made
     found = greedy(programs, prompt, tokens, ends=_ends(folder))[0]
-    told = [" ".join(map(str, found.tolist()))]
-    told += [] if tokenizer is None else [tokenizer.decode(found, skip_special_tokens=True)]
+    lines = [" ".join(map(str, found.tolist()))]
+    lines += [] if tokenizer is None else [tokenizer.decode(found, skip_special_tokens=True)]
     sent = ", ".join(f"{count} {kind}" for kind, count in counts(programs[1]).items()) or "nothing"
     return "\n".join(
-        [*told, f"A token: {sent}; {cache_bytes(programs[1]):,} bytes of cache on rank {rank}", ""]
+        [*lines, f"A token: {sent}; {cache_bytes(programs[1]):,} bytes of cache on rank {rank}", ""]
     )
 
 

@@ -41,14 +41,14 @@ class ExpertCut:
     Args:
         mesh: of one dimension: the ranks, by their order in it. None: every rank has all experts.
         experts: how many there are, a multiple of the ranks.
-        alike: ranks with the same tokens, as those of tensor parallelism: each sends an even share of them.
+        tp_mesh: ranks of tensor parallelism, which have the same tokens: each sends an even share of them.
 
     Raises:
         ShardingError: experts that cannot be shared evenly.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, experts: int, *, alike: DeviceMesh | None = None) -> None:
-        self.mesh, self.alike, self.count = mesh, alike, experts
+    def __init__(self, mesh: DeviceMesh | None, experts: int, *, tp_mesh: DeviceMesh | None = None) -> None:
+        self.mesh, self.tp_mesh, self.count = mesh, tp_mesh, experts
         self.ranks = 1 if mesh is None else mesh.size()
         if experts % self.ranks or not experts:
             raise ShardingError(
@@ -136,15 +136,15 @@ class ExpertCut:
         return rows if self.mesh is None else _compat.exchange(rows, got, sent, self.mesh.get_group())
 
     def _share(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of what all that are alike have."""
-        if self.alike is None:
+        """Return this rank's rows of what all that are tp_mesh have."""
+        if self.tp_mesh is None:
             return whole
-        same = DTensor.from_local(whole, self.alike, [Replicate()], run_check=False)
-        return same.redistribute(self.alike, [Shard(0)]).to_local()
+        same = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
+        return same.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
     def _whole(self, share: Tensor, rows: int) -> Tensor:
-        if self.alike is None:
+        if self.tp_mesh is None:
             return share
         shape, stride = torch.Size((rows, share.shape[1])), (share.shape[1], 1)
-        cut = DTensor.from_local(share, self.alike, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        cut = DTensor.from_local(share, self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
         return cut.full_tensor()

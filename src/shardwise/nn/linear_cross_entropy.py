@@ -167,12 +167,12 @@ class _Sum(torch.autograd.Function):
         largest = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)
         exps, at_target = torch.zeros_like(largest), torch.zeros_like(largest)
         for begin, end, logits in _chunks(hidden, weight, bias, size):
-            above = torch.maximum(largest, logits.amax(1))
+            maximum = torch.maximum(largest, logits.amax(1))
             inside, at = _here(targets - first, begin, end)
             at_target += logits.gather(1, at[:, None])[:, 0].where(inside, 0)
-            shift = _finite(above)
+            shift = _finite(maximum)
             exps = exps * (largest - shift).exp() + logits.sub_(shift[:, None]).exp_().sum(1)
-            largest = above
+            largest = maximum
         if group is not None:
             own = largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

@@ -159,7 +159,7 @@ class ShardedOptimizer(Optimizer):
         """
         inner = self._inner
 
-        def alike(groups: list[dict[str, Any]]) -> Optimizer:
+        def like_original(groups: list[dict[str, Any]]) -> Optimizer:
             made: Any = object.__new__(type(inner))
             made.__dict__.update(vars(inner))  # its options, whatever its constructor takes
             made.state, made.param_groups = defaultdict(dict), groups
@@ -168,7 +168,7 @@ class ShardedOptimizer(Optimizer):
         frozen = {
             x for name, own in self._tensors.items() if not self._named[name].requires_grad for x in own
         }
-        allocate_state(self, alike, frozen=frozen)
+        allocate_state(self, like_original, frozen=frozen)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -91,14 +91,14 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     carrier = {torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype)
     if group.size() == 1:
         return tensor.detach().to(carrier, copy=True, memory_format=torch.contiguous_format).to(tensor.dtype)
-    count, told = tensor.numel(), tensor.is_cpu
-    reduced = torch.empty(count + told, dtype=carrier, device=tensor.device)
+    count, checked = tensor.numel(), tensor.is_cpu
+    reduced = torch.empty(count + checked, dtype=carrier, device=tensor.device)
     reduced[:count].view(tensor.shape).copy_(tensor.detach())
     right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank that is well
-    if told:
+    if checked:
         reduced[count] = 1 - right if failure.flag() else right
     dist.all_reduce(reduced, op=op, group=group)
-    if told and reduced[count].item() != right:
+    if checked and reduced[count].item() != right:
         failure.raise_everywhere(group)
     return reduced.resize_(tensor.shape).to(tensor.dtype)
 

@@ -45,9 +45,9 @@ def gather_shards(
         except Exception as error:  # of things that are no shards or no size
             raise ShardingError(f"found shards {held!r} of {global_size!r}: {error}") from error
         problems = [problem for index, shard in enumerate(found) for problem in _problems(index, shard)]
-        told = [_properties(shard.tensor) for shard in found]
-        expected = {name: value for each in reversed(told) for name, value in each.items()}
-        for index, (shard, properties) in enumerate(zip(found, told, strict=True)):
+        found_properties = [_properties(shard.tensor) for shard in found]
+        expected = {name: value for each in reversed(found_properties) for name, value in each.items()}
+        for index, (shard, properties) in enumerate(zip(found, found_properties, strict=True)):
             problems += _unlike(index, shard, properties, expected, "shard 0 has")
         if problems:
             raise ShardingError("\n".join(problems))
@@ -55,18 +55,18 @@ def gather_shards(
         words = [(place.shard_offsets, place.shard_sizes, str(place.placement)) for place in places]
         return {"size": list(size), "shards": words, **expected}
 
-    told = together("making a sharded tensor of local shards", described, group=group, kind=ShardingError)
+    by_rank = together("making a sharded tensor of local shards", described, group=group, kind=ShardingError)
     ranks = dist.get_process_group_ranks(group)
     problems: list[str] = []
     for name in ("size", *_PROPERTIES):
-        problems += _differing(name, {r: t[name] for r, t in zip(ranks, told, strict=True) if name in t})
+        problems += _differing(name, {r: t[name] for r, t in zip(ranks, by_rank, strict=True) if name in t})
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
-    known = {name: value for tale in reversed(told) for name, value in tale.items()}
+    known = {name: value for each in reversed(by_rank) for name, value in each.items()}
     properties = {name: known[name] for name in ("requires_grad", "pin_memory") if name in known}
     properties |= {name: _named(known[name]) for name in ("dtype", "memory_format") if name in known}
     metadata = ShardedTensorMetadata(
-        [ShardMetadata(*place) for tale in told for place in tale["shards"]],
+        [ShardMetadata(*place) for each in by_rank for place in each["shards"]],
         size_of(global_size),
         TensorProperties(**properties),
     )
@@ -105,8 +105,8 @@ def proposed(
         made = make()
         words = text(made)
     except Exception as error:  # of a user's spec, whatever it raises
-        said = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail the same way say the same
-        agree(f"impossible: {said}", group=group, what=what)
+        message = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail the same way say the same
+        agree(f"impossible: {message}", group=group, what=what)
         raise
     return made, Agreement(words, group=group, what=what)
 

@@ -97,8 +97,8 @@ def _of_listed_shards(
     listed = [] if mesh.get_coordinate() is None else list(local.local_shards())
     offsets = [list(chunk) for chunk in local.local_offsets()[: len(listed)]]
     places = [[at, list(shard.shape)] for at, shard in zip(offsets, listed, strict=True)]
-    told = together("from_dtensor()", lambda: places, group=group, kind=ShardingError)
-    before = [place for tale in told[: group.rank()] for place in tale]
+    by_rank = together("from_dtensor()", lambda: places, group=group, kind=ShardingError)
+    before = [place for each in by_rank[: group.rank()] for place in each]
     rank = dist.get_rank()
     shards = [
         Shard.from_tensor_and_offsets(shard.detach(), at, rank)
@@ -468,14 +468,14 @@ def _all_boxes(
 ) -> list[Box]:
     """Return every rank's box. Raises on every rank where rows are not of one tensor."""
     tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
-    told = together(
+    by_rank = together(
         "comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group, kind=ShardingError
     )
-    expected = told[0][0] if shape is None else f"{tuple(shape)}"
-    for rank, (found, _, _) in zip(dist.get_process_group_ranks(group), told, strict=True):
+    expected = by_rank[0][0] if shape is None else f"{tuple(shape)}"
+    for rank, (found, _, _) in zip(dist.get_process_group_ranks(group), by_rank, strict=True):
         if found != expected:
             raise ShardingError(
                 f"{here()}: expected rows of a tensor of shape {expected} on every rank, found {found} on"
                 f" rank {rank}; pass the rows of the same tensor"
             )
-    return [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in told]
+    return [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in by_rank]

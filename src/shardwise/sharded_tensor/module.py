@@ -314,9 +314,9 @@ def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup)
     sharders = [name for name, spec in plan.plan.items() if _is_sharder(spec)]
     parameters: dict[int, str] = {}
     for name, spec in plan.plan.items():
-        above = next((p for p in sharders if p != name and (not p or name.startswith(f"{p}."))), None)
-        if above is not None:
-            within = above or "the module itself"
+        outer = next((p for p in sharders if p != name and (not p or name.startswith(f"{p}."))), None)
+        if outer is not None:
+            within = outer or "the module itself"
             raise ShardingError(f"{name} lies within {within}, which has a Sharder; name only one of them")
         if _is_sharder(spec):
             if name not in modules:

@@ -141,8 +141,8 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     group, rank = sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
     plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), rank)
-    said = failure.prepend_failures(plan.text, failure.known(sharded))
-    agreement = Agreement(said, group=group, what="the tensor to make whole")
+    text = failure.prepend_failures(plan.text, failure.known(sharded))
+    agreement = Agreement(text, group=group, what="the tensor to make whole")
     (whole,), _ = autograd.moved(
         sharded.tensors,
         plan.messages,
@@ -167,12 +167,12 @@ def _gather(
 ) -> Tensor | None:
     metadata, group = sharded.metadata(), sharded.process_group
 
-    def told() -> tuple[int, str]:
+    def described() -> tuple[int, str]:
         failure.raise_here(failure.known(sharded))
         _check_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
         return dst, str(dtype)
 
-    asked = together("gather()", told, group=group, kind=ShardingError)
+    asked = together("gather()", described, group=group, kind=ShardingError)
     if any(other != asked[0] for other in asked):
         wanted_by, dtypes = map(list, zip(*asked, strict=True))
         raise ShardingError(

@@ -34,14 +34,14 @@ def register_shards(sharded: ShardedTensor) -> None:
     """
     group = sharded.process_group
     what = "referring to shards by torch RPC"
-    told = together(what, lambda: _register(sharded), group=group, kind=ShardingError)
+    by_rank = together(what, lambda: _register(sharded), group=group, kind=ShardingError)
     found: dict[int, list[RRef[Shard]]] = {}
 
     def ask() -> None:
         holders = {shard.rank for shard in sharded.metadata().shards_metadata}
         asked = {
             rank: rpc.rpc_async(rank, _references, args=(other,))
-            for rank, other in zip(dist.get_process_group_ranks(group), told, strict=True)
+            for rank, other in zip(dist.get_process_group_ranks(group), by_rank, strict=True)
             if rank != dist.get_rank() and rank in holders
         }
         found.update((rank, answer.wait()) for rank, answer in asked.items())

@@ -272,7 +272,7 @@ def _solve(
     space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
 ) -> _Solved | None:
     """Return the cheapest styles, or None where none can be built, fit the budget and are as `forced`."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     count = len(STYLES)
     integers = count * len(space.decisions)
     program = _Program([0.0] * integers)
@@ -296,7 +296,7 @@ def _solve(
     built = iter(found.x[integers:])  # the uses of these styles are 1, all others 0
     uses = tuple(max(step.uses, key=lambda use: next(built)) for step in space.steps)
     gap = float(getattr(found, "mip_gap", None) or 0.0)
-    return _Solved(tuple(STYLES[s] for s in chosen), uses, time.perf_counter() - begun, gap)
+    return _Solved(tuple(STYLES[s] for s in chosen), uses, time.perf_counter() - started, gap)
 
 
 def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:

@@ -198,10 +198,10 @@ class _Exploration:
     def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
         """Explore an operation, whose result is `node`, or an output."""
         leaves = inputs if node is None else [*inputs, node]
-        alike = None if node is None else self._likeness(node, inputs)
-        found = self.known.get(alike) or self._uses(inputs, leaves, build)
-        if alike is not None:
-            self.known[alike] = found
+        key = None if node is None else self._likeness(node, inputs)
+        found = self.known.get(key) or self._uses(inputs, leaves, build)
+        if key is not None:
+            self.known[key] = found
         uses, left = found
         if not uses:
             what = "an output" if node is None else f"{name_of(node)} ({node.name})"
@@ -229,8 +229,8 @@ class _Exploration:
 
     def _likeness(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
-        told = [_metadata(x) for x in (*inputs, node)]
-        if None in told:
+        known = [_metadata(x) for x in (*inputs, node)]
+        if None in known:
             return None
         index = {x: place for place, x in enumerate(inputs)}
         args = repr(map_arg((node.args, node.kwargs), lambda x: f"%{index[x]}"))
@@ -244,7 +244,7 @@ class _Exploration:
                 return None
             shape = node.meta["val"].shape
             cut = column_ranges(self._partition([], []), node, shape[-1], dim=len(shape) - 1)
-        return node.target, args, tuple(told), users, states, owned, cut
+        return node.target, args, tuple(known), users, states, owned, cut
 
     def _combinations(self, inputs: list[fx.Node]) -> Iterator[_Combination]:
         """Yield combinations of the inputs' states; if too many, inputs with the same states share one."""
@@ -374,10 +374,10 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
             weights[name] = node
         else:
             of_module[name.rpartition(".")[0]].append(name)
-    alike = repeated({name: _kind(node) for name, node in weights.items()})
+    kind_of = repeated({name: _kind(node) for name, node in weights.items()})
     groups: dict[str, list[str]] = defaultdict(list)
     for name in weights:
-        groups[alike[name]].append(name)
+        groups[kind_of[name]].append(name)
     found = []
     for names in groups.values():
         vectors = {name: of_module.pop(name.rpartition(".")[0], []) for name in names}

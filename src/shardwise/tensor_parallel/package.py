@@ -82,7 +82,7 @@ def save(
         group = group or default_group()
     first = group is None or dist.get_rank(group) == 0
 
-    def told(action: Callable[[], Any]) -> list[Any]:
+    def on_all(action: Callable[[], Any]) -> list[Any]:
         """Return the action's result on each rank that saves."""
         if group is None:
             return [action()]
@@ -95,13 +95,13 @@ def save(
             )
         return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
 
-    _check_parts([record for each in told(check) for record in each])
+    _check_parts([record for each in on_all(check) for record in each])
     beside = str(_beside(place))
-    temporary = Path(told(lambda: beside)[0])
+    temporary = Path(on_all(lambda: beside)[0])
     try:
-        written = told(lambda: _write(mine, temporary))
+        written = on_all(lambda: _write(mine, temporary))
         files = {name: each for part in written for name, each in part.items()}
-        told(lambda: _finish(temporary, place, records[0], files) if first else None)
+        on_all(lambda: _finish(temporary, place, records[0], files) if first else None)
     finally:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -88,10 +88,10 @@ def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
     except ShardingError:
         raise
     except Exception as error:
-        told = str(error).strip().partition("\n")[0]
+        cause = str(error).strip().partition("\n")[0]
         raise ShardingError(
             f"{type(model).__name__} cannot be exported with a cache of fixed size"
-            f" ({type(error).__name__}: {told}); generate with the whole model, or another model"
+            f" ({type(error).__name__}: {cause}); generate with the whole model, or another model"
         ) from error
 
 

@@ -79,7 +79,7 @@ class _Pass:
         self.own: set[fx.Node] = set()
         self.flows: set[fx.Node] = set()  # gradients may go through these
         self.shared: dict[fx.Node, fx.Node] = {}  # whole values, as they go into own work
-        self.told: dict[fx.Node, Placement] = {
+        self.given: dict[fx.Node, Placement] = {
             value.node: value.placement
             for value in p.values.values()
             if isinstance(value.node, fx.Node) and not isinstance(value.placement, tuple)
@@ -113,7 +113,7 @@ class _Pass:
 
     def is_cut(self, node: fx.Node) -> bool:
         """Return whether `node` gives a value of this rank's own, whatever its inputs are."""
-        return node in self.cut or node.meta.get("own", False) or self.told.get(node, REPLICATE) != REPLICATE
+        return node in self.cut or node.meta.get("own", False) or self.given.get(node, REPLICATE) != REPLICATE
 
     def _input(self, node: fx.Node, first: fx.Node) -> None:
         if _has_gradient(node) and node.name not in self.buffers:
@@ -141,7 +141,7 @@ class _Pass:
         for x in flows:
             if x not in self.own:
                 node.replace_input_with(x, self._replicated(x, node))
-        if self.told.get(node) == REPLICATE and node in self.flows:
+        if self.given.get(node) == REPLICATE and node in self.flows:
             self._after(node, node.next, ops.once.default, self.p.rank)
         return None
 

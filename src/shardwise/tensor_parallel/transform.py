@@ -236,7 +236,7 @@ def _report(
             " would gather {bytes} bytes that no style asks for; give output_layouts=Replicate() to its"
             " module, another style, or pass strict=False".format(**unasked[0])
         )
-    told, uncut = p.warnings, []
+    texts, uncut = p.warnings, []
     for node, x in p.parameters.items():
         shape, at = tuple(node.meta["val"].shape), x.placement
         if asked.get(node) is not None and len(shape) >= 2 and not isinstance(at, Split):
@@ -256,6 +256,6 @@ def _report(
         text = uncut[0] + (f" (and {len(uncut) - 1} more like it)" if len(uncut) > 1 else "")
         if strict:
             raise ShardingError(f"{text}; leave its style out, or pass strict=False")
-        told = [*told, text]
-    for text in told:
+        texts = [*texts, text]
+    for text in texts:
         warnings.warn(text, stacklevel=3)

@@ -193,9 +193,9 @@ def _name_problems(
 
 def _gather_differences(differences: list[Difference]) -> list[Difference]:
     """Gather what all ranks found, merged, on rank 0; empty elsewhere."""
-    told = together(
+    by_rank = together(
         "merging what ranks found", lambda: [dataclasses.asdict(difference) for difference in differences]
     )
     if dist.get_rank() != 0:
         return []
-    return merge_ranks([Difference(**fields) for fields in each] for each in told)
+    return merge_ranks([Difference(**fields) for fields in each] for each in by_rank)

@@ -206,8 +206,8 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
 
     size = input.metadata().size
     metadata = input.metadata().map(row(tuple(size)), lambda box: Box(row(box.offsets), row(box.sizes)))
-    alike = input.metadata() if target.is_floating_point() else metadata
-    targets = parts(target, leader=input, metadata=alike)
+    cut = input.metadata() if target.is_floating_point() else metadata
+    targets = parts(target, leader=input, metadata=cut)
     made = [
         func(tensor, piece, weight, **given) if tensor.numel() else tied(tensor.sum(dim), [piece])
         for tensor, piece in zip(input.tensors, targets, strict=False)

@@ -224,21 +224,21 @@ def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Looku
         error = wrong
     if asked is not None and asked.ids.is_meta:
         return asked, []
-    told = torch.zeros(group.size(), 4, dtype=torch.int64)
+    counts = torch.zeros(group.size(), 4, dtype=torch.int64)
     if asked is not None:
         ids = fingerprint(f"{asked.shape} {asked.bags}", asked.ids.to(torch.int64), asked.bag)
-        told[group.rank()] = torch.tensor([1, ids, len(asked.ids), asked.bags])
-    on_group = told if asked is None else told.to(asked.ids.device)
-    told = all_reduced(on_group, group).cpu()
-    if not told[:, _RIGHT].all():
+        counts[group.rank()] = torch.tensor([1, ids, len(asked.ids), asked.bags])
+    on_group = counts if asked is None else counts.to(asked.ids.device)
+    counts = all_reduced(on_group, group).cpu()
+    if not counts[:, _RIGHT].all():
         try:
             together("looking up ids", lambda: _raise(error), group=group, kind=ShardingError)
         except ShardingError as everywhere:
             raise (error or everywhere) from everywhere.__cause__
     assert asked is not None
-    if (told[:, _HASH] == told[0, _HASH]).all():
+    if (counts[:, _HASH] == counts[0, _HASH]).all():
         return asked, []
-    return asked, [(ids, bags) for ids, bags in told[:, [_IDS, _BAGS]].tolist()]
+    return asked, [(ids, bags) for ids, bags in counts[:, [_IDS, _BAGS]].tolist()]
 
 
 def of_all(

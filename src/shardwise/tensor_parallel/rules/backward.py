@@ -33,12 +33,12 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     own, dtype = among_own(p, at, p.shape(x)[dim]), node.meta["val"].dtype
 
-    def rows(above: Tensor, target: Tensor, weight: Tensor | None, total: Tensor) -> Tensor:
+    def rows(grad: Tensor, target: Tensor, weight: Tensor | None, total: Tensor) -> Tensor:
         index = target.unsqueeze(dim)
         skipped = index == ignored
-        above = above.unsqueeze(dim) if reduction == NONE else above / total if reduction == MEAN else above
+        grad = grad.unsqueeze(dim) if reduction == NONE else grad / total if reduction == MEAN else grad
         # no weight but nan times 0 is nan: of a mean over no rows
-        return (-loss_weights(weight, index, skipped, dtype) * above).masked_fill(skipped, 0)
+        return (-loss_weights(weight, index, skipped, dtype) * grad).masked_fill(skipped, 0)
 
     def placed(here: Tensor, target: Tensor, row: Tensor) -> Tensor:
         made, index = torch.zeros_like(here), target.unsqueeze(dim)

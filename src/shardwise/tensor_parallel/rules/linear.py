@@ -45,8 +45,8 @@ def product(p: Partition, node: fx.Node) -> None:
     last, rows = len(p.shape(a)) - 1, len(p.shape(b)) - 2
     at_a, at_b = p.placement(a), p.placement(b)
     if rows >= 0 and isinstance(at_b, Split) and at_b.dim == rows:
-        alike = isinstance(at_a, Split) and at_a.dim == last and at_a.on(0) == at_b.on(0)
-        if alike or (at_a == REPLICATE and _is_weight(p, b)):
+        same_cut = isinstance(at_a, Split) and at_a.dim == last and at_a.on(0) == at_b.on(0)
+        if same_cut or (at_a == REPLICATE and _is_weight(p, b)):
             once = at_b.once()
             return p.locally(node, {a: once.on(last), b: once}, PARTIAL)
     return p.follow(node, _factors(p, node, a, b))

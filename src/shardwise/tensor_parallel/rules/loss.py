@@ -118,8 +118,8 @@ def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
     if not is_tensor(index) or len(p.shape(index)) != len(p.shape(x)) or not p.shape(x):
         return False
     sizes = enumerate(zip(p.shape(index), p.shape(x), strict=True))
-    alike = all(d == dim or same_size(one, other) for d, (one, other) in sizes)
-    return alike and int(along) % len(p.shape(x)) == dim
+    same_sizes = all(d == dim or same_size(one, other) for d, (one, other) in sizes)
+    return same_sizes and int(along) % len(p.shape(x)) == dim
 
 
 def choose(p: Partition, node: fx.Node) -> None:

@@ -199,8 +199,8 @@ def gather(p: Partition, node: fx.Node) -> None:
             return placed(p, node)
     if not is_tensor(chosen) or not isinstance(dim, int) or any(len(p.shape(t)) != ndim for t in tensors):
         return p.repeat(node)
-    alike = [len({p.hints(t)[d] for t in tensors}) == 1 and d != dim % ndim for d in range(ndim)]
-    own = [d if alike[d] else None for d in range(ndim)]
+    same = [len({p.hints(t)[d] for t in tensors}) == 1 and d != dim % ndim for d in range(ndim)]
+    own = [d if same[d] else None for d in range(ndim)]
     return p.follow(node, dict.fromkeys(tensors, own))
 
 

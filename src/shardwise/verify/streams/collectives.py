@@ -345,8 +345,8 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
     with ExitStack() as stack:
         for kind in kinds:
             for name in {*COLLECTIVES, "allgather_coalesced", "recv_anysource"} & set(vars(kind)):
-                told = collectives.method(name, vars(kind)[name])
-                stack.enter_context(mock.patch.object(kind, name, told))
+                method = collectives.method(name, vars(kind)[name])
+                stack.enter_context(mock.patch.object(kind, name, method))
         backend_of = getattr(dist.ProcessGroup, _compat.BACKEND_OF)
 
         def of_device(group: dist.ProcessGroup, device: torch.device) -> Any:

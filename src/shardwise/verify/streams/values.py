@@ -75,7 +75,7 @@ class _Job:
     run: Callable[[], Any]
     uses: list[_Shadow]
     writes: list[_Shadow]
-    begun: bool = False
+    started: bool = False
     runs: bool = False
 
 
@@ -330,12 +330,12 @@ class Late:
     def _begin_what_can(self) -> None:
         """Begin operations that could run now: what they write has no value until they finish."""
         for jobs in self._waiting.values():
-            if jobs and not jobs[0].begun and self._is_ready(jobs[0]):
-                job, jobs[0].begun = jobs[0], True
+            if jobs and not jobs[0].started and self._is_ready(jobs[0]):
+                job, jobs[0].started = jobs[0], True
                 self._use(job, job.begin)
 
     def _run(self, job: _Job) -> None:
-        job.begun = job.runs = True
+        job.started = job.runs = True
         if job.operation in self._stalled:
             self._stalled.remove(job.operation)
         for shadow in job.uses:
