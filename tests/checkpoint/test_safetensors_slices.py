@@ -226,7 +226,7 @@ def test_reading_finds_files_and_says_what_it_does_not_find(tmp_path: Path) -> N
         folder, spec=ChunkShardingSpec(2, ["rank:0"])
     )
     assert (
-        "found torch.float32 (6, 2) in group rank 0's cut, but torch.float16 (6, 2) on group rank 1"
+        "found torch.float32 (6, 2) in group rank 0's cut, and on group rank 1 torch.float16 (6, 2)"
         in load(folder, dtype=[torch.float32, torch.float16][rank])
     )
     only_here = load([folder, folder / "missing"][rank])

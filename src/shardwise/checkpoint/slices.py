@@ -318,8 +318,8 @@ def load_slices(
     for rank, found in enumerate(every):
         if found != every[0]:
             raise CheckpointError(
-                f"{what} failed: found {every[0][1]} {tuple(every[0][0])} in group rank 0's cut, but"
-                f" {found[1]} {tuple(found[0])} on group rank {rank}, maybe in another cut; give all ranks the"
+                f"{what} failed: found {every[0][1]} {tuple(every[0][0])} in group rank 0's cut, and on"
+                f" group rank {rank} {found[1]} {tuple(found[0])}, maybe in another cut; give all ranks the"
                 " same files, spec and dtype"
             )
     return made[0]
