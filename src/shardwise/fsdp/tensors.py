@@ -40,6 +40,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
             return new
         if dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
             return type(value)(**new)
+        # Its class may take other arguments, or have a default.
         copied = copy.copy(value)
         for key, item in new.items():
             copied[key] = item
@@ -111,7 +112,9 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
                 for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
                     found.setdefault(id(tensor), tensor)
         elif id(one) not in seen and not isinstance(one, _OPAQUE):
+            # Objects may lead back to themselves.
             seen.add(id(one))
+            # A stack gives them back in order of appearance.
             left.extend(reversed(_parts(one)))
     return list(found.values())
 
