@@ -76,6 +76,7 @@ def foreach_all_gather(
     dtype, numel = dtypes[0], inputs[0].numel()
     if len(inputs) > 1:
         dtype = gather_dtype(dtypes)
+        # What travels as bytes is counted in bytes.
         scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
         numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
     ranks = 1 if group is None else group.size()
@@ -105,6 +106,7 @@ def foreach_all_gather(
                 shard.copy_(only, non_blocking=True)
             else:
                 copy_in(inputs, out=shard)
+    # No gather follows: whoever copies out waits for the copy-in itself.
     if group is None or ranks == 1:
         return AllGatherResult(output, inputs, None if side is None else record_event(side.copy_in), None)
     if side is None:
@@ -125,6 +127,7 @@ def copy_in(inputs: Sequence[Tensor], *, out: Tensor) -> None:
     sizes = [t.numel() for t in inputs]
     if sum(sizes) != out.numel():
         _raise_total("inputs", sum(sizes), out.numel())
+    # Views of one buffer, filled by one batched copy.
     _compat.foreach_copy(out.split(sizes), inputs)
 
 

@@ -61,6 +61,7 @@ class CommStreams:
             Does `owner` have its memory still?
         """
         waiting, has_memory = self._freed, False
+        # From the end, as what is taken out moves those behind it.
         for place in reversed(range(len(waiting))):
             if waiting[place][0] is owner:  # never by ==, which would compare tensors
                 # The gather that follows on this stream overwrites what computation may still read.

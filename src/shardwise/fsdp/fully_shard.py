@@ -336,6 +336,7 @@ def _find_params(
             if param is not None and id(param) not in left_out and id(param) not in by_id:
                 by_id[id(param)] = _Found(param, name, [])
     for root in roots:
+        # All modules, those of earlier calls too: a tied parameter is switched wherever it stands.
         for prefix, one in root.named_modules():
             for name, param in _compat.parameters_of(one).items():
                 if (found := by_id.get(id(param))) is None:

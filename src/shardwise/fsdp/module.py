@@ -170,6 +170,7 @@ class UnshardHandle:
     """Waits for an `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, state: ModuleState) -> None:
+        # Weakly: a handle keeps no model alive.
         self._gathering: weakref.ref[ModuleState] | None = state.myself
 
     def wait(self) -> None:

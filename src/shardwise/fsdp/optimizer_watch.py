@@ -101,6 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fast.forget_empty_params(optimizer)
         if not compiled:
             fast.step_locally(optimizer)
+    # The first argument is the optimizer itself.
     closure = any(value is not None for value in (*args[1:], *kwargs.values()))
     if not (closure or _compat.has_step_hooks(optimizer)):  # which make gradients, or look at them
         fast.skip_empty_params(optimizer)

@@ -40,6 +40,7 @@ class ModuleSettings(nn.Module):
 
     def _states(self, recurse: bool) -> Iterator[ModuleState]:
         modules = self.modules() if recurse else iter([self])
+        # Each once, and in order: the modules of a list share one.
         yield from dict.fromkeys(s for module in modules if (s := state_of(module)) is not None)
 
     def _set(self, recurse: bool, **settings: Any) -> None:
@@ -209,6 +210,7 @@ class ModuleSettings(nn.Module):
         self._set(recurse, max_input_buffers=max_input_buffers)
         for state in self._states(recurse):
             if state.schedule is not None:
+                # Inputs of all groups are counted together, so the largest setting holds.
                 state.schedule.max_reduce_inputs = max(state.schedule.max_reduce_inputs, max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

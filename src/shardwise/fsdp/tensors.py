@@ -89,6 +89,7 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
             return tensor
         if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
             return next(tensors)
+        # A rank without shards has an anchor in the graph in their place.
         new = [next(tensors) if shard.requires_grad else shard for shard in tensor.tensors]
         return tensor.with_tensors(new, anchor=None if new else next(tensors))
 

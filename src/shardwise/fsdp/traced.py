@@ -188,6 +188,7 @@ class Collectives:
     device: torch.device
 
     def gather(self, shard: Tensor) -> Tensor:
+        # First, so that the lower dtype is what travels.
         shard = shard.to(self.gather_dtype)
         if self.gather_group is None:
             return shard
