@@ -85,7 +85,7 @@ def foreach_all_gather(
     side = None if async_op else streams
     only = inputs[0]
     in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
-    if in_place and ranks == 1:  # which a hook may have made
+    if in_place and ranks == 1:  # a hook may have made it on `copy_in`
         return AllGatherResult(only, inputs, None if side is None else record_event(side.copy_in), None)
     if group is not None and in_place and side is None:
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
@@ -127,7 +127,6 @@ def copy_in(inputs: Sequence[Tensor], *, out: Tensor) -> None:
     sizes = [t.numel() for t in inputs]
     if sum(sizes) != out.numel():
         _raise_total("inputs", sum(sizes), out.numel())
-    # Views of one buffer, filled by one batched copy.
     _compat.foreach_copy(out.split(sizes), inputs)
 
 

@@ -208,6 +208,7 @@ class Order:
         place = f"{self.prefix}{self.passes}.{node.depth}/"
         keys = [f"{place}{rank}" for rank in range(self.size)]
         try:
+            # The digest is compared; the text is printed where it differs.
             self.store.set(keys[self.rank], node.digest.hex() + event.text)
             self._wait_for(keys)
             words = [value.decode() for value in self.store.multi_get(keys)]
@@ -241,6 +242,7 @@ class Order:
     def _wait_for(self, keys: list[str]) -> None:
         begun, pause = time.monotonic(), _HASTE
         self.asking = True
+        # Polled, so that a verdict of the thread that watches ends it.
         while not self.store.check(keys):
             if self.verdict is None and time.monotonic() - begun > self.timeout:
                 self.verdict = self.account(f"waited {self.timeout:g} s, its timeout")

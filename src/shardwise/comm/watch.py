@@ -107,6 +107,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     if verdict is None:
         if not of_transport(error):
             return error
+        # After a timeout all connections may be whole.
         closed = not any(word in str(error) for word in _OF_TIME)
         found = (_roll_call(order, closed=closed) for order in orders)
         verdict = next((words for words in found if words is not None), None)

@@ -279,7 +279,6 @@ class ContiguousReducer(GradReducer):
             staging.buffer.zero_()
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             found = [grad for grad in grads if grad is not None]
-        # One batched copy, which casts on the way.
         _compat.foreach_copy(targets, found)
         # All gradients go before the collective runs, if none is missing; with streams the caller holds them.
         del grads[:]

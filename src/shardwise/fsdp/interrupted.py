@@ -127,6 +127,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         schedules = {id(found): found for state in states() if (found := state.schedule) is not None}
         for schedule in schedules.values():
             for order in schedule.orders:
+                # Backwards of other threads go on.
                 if order.backward is not None and order.backward.thread == threading.get_ident():
                     leave([order], f"{why}, after it had begun to {order.doing()}: {better or error}")
                 elif order.backward is None and schedule.order:  # it had not reached a sharded module

@@ -103,6 +103,7 @@ class ModuleState:
         self.prefetch_in_backward: list[weakref.ref[ModuleState]] = []
         self.shared_streams: CommStreams | None = None
         self.schedule_settings: dict[str, Any] = {}  # set before there is a schedule
+        # One object, so that whoever refers to this state is compared by identity.
         self.myself = weakref.ref(self)
         for module in modules:
             module.__dict__[_KEY] = self

@@ -73,6 +73,7 @@ class GradReducer(ABC):
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
         """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
         complete = len(params) == len(self.group.params)
+        # Names only where some are missing, as making the usual key costs little then.
         key = (of, None if complete else tuple([param.name for param in params]))
         found = self._events.get(key)
         if found is None:

@@ -285,6 +285,7 @@ class FSDPState(ModuleState):
 
     def _await_end(self, schedule: Schedule) -> None:
         root = schedule.root()
+        # The model was deleted, and backward of what it computed runs on.
         if root is None:
             return
         if _compat.in_compiled_autograd():
