@@ -48,6 +48,7 @@ def fingerprint(text: str, *tensors: Tensor) -> int:
     digest = hashlib.sha256(text.encode())
     for tensor in tensors:
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    # Words travel as int64, which has a sign.
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
@@ -82,6 +83,7 @@ def agree(
         if len(set(described.values())) > 1:
             heard[differences(described)] = None
         heard |= {found: None for words in said.values() for found in words[1:]}
+    # Not before the last group, where ranks of others wait for this one's word.
     if heard:
         raise _mismatch(what, "\n".join(heard), advice)
 
@@ -140,6 +142,7 @@ class Agreement:
         self._sends.clear()
         if all(word == self._own for word in said.values()):
             return {}
+        # All ranks have the same words, so all come here or none.
         texts = gather_text(self._description, group=self._group, device=self._device)
         return dict(zip(dist.get_process_group_ranks(self._group), texts, strict=True))
 
@@ -186,6 +189,7 @@ def together(
     own: Exception | None = None
     try:
         result = action()
+        # Within: a result that JSON cannot hold fails on all ranks too.
         text = json.dumps([result, None])
     except Exception as error:
         own = error
@@ -265,11 +269,13 @@ def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | N
     if ranks == 1:
         return [text]
     device = device or device_of(group)
+    # Names of files that are no UTF-8 have lone surrogates.
     encoded = text.encode("utf-8", "surrogatepass")
     lengths = _all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device), group).tolist()
     longest = max(lengths)
     if longest == 0:
         return [""] * ranks
+    # A bytearray, as torch warns of memory that must not be written.
     padded = torch.frombuffer(bytearray(encoded.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = _all_gather(padded.to(device), group).cpu().view(ranks, longest)
     return [

@@ -136,6 +136,7 @@ class SymmetricAllGather(DefaultAllGather):
             buffer = _compat.symmetric_empty(key[0], dtype, device, self.group)
         else:
             buffer, _ = buffers.pop(free)
+        # A new tensor each time: when it is gone, nobody uses the buffer any more.
         given = buffer.view(-1)
         buffers.append((buffer, weakref.ref(given)))
         return given

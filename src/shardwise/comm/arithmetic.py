@@ -72,6 +72,7 @@ def divide_factors(
             if backend not in SUMMING_BACKENDS:
                 return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
         elif backend == "nccl":
+            # NCCL multiplies within the reduction, which spares a pass over the shard.
             op = ReduceOp.AVG if factor == shard_size else _compat.premultiplied_sum(1 / factor)
             return DivideFactors(None, None, op, ReduceOp.SUM)
     total = float(ranks) if factor is None else factor
@@ -84,6 +85,7 @@ def divide_factors(
 def _near_square_root(total: float) -> float:
     """Return the smallest power of two that divides `total` no further or is at least its root."""
     before = 1.0
+    # A power of two divides without rounding, short of underflow.
     while total % before == 0 and before * before < total:
         before *= 2
     return before
@@ -98,6 +100,7 @@ def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool
         return reduce(values.clone(memory_format=torch.contiguous_format))
     no_number = values.isnan()
     sign = 1 if largest else -1
+    # One reduction tells both: by its sign the flag of any rank outlasts the others' zeros.
     both = torch.stack([values.masked_fill(no_number, 0), no_number.to(values.dtype) * sign])
     value, no_number = reduce(both).unbind()
     return value.masked_fill(no_number != 0, torch.nan)

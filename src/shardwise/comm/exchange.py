@@ -74,6 +74,7 @@ def exchange(
         ShardingError: tensors that do not fit their boxes or each other, messages that leave the boxes, or
             a device that `group` cannot serve; this rank has sent nothing then.
     """
+    # First of all: what does not fit raises before anything was sent.
     _check(source, target)
     rank = group.rank()
     sends: dict[int, list[Tensor]] = {}
@@ -85,10 +86,12 @@ def exchange(
         if message.receiver == rank:
             filled = part(*target[message.target], message.box)
             receives.setdefault(message.sender, []).append(filled)
+    # Both are in the order of messages, so what is taken and what it fills match.
     local = list(zip(receives.pop(rank, []), sends.pop(rank, []), strict=True))
     if not sends and not receives:
         _copy(local)
         if agreement is not None:
+            # A rank that moves nothing raises where the others do.
             agreement.confirm()
         return
     device = (source or target)[0][1].device
@@ -96,6 +99,7 @@ def exchange(
         _exchange_over_gloo(local, sends, receives, group, agreement)
     else:
         if agreement is not None:
+            # Before any message, as these backends know no tags that keep other meanings apart.
             agreement.confirm()
         _exchange_in_batch(local, sends, receives, group)
 
@@ -144,6 +148,7 @@ def _end_to_end(
     messages: Sequence[Message], peers: Sequence[int], ranks: int, like: Tensor
 ) -> tuple[tuple[Tensor, list[int]], list[tuple[Message, Tensor]]]:
     """Return a buffer of bytes, how many are for each peer, and each message's box in it, by peer."""
+    # Stable: messages between two ranks stay in their order, which is equal on both.
     placed = sorted(zip(peers, messages, strict=True), key=lambda pair: pair[0])
     sizes = [message.box.numel for _, message in placed]
     buffer, counts = like.new_empty(sum(sizes)), [0] * ranks
@@ -171,6 +176,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
         return
     largest, traced = max(numels), _compat.is_functional(whole)
     if not traced and (len(holders) == 1 or largest * ranks > 2 * sum(numels)):
+        # In one order on all ranks: each is a collective.
         for rank in holders:
             wire, staged = _buffer(parts[rank], whole.device)
             _copy((view, own) for own, view in staged)
@@ -180,6 +186,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
     flat = [each.reshape(-1) for each in parts[group.rank()]]
     if padding := largest - numels[group.rank()]:
         flat.append(whole.new_zeros(padding))
+    # Sent from where it lies, if it lies end to end.
     mine = flat[0] if len(flat) == 1 and flat[0].stride(0) == 1 else torch.cat(flat)
     if traced:
         gathered = _compat.traced_all_gather(mine, ranks, group.group_name)
@@ -242,12 +249,14 @@ def _exchange_over_gloo(
         if peer in receives:
             wire, staged = _buffer(receives[peer], cpu)
             receiving.append((group.recv([wire], peer, tag), staged))
+    # While messages are on their way.
     _copy(local)
     if agreement is not None:
         agreement.confirm()
     for work, staged in receiving:
         work.wait(_GROUP_TIMEOUT)
         _copy(staged)
+    # Only then may sources be written again.
     for work in sending:
         work.wait(_GROUP_TIMEOUT)
 
@@ -278,6 +287,7 @@ def _exchange_in_batch(
 def _buffer(pieces: list[Tensor], device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Return flat uint8 memory in which `pieces` travel, and (piece, its view there) for staged ones."""
     first = pieces[0]
+    # Of these the memory holds other values than the tensor shows.
     lazy = first.is_conj() or first.is_neg() or _compat.is_lazily_zero(first)
     as_it_lies = first.is_contiguous() and not lazy
     if len(pieces) == 1 and as_it_lies and first.device == device:

@@ -76,6 +76,7 @@ def foreach_all_gather(
     dtype, numel = dtypes[0], inputs[0].numel()
     if len(inputs) > 1:
         dtype = gather_dtype(dtypes)
+        # What travels as bytes is counted in bytes.
         scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
         numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
     ranks = 1 if group is None else group.size()
@@ -84,32 +85,38 @@ def foreach_all_gather(
     side = None if async_op else streams
     only = inputs[0]
     in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
-    if in_place and ranks == 1:  # which a hook may have made
+    if in_place and ranks == 1:  # a hook may have made it on `copy_in`
         return AllGatherResult(only, inputs, None if side is None else record_event(side.copy_in), None)
     if group is not None and in_place and side is None:
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
         work = comm(output_tensor=output, input_tensor=only, group=group, async_op=async_op)
         return AllGatherResult(output, inputs, None, work)
+    # Memory of the stream that writes it first; the result keeps it until others have used it.
     with nullcontext() if side is None else side.copy_in:
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
         if in_place:
             shard = only
         else:
+            # This rank's slice of the output, so that the all-gather sends in place.
             shard = output.narrow(0, numel * (0 if group is None else group.rank()), numel)
             if dtype == torch.uint8:
+                # Cast before they are seen as bytes.
                 inputs = [t.to(device, wanted) for t, wanted in zip(inputs, dtypes, strict=True)]
             if len(inputs) == 1:
                 shard.copy_(only, non_blocking=True)
             else:
                 copy_in(inputs, out=shard)
+    # No gather follows: whoever copies out waits for the copy-in itself.
     if group is None or ranks == 1:
         return AllGatherResult(output, inputs, None if side is None else record_event(side.copy_in), None)
     if side is None:
         work = comm(output_tensor=output, input_tensor=shard, group=group, async_op=async_op)
         return AllGatherResult(output, inputs, None, work)
+    # A stream apart, so that the next copy-in need not wait for this gather.
     side.all_gather.wait_stream(side.copy_in)
     with side.all_gather:
         comm(output_tensor=output, input_tensor=shard, group=group, async_op=False)
+        # Right behind this gather: the copy-out waits for no later one.
         return AllGatherResult(output, inputs, record_event(side.all_gather), None)
 
 
@@ -146,6 +153,7 @@ def foreach_all_gather_copy_out(
 def wait_for_gather(result: AllGatherResult, device: torch.device) -> None:
     """Let the current stream of `device` (on CPU: the caller) wait until a gather has finished."""
     if result.event is not None:
+        # The host goes on; what is issued to this stream from here on waits.
         current_stream(device).wait_event(result.event)
     if result.work is not None:
         result.work.wait()
@@ -197,11 +205,13 @@ class Reduction:
 
     @cached_property
     def on_current_stream(self) -> Reduction:
+        # Cached: each reduction that enters a stream asks for it.
         return replace(self, streams=None)
 
     @cached_property
     def ends_with_scatter(self) -> bool:
         """Whether the reduce-scattered tensor is the final result as it is, on the current stream."""
+        # Then the shard needs no further step, and no result that keeps buffers.
         more = (self.streams, self.replicate_group, self.hook)
         return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
@@ -259,20 +269,25 @@ def foreach_reduce(
         ShardingError: a dim that does not divide.
     """
     if torch.is_grad_enabled():
+        # The context costs calls, so it is entered only where autograd records (`create_graph=True`).
         with torch.no_grad():
             return foreach_reduce(grads, dims, how, shard_numel=shard_numel, partial=partial)
     ranks = how.shard_ranks
     if len({grad.dtype for grad in grads}) > 1:
+        # torch's kernel takes one dtype, and casts that.
         grads[:] = [grad.to(how.dtype) for grad in grads]
     rows = _rows_first(grads, dims, ranks)
+    # What moved below another dim is freed here, the rest when `rows` is.
     grads.clear()
     numel = _shard_numel(rows, ranks) if shard_numel is None else shard_numel
     padding = -numel % max(1, how.align_bytes // how.dtype.itemsize)
     if padding:
+        # Zeros: padding is reduced with the rest.
         rows.append(rows[0].new_zeros(ranks, padding))
         numel += padding
     reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
+    # Gradients go before the collective runs, which reads their copies alone.
     rows.clear()
     shard, event = reduce_scatter(reduce_input, how)
     inputs = () if event is None else (((reduce_input,), event),)
@@ -294,14 +309,19 @@ def reduce_scatter(
     """
     streams = how.streams
     if streams is not None:
+        # The copies are there when the current stream comes to this point; the host goes on.
         streams.reduce_scatter.wait_stream(current_stream(how.device))
         with streams.reduce_scatter:
+            # The shard is this stream's memory, where all that follows runs.
             shard, _ = reduce_scatter(reduce_input, how.on_current_stream, out=out)
+            # Here and not behind what follows: the input may be freed once it was read.
             return shard, record_event(streams.reduce_scatter)
     if how.factors.before is not None and how.factors.before != 1:
+        # Before the sum, which else overflows fp16 on many ranks.
         reduce_input.div_(how.factors.before)
     group = how.shard_group
     if group is None or how.shard_ranks == 1:
+        # No copy: the input is the shard, and whoever keeps inputs for streams must look at that.
         return (reduce_input if out is None else out.copy_(reduce_input)), None
     if out is None:
         size = (reduce_input.shape[0] // how.shard_ranks,)
@@ -318,6 +338,7 @@ def finish_reduction(
     Collective over `how.replicate_group` unless `how.all_reduce` is false.
     """
     streams = how.streams
+    # On the stream that reduces; undivided, as the sum of all backwards is divided once.
     if partial is not None or (how.replicate_group is not None and not how.all_reduce):
         with nullcontext() if streams is None else streams.reduce_scatter:
             if partial is not None:
@@ -336,6 +357,7 @@ def finish_reduction(
 
 def _divide(shard: Tensor, how: Reduction) -> Tensor:
     if how.factors.after is not None and how.factors.after != 1:
+        # In place, and behind the hook: so does FSDP2.
         shard.div_(how.factors.after)
     return shard if shard.dtype == how.result_dtype else shard.to(how.result_dtype)
 
@@ -368,6 +390,7 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
     stream = None if streams is None else streams.reduce_scatter
     if how.replicate_group is not None:
         if streams is not None:
+            # A stream apart, so that the next reduce-scatter need not wait for this all-reduce.
             streams.all_reduce.wait_stream(streams.reduce_scatter)
             stream = streams.all_reduce
         with nullcontext() if stream is None else stream:
@@ -376,6 +399,7 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
                 dist.all_reduce(shard, group=how.replicate_group, op=op)
             elif how.replicate_group.size() > 1:
                 whole, size = shard, (shard.numel() // how.replicate_group.size(),)
+                # Memory of the stream that writes it, the current one here.
                 shard = how.replicate_scatter.allocate(size, dtype=how.dtype, device=how.device)
                 how.replicate_scatter(
                     output_tensor=shard, input_tensor=whole, group=how.replicate_group, op=op
@@ -384,6 +408,7 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
         before = stream
         if streams is not None and before is not None:
             stream = how.hook_stream or streams.all_reduce
+            # The hook reads what the reduction, an all-reduce too, has written.
             stream.wait_stream(before)
         with nullcontext() if stream is None else stream:
             how.hook(shard)

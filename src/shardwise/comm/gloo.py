@@ -84,15 +84,18 @@ class GlooAllGather(DefaultAllGather):
         if input_tensor.numel():
             rank, slices = group.rank(), output_tensor.chunk(ranks)
             own = slices[rank]
+            # Else it is gathered in place: the input is this rank's slice already.
             apart = own.data_ptr() != input_tensor.data_ptr()
             if apart:
                 _check_apart("all-gather", output_tensor, input_tensor)
             sent = [input_tensor]
+            # Sends before receives, in an order that `targets` explains.
             for peer in targets(rank, ranks):
                 works.append(group.send(sent, peer, _GATHER_TAG))
             for peer in sources(rank, ranks):
                 works.append(group.recv([slices[peer]], peer, _GATHER_TAG))
             if apart:
+                # While messages are on their way.
                 own.copy_(input_tensor)
         work = _AllGatherWork(works)
         if async_op:
@@ -184,6 +187,7 @@ class _ReduceScatterWork(dist.Work):
         if ranks == 1 or not numel:
             output.copy_(input)
             return
+        # Views: each is sent from where it lies.
         slices = input.chunk(ranks)
         self._own = slices[rank]
         self._sums: list[tuple[slice, int, list[Tensor]]] = [
@@ -204,9 +208,11 @@ class _ReduceScatterWork(dist.Work):
     def _add(self, addend: Tensor) -> None:
         output = self._output
         if addend is not output:
+            # From left to right, as gloo's ring adds: the sum has its bits.
             self._combine(output, addend, out=output)
         for part, later, kept in self._sums:
             if self._added < later:
+                # A copy: the addend's memory receives the next one.
                 kept.append(addend[part].clone())
             elif self._added == later:
                 output[part].copy_(addend[part])
@@ -214,10 +220,12 @@ class _ReduceScatterWork(dist.Work):
 
     def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
         if torch.is_grad_enabled():
+            # Gradients may require grad (`create_graph=True`), and torch then refuses `out=`.
             with torch.no_grad():
                 return self.wait(timeout)
         while self._receives:
             work, arrived = self._receives[0]
+            # Taken off only when it has come: where this raises, the work is not complete.
             work.wait(timeout)
             self._receives.popleft()
             self._add(arrived)
@@ -266,6 +274,7 @@ def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list
 
 def _finish(works: list[dist.Work], timeout: timedelta) -> None:
     while works:
+        # Taken off only when it has ended: where this raises, the work is not complete.
         works[-1].wait(timeout)
         works.pop()
 
@@ -310,6 +319,7 @@ def issued(group: dist.ProcessGroup) -> itertools.count[int]:
     """Number what is issued in `group`, equally on all ranks as all issue it in one order."""
     counter = _counters.get(group)
     if counter is None:
+        # A thread that came in between keeps its counter.
         counter = _counters.setdefault(group, itertools.count())
     return counter
 

@@ -30,6 +30,7 @@ class GraphGroup(dist.ProcessGroup):
 
     def __init__(self, group: dist.ProcessGroup, min_bytes: int) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        # Weakly: its name, by which graphs find this one, goes with the group.
         self._group = ref(group)
         self._gather = AutoAllGather(min_bytes=min_bytes)
         self._reduce = AutoReduceScatter(min_bytes=min_bytes)
@@ -89,6 +90,7 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
     made, min_bytes = _made.setdefault(group, {}), transport.min_bytes
     name = f"{group.group_name}{_DIRECT}{min_bytes}"
     if min_bytes not in made:
+        # It was destroyed, and another group may have its name.
         if not _compat.is_known_by_name(group):
             return group.group_name
         made[min_bytes] = GraphGroup(group, min_bytes)

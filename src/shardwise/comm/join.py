@@ -41,6 +41,7 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield from ((batch, 1.0) for batch in batches)
         return
+    # A group of its own: what ranks say here meets no collective of the step.
     group, left = dist.new_group(backend="gloo"), iter(batches)
     held: list[_T] = []  # the last batch
 

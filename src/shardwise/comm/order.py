@@ -83,6 +83,7 @@ class Node:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         before = b"" if parent is None else parent.digest
+        # Of the whole way here, so equal digests are equal passes up to this event.
         self.digest: bytes = hashlib.sha256(before + event.digest).digest()
         self.children: dict[Event, Node] = {}
         self.likely: Node | None = None  # what followed last time
@@ -124,6 +125,7 @@ class Order:
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
+        # Weakly: `comm.watch` keeps this for as long as the group lives.
         self.groups = WeakSet([group])
         self.timeout = _compat.timeout_of(group).total_seconds()
         self.store = store
@@ -162,6 +164,7 @@ class Order:
         """Announce that a root module's forward begins."""
         if self.left is not None or self.backward is not None:
             self._abandon_pass()
+        # In the pass before, at whose place a rank that goes on with it announces another event.
         self.advance(event)
         self._end_pass()
 
@@ -184,6 +187,7 @@ class Order:
             self.post()
 
     def _end_pass(self) -> None:
+        # Ranks that wait in an earlier pass ask what this one did there.
         self.ended[self.passes] = self.at
         if len(self.ended) > _PASSES_KEPT:
             self.ended.popitem(last=False)
@@ -199,10 +203,12 @@ class Order:
         if node is None:
             node = parent.children[event] = Node(event, parent)
             self._nodes += 1
+        # Before it asks: `comm.watch` tells the others that this rank stands here.
         self.at = node
         place = f"{self.prefix}{self.passes}.{node.depth}/"
         keys = [f"{place}{rank}" for rank in range(self.size)]
         try:
+            # The digest is compared; the text is printed where it differs.
             self.store.set(keys[self.rank], node.digest.hex() + event.text)
             self._wait_for(keys)
             words = [value.decode() for value in self.store.multi_get(keys)]
@@ -221,6 +227,7 @@ class Order:
         if self._posted is not None:
             self.store.delete_key(self._posted)
         self._posted = keys[self.rank]
+        # Agreed on: ranks that do the same next time need not ask.
         parent.likely = node
         if node.depth > _LONGEST_PASS:
             self._end_pass()
@@ -235,6 +242,7 @@ class Order:
     def _wait_for(self, keys: list[str]) -> None:
         begun, pause = time.monotonic(), _HASTE
         self.asking = True
+        # Polled, so that a verdict of the thread that watches ends it.
         while not self.store.check(keys):
             if self.verdict is None and time.monotonic() - begun > self.timeout:
                 self.verdict = self.account(f"waited {self.timeout:g} s, its timeout")
@@ -263,7 +271,7 @@ class Order:
             "verdict": self.verdict,
             "cut from": sorted(self.cut_from),
             "frame": _frame(),
-            "posts": next(self._posts),
+            "posts": next(self._posts),  # by which others see that this rank lives
         }
         self.store.set(f"{self.prefix}at/{self.rank}", json.dumps(record))
 
@@ -271,6 +279,7 @@ class Order:
         """Return the latest record of each other rank, by rank in the group."""
         keys = {rank: f"{self.prefix}at/{rank}" for rank in range(self.size) if rank != self.rank}
         if not self.store.check(list(keys.values())):
+            # The store would wait for a key that is not there.
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
         said = self.store.multi_get(list(keys.values()))
         return {rank: json.loads(record) for rank, record in zip(keys, said, strict=True)}
@@ -305,6 +314,7 @@ class Order:
     def _left_backward(self) -> str | None:
         """Return why backward ended early, if it did; autograd calls nothing then, but drops `end`."""
         backward = self.backward
+        # The thread that watches asks too, and this one may have begun another backward meanwhile.
         if backward is None or backward.end() is not None or self.backward is not backward:
             return None
         return f"left its backward before the end, after it had begun to {self.doing()}"

@@ -66,6 +66,7 @@ def write_report(order: Order, why: str) -> None:
         report |= {"record": [*islice(_record(order), _EVENTS)], "command": sys.argv}
         new = Path(folder, f".{_NAME.format(rank)}.{os.getpid()}")
         new.write_text(json.dumps(report, indent=1))
+        # Whole or not at all: others may read the folder meanwhile.
         new.rename(Path(folder, _NAME.format(rank)))
 
 

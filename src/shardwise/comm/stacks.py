@@ -39,6 +39,7 @@ def calls_of(thread: int) -> list[Call] | None:
         with _one_turn():
             frame = sys._current_frames().get(thread)
             while frame is not None:
+                # No more than must be read in this turn.
                 found.append((frame.f_code, frame.f_lineno))
                 frame = frame.f_back
     return [Call(code.co_filename, line, code.co_name) for code, line in found]

@@ -33,10 +33,11 @@ class CommStreams:
         if device.type in ("cpu", "meta"):
             return None
 
-        # Communication runs first where both are ready: computation waits for it, never the reverse.
+        # Communication runs first where both are ready, as the next module's computation waits for it.
         def high() -> torch.Stream:
             return torch.Stream(device=device, priority=-1)
 
+        # All-reduces have no priority: nothing waits for them before backward ends.
         return CommStreams(high(), high(), high(), torch.Stream(device=device))
 
     def wait(self, event: torch.Event) -> None:
@@ -60,12 +61,15 @@ class CommStreams:
             Does `owner` have its memory still?
         """
         waiting, has_memory = self._freed, False
+        # From the end, as what is taken out moves those behind it.
         for place in reversed(range(len(waiting))):
             if waiting[place][0] is owner:  # never by ==, which would compare tensors
+                # The gather that follows on this stream overwrites what computation may still read.
                 self.all_gather.wait_event(waiting.pop(place)[2])
                 has_memory = True
         while len(waiting) > keep:
             _, storages, event = waiting.pop(0)
+            # Before it is freed, as the allocator may give it to this stream's next gather at once.
             self.all_gather.wait_event(event)
             for storage in storages:
                 storage.resize_(0)

@@ -84,6 +84,7 @@ def look_into(group: dist.ProcessGroup) -> None:
 def leave_all(why: str) -> None:
     """Tell the others that this rank will come to nothing that they wait for. Local."""
     for order in list(_orders.values()):
+        # The first reason stays: later errors follow from it.
         order.left = order.left or why
         with suppress(RuntimeError):
             order.post()
@@ -106,10 +107,12 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     if verdict is None:
         if not of_transport(error):
             return error
+        # After a timeout all connections may be whole.
         closed = not any(word in str(error) for word in _OF_TIME)
         found = (_roll_call(order, closed=closed) for order in orders)
         verdict = next((words for words in found if words is not None), None)
         verdict = verdict or orders[0].account(f"failed: {first_line(str(error))}")
+    # Other ranks must hear of it before this one's process ends.
     for order in orders:
         order.verdict = verdict
         order.left = order.left or f"failed to {what}: {verdict}"
@@ -168,6 +171,7 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
             root = root.__cause__  # torch wraps what a stage raised
         if isinstance(root, RuntimeError):
             root = explained(root, [order], what)
+        # In all groups: ranks beside this stage wait for it too.
         leave_all(f"raised {type(root).__name__} in a step of the pipeline: {first_line(str(root))}")
         order.verdict = order.verdict or f"{here()} {order.left}"
         with suppress(RuntimeError):
@@ -215,10 +219,13 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
     """Return which rank is wrong or gone after a failure. `closed`: the failure was a closed connection."""
     begun, silent = time.monotonic(), set(range(order.size)) - {order.rank}
     gone = {rank for each in list(_orders.values()) if each.store is order.store for rank in each.gone}
+    # Found to be gone in another group of this store: not waited for again.
     known = {rank for rank in silent if order.ranks[rank] in gone}
     try:
+        # Signs of life are counted, as clocks of hosts differ.
         before = {rank: record["posts"] for rank, record in order.read().items()}
         while (silent | order.cut_from) - known and time.monotonic() - begun < _ROLL_CALL:
+            # Of two ranks nobody can say which one was cut off.
             if closed and order.size > 2:
                 order.cut_from |= _broken(order)
             order.post()
@@ -260,6 +267,7 @@ def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
 def _broken(order: Order) -> set[int]:
     """Return the peers whose connection has ended. gloo says so to whoever sends; nobody receives this."""
     found = set()
+    # A copy: groups may be freed meanwhile.
     for group in list(order.groups):
         for peer in set(range(group.size())) - {group.rank()}:
             try:
@@ -277,6 +285,7 @@ def _interrupt(order: Order) -> None:
     for group in list(order.groups):
         with suppress(RuntimeError, ValueError):
             peer = (group.rank() + 1) % group.size()
+            # Nobody sends this: it is there to run out of time, which raises here too.
             group.recv([_PROBE], peer, _NOBODYS_TAG).wait(_SOON)
 
 
@@ -288,6 +297,7 @@ def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
     write_report(order, why)
     _log.error("%s: %s", here(), why)
     logging.shutdown()
+    # `sys.exit` would end this thread alone.
     os._exit(STUCK)
 
 
@@ -319,6 +329,7 @@ class _Watch(threading.Thread):
             if now != stood:
                 self.stood[order] = now
                 self.moved = time.monotonic(), ref(order)
+            # A rank that has announced nothing yet has nothing to compare.
             elif order.verdict is None and (order.passes or order.at is not order.root or order.left):
                 # At the end of a run the store may go first.
                 with suppress(RuntimeError, ValueError, KeyError):
@@ -337,12 +348,15 @@ class _Watch(threading.Thread):
         if found is None and any(record["cut from"] for record in records.values()):
             order.cut_from |= _broken(order)  # of which it need not hear, where it waits for another
             found = _cut_off(order, records)
+        # No wait in the store ends when a rank does, so connections are looked at.
         if found is None and order.asking and _broken(order):
             found = _roll_call(order)
+        # It has moved meanwhile: what was compared is out of date.
         if found is None or stood != (order.passes, order.at):
             return
         order.verdict = found
         self.judged[order] = time.monotonic()
+        # A rank that raised has said why.
         if order.left is None:
             _log.error("%s: %s", here(), found)
         order.post()
@@ -358,5 +372,6 @@ def _look_after(order: Order) -> None:
         _watch[:] = [_Watch()]
         _watch[0].start()
         atexit.register(_watch[0].end)
+    # The thread may be listing them.
     with _watch[0].lock:
         _watch[0].stood[order] = (order.passes, order.at)

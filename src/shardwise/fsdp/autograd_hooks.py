@@ -23,6 +23,7 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: _State, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.state = state
+        # As they are: autograd makes views of them, with this node for their history.
         return inputs
 
     @staticmethod

@@ -107,6 +107,7 @@ class ContiguousGroup(ParamGroup):
     # Shard buffers
 
     def pack(self, device: torch.device | None = None) -> None:
+        # Packing may replace the shards, whose values the resident memory must then take over.
         self.refreshed_at = None
         super().pack(device)
 
@@ -114,6 +115,7 @@ class ContiguousGroup(ParamGroup):
         """Lay parameters out in the buffers; done once, since optimizer state follows the rows."""
         specs = [param.layout_spec() for param in params]
         self.resident, self._changes = [], -1
+        # Once: optimizer state follows these rows, so a converted model keeps them, in other dtypes.
         if not self.shards:
             rank, ranks = place_over(self.cut_groups)
             self.layout = ContiguousLayout(specs, ranks=ranks, rank=rank)
@@ -154,6 +156,7 @@ class ContiguousGroup(ParamGroup):
             self.resident.append(shard)
             return shard
         size = segment.shard_numel
+        # One memory for both: a refresh gathers in place, and this rank's own rows need no copy.
         self.resident.append(torch.zeros(group.size() * size, dtype=segment.dtype, device=device))
         return self.resident[-1].narrow(0, group.rank() * size, size)
 
@@ -165,16 +168,19 @@ class ContiguousGroup(ParamGroup):
             super()._make_unsharded(None)
         else:
             with streams.all_gather:
+                # Memory belongs to the stream on which it is allocated, and is given out again in its order.
                 super()._make_unsharded(streams)
 
     def _whole_memory(self, index: int) -> Tensor:
         segment, shard, group = self.layout.segments[index], self.shards[index], self.refresh_group
         how: Any = {"dtype": segment.gather_dtype, "device": self.device}
         alike = shard.dtype == segment.gather_dtype and shard.device == self.device
+        # The shard cannot be what is used: it has another dtype or lies on another device.
         if not alike and (group is not None or self.gather_group is None):
             times = 1 if group is None else group.size()
             self.resident[index] = torch.empty(times * segment.shard_numel, **how)
         if self.gather_group is None:
+            # Never freed, so the unsharded parameters are views of what stays.
             return self.resident[index]
         return torch.empty(segment.unsharded_numel, **how)
 
@@ -187,6 +193,7 @@ class ContiguousGroup(ParamGroup):
             full.nbytes,
             shard=self.shards[index],
             resident=resident,
+            # An alias: a cast writes here, and the all-gather sends from here in place.
             mine=full if group is None else full.narrow(0, group.rank() * size, size),
             casts=resident.dtype != full.dtype or resident.device != full.device,
         )
@@ -194,7 +201,9 @@ class ContiguousGroup(ParamGroup):
     # Changing form
 
     def _make_room(self, streams: CommStreams) -> None:
+        # The latest freed stays: computation that reads it is what this gather is to run beside.
         if streams.reclaim(self.buffers, keep=1):
+            # It was not given back since, so it is not allocated again.
             self.holds_memory = True
 
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult:
@@ -203,29 +212,36 @@ class ContiguousGroup(ParamGroup):
         if streams is not None and group is not None:
             if self.holds_memory and before is None:  # into which a user gathered, beside these streams
                 streams.all_gather.wait_stream(current_stream(self.device))
+            # None within: the gather below runs on what is the current stream there, the all-gather's.
             self.streams = None
             with streams.all_gather:
                 result = self._start_gather(async_op, None)
+                # Behind the last segment: one event stands for all casts and gathers of the group.
                 self.streams, result = streams, replace(result, event=record_event(streams.all_gather))
             return result
         if before is not None and streams is None:
             before.reclaim(keep=0)  # else the next gather frees the memory that this one is to fill
+        # On the stream that reads it next: the all-gather's, or computation's where nothing is gathered.
         if self.refresh_group is not None or group is None:
             self._refresh(comm)
         if group is None:
             return DONE
         if comm is not self._comm:
+            # Asked again only where the user set another, which spares a call for each gather.
             self._comm, self._in_place = comm, allocates_as(comm, DefaultAllGather)
         if self.form is _POST_FORWARD:
             assert self.post_forward_mesh is not None
             group = self.post_forward_mesh.shard_process_group
         running: Any = None
+        # In the order of the layout, which ranks have compared: each segment is a collective.
         for index, buffer in enumerate(self.buffers):
             if buffer.storage is not None and not self.holds_memory:
+                # From the allocator of the stream that writes it, to which it goes back.
                 buffer.storage.resize_(buffer.nbytes)
             if self.smaller_shards:
                 source = self.smaller_shards[index]
             elif buffer.casts:
+                # Sent from its place in the result, so that the all-gather need not copy it there.
                 source = buffer.mine.copy_(buffer.resident, non_blocking=True)
             else:
                 source = buffer.resident
@@ -241,6 +257,7 @@ class ContiguousGroup(ParamGroup):
                 mine = output.narrow(0, group.rank() * size, size).copy_(source)
                 comm(output_tensor=output, input_tensor=mine, group=group, async_op=False)
                 full.copy_(output)
+        # No output to keep: it was gathered to where parameters are.
         return DONE if running is None else AllGatherResult(DONE.output, (), None, running)
 
     @torch.no_grad()
@@ -249,6 +266,7 @@ class ContiguousGroup(ParamGroup):
 
         Collective over the axis that replicates parameters but cuts optimizer state.
         """
+        # Versions count what is no step of an optimizer: loading, initialisation.
         state = (seen.steps, sum(param.sharded._version for param in self.params))
         if self.refreshed_at == state:
             return
@@ -272,11 +290,13 @@ class ContiguousGroup(ParamGroup):
 
     def _finish_gather(self, result: AllGatherResult) -> None:
         if result.event is not None:
+            # Computation waits, not the host. Nothing is copied out: parameters are views of what came.
             current_stream(self.device).wait_event(result.event)
         if result.work is not None:
             result.work.wait()
 
     def _follow_changes(self) -> None:
+        # Rows count changes of all together, so memory is looked at only where some changed.
         self._check_memory()
         self._changes = ShardedRows.changes
         super()._follow_changes()
@@ -287,6 +307,7 @@ class ContiguousGroup(ParamGroup):
         for buffer, members in zip(self.buffers, self.members, strict=True):
             width = buffer.full.numel() // info.shard_mesh_size
             begin = info.shard_mesh_rank * width
+            # A copy: the buffer is freed next.
             shards.append(buffer.full.narrow(0, begin, width).clone())
             for param in members:
                 start = param.place.start
@@ -326,6 +347,7 @@ class ContiguousGroup(ParamGroup):
                 parts[i] = len(sizes)
             sizes.append(numel)
             if numel:
+                # What is frozen has no gradient: zeros take its place, as in padding.
                 reduced.append(i if i >= 0 and trains[i] else -numel)
         shapes = tuple(tuple(param.shape) for param in params)
         return Cut.of(

@@ -103,6 +103,7 @@ class ContiguousReducer(GradReducer):
     def collect(self) -> list[_Collected]:
         if not self.group.buffers:
             return []  # never gathered
+        # Packing makes a new list, so identity tells whether the group was packed since.
         if self._buffers is not self.group.buffers:
             self._buffers = self.group.buffers
             self._members = [self._members_of(index) for index in range(len(self._buffers))]
@@ -112,10 +113,13 @@ class ContiguousReducer(GradReducer):
                 grads = [self.collect_from(param) for param in members.params]
                 missing, complete = sum(map(is_, grads, repeat(None))), False
             else:
+                # The usual case, in C: no Python runs for a parameter.
                 grads = list(map(_grad_of, members.unsharded))
+                # `None in grads` would compare tensors by value.
                 missing = sum(map(is_, grads, repeat(None)))
                 complete = not missing
                 if missing < members.count:
+                    # `grads` alone holds them from here on, and is emptied as soon as they are copied.
                     for unsharded in members.unsharded:
                         unsharded.grad = None
             if missing < members.count:
@@ -126,6 +130,7 @@ class ContiguousReducer(GradReducer):
     def reduce(self, collected: list[_Collected], *, streams: CommStreams | None) -> list[ReduceResult]:
         """Reduce gradients: one reduction for each segment that has one."""
         if is_grad_enabled():
+            # The context costs calls, so it is entered only where autograd records (`create_graph=True`).
             with torch.no_grad():
                 return self.reduce(collected, streams=streams)
         results: list[ReduceResult] = []
@@ -145,30 +150,37 @@ class ContiguousReducer(GradReducer):
         if not complete:
             pairs = zip(params, grads, strict=True)
             params = [param for param, grad in pairs if grad is not None]
+        # Before anything is sent: where ranks differ it raises.
         if self.group.orders:
             self.announce(plan, params, of=index)
         staging = members.staging
         if staging is None or staging.plan is not plan:
             staging = self._staging(members, plan)
         if staging.storage is not None:
+            # Kept from the last step, without its memory.
             staging.storage.resize_(staging.buffer.nbytes)
         inputs: Sequence[Input] = ()
         streams = plan.streams
         if streams is None:
             shard = self._reduce_scatter(members, grads, complete, staging)
         else:  # beside computation, copies too
+            # Memory of computation's stream, which may give it out again where nothing holds it.
             read = [staging.buffer, *(grad for grad in grads if grad is not None)]
+            # This stream waits, not the host: gradients are there when computation comes to this point.
             streams.reduce_scatter.wait_stream(current_stream(plan.device))
             with streams.reduce_scatter:
                 shard = self._reduce_scatter(members, grads, complete, staging)
+                # Behind the last slice's collective; what follows reads the shard alone.
                 inputs = ((read, record_event(streams.reduce_scatter)),)
         del staging  # whose memory streams keep in `inputs`
+        # The usual case on CPU: the shard is the gradient, and no stream uses anything any more.
         if plan.ends_with_scatter and not self.partials:
             self._assign(members, params, shard)
             return None
         partial = self.partials.pop(index, None) if self.partials else None
         if partial is not None:
             earlier = self._partly.pop(index)
+            # The sum holds gradients of both backwards.
             params = [param for param in members.params if param in earlier or param in params]
         result = finish_reduction(shard, plan, inputs=inputs, partial=partial)
         if result.shard is None:
@@ -178,12 +190,14 @@ class ContiguousReducer(GradReducer):
         elif result.stream is None:
             self._assign(members, params, result.shard)
         else:
+            # Additions, hooks and optimizers run where the shard was made: computation need not wait for it.
             with result.stream:
                 self._assign(members, params, result.shard)
         return result
 
     def _assign(self, members: _Members, params: list[RowsParam], shard: Tensor) -> None:
         """Make views of the reduced shard gradients, or add them to gradients."""
+        # ZeRO-1: gradients were all-reduced whole, and this rank steps on its part.
         if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:
@@ -191,6 +205,7 @@ class ContiguousReducer(GradReducer):
         if self.group.settings.all_reduce_hook is None:  # which may write to padding
             mark_complete(shard, members.used)
         begin, dtype, device = shard.storage_offset(), shard.dtype, shard.device
+        # Both are lists that were made once: usually every parameter has a gradient.
         filled, empty = members.filled, members.empty
         if params is not members.params:
             filled, empty = [p for p in filled if p in params], [p for p in empty if p in params]
@@ -201,6 +216,7 @@ class ContiguousReducer(GradReducer):
             for param in sorted(params, key=lambda param: param.place.index):
                 param.assign_grad(param.rows_in(shard))
             return
+        # `assign_grad` without its calls; nor does torch look up `__torch_function__` at each attribute.
         with _compat.plain_attributes():
             for param in empty:
                 param.sharded.grad = param.no_rows
@@ -238,6 +254,7 @@ class ContiguousReducer(GradReducer):
         group = self.group.refresh_group
         assert group is not None
         size = shard.numel() // group.size()
+        # A copy, as views would keep all of it.
         return shard.narrow(0, group.rank() * size, size).clone()
 
     def _reduce_scatter(
@@ -247,22 +264,27 @@ class ContiguousReducer(GradReducer):
 
         On the current stream. Consumes `grads`.
         """
+        # The caller has entered the stream that reduces.
         plan = staging.plan.on_current_stream
         if not staging.targets:
             return self._reduce_in_slices(members, grads, staging.buffer, plan)
         found: Any = grads
         targets = staging.targets
         if complete:
+            # `mark_complete` promises that padding is zero.
             for gap in staging.gaps:
                 gap.zero_()
         else:
+            # A parameter without a gradient here adds nothing to those of other ranks.
             staging.buffer.zero_()
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             found = [grad for grad in grads if grad is not None]
         _compat.foreach_copy(targets, found)
+        # All gradients go before the collective runs, if none is missing; with streams the caller holds them.
         del grads[:]
         shard, _ = reduce_scatter(staging.buffer, plan)
         if staging.storage is not None:
+            # The collective has ended: storage is kept only where it ends with the call.
             staging.storage.resize_(0)
         return shard
 
@@ -281,6 +303,7 @@ class ContiguousReducer(GradReducer):
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
         made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
+        # With one rank the shard is the buffer itself; what others allocate may be for one use.
         if plan.streams is None and ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
             made.storage = buffer.untyped_storage()
             members.staging = made
@@ -298,6 +321,7 @@ class ContiguousReducer(GradReducer):
         del grads[:]
         for begin in range(0, width, step):
             size = min(step, width - begin)
+            # The same memory for each: one stream reads a slice before it writes the next.
             reduce_input = staging.narrow(0, 0, ranks * size)
             _fill_slice(reduce_input, sources, ranks=ranks, width=width, begin=begin, size=size)
             reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
@@ -311,6 +335,7 @@ def _fill_slice(
 
     A gradient that lies over the slices of many ranks is copied to all of them at once.
     """
+    # A slice has a row for each rank: what lies `width` apart in gradients is next to it here.
     rows = out.view(ranks, size)
     wide: list[tuple[Tensor, Tensor]] = []
     targets, grads = [], []
@@ -331,6 +356,7 @@ def _fill_slice(
                 targets.append(out.narrow(0, rank * size + low - at, high - low))
                 grads.append(grad.narrow(0, low - start, high - low))
     if sum(one.numel() for one in (*grads, *(part for _, part in wide))) < out.numel():
+        # There are gaps: padding, or parameters without a gradient.
         out.zero_()
     for target, part in wide:
         target.copy_(part)
@@ -363,6 +389,7 @@ def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
             if local.numel():
                 found.append(local)
             continue
+        # Gradients come in runs of one shard, so most need no look-up.
         if base is not latest:
             latest = base
             members = views.setdefault(id(base), (base, []))[1]

@@ -51,6 +51,7 @@ class ExtendedParam:
         self.mesh = shard_mesh(param.info)
         self.padded_shape = param.placement.padded_shape(tuple(param.shape), ranks=param.ranks)
         local = param.local
+        # Every rank sends equally much: the piece itself where it is as large as any, else a padded copy.
         self.padded = local if tuple(local.shape) == self.padded_shape else local.new_zeros(self.padded_shape)
         has_hooks = [hasattr(local, name) for name in (PRE, POST)]
         if has_hooks[0] != has_hooks[1]:
@@ -69,6 +70,7 @@ class ExtendedParam:
         local = self.param.local
         hook = getattr(local, name)
         if getattr(hook, "__self__", None) is local:
+            # It is bound to the piece, but what is sent is the padded shard, maybe on another device.
             return MethodType(hook.__func__, shard)
         return cast(Callable[..., Any], hook)
 
@@ -76,6 +78,7 @@ class ExtendedParam:
         """Return the 1-D tensors that this rank sends; made on the current stream, which copies them in."""
         shard, local = self.padded, self.param.local
         if shard is not local and local.numel():
+            # The optimizer changed the piece, not this copy.
             shard.narrow(0, 0, local.size(0)).copy_(local)
         if shard.device != self.device:
             shard = shard.to(self.device, non_blocking=True)
@@ -113,10 +116,12 @@ class ExtendedParam:
     def allocate(self, inputs: Sequence[Tensor], ranks: int) -> list[Tensor]:
         """Return memory for the gathered inputs, kept between gathers and refilled."""
         if not self.outputs:
+            # The first forward may run in inference mode, whose tensors autograd refuses later.
             with torch.inference_mode(False):
                 self.outputs = [
                     torch.empty(ranks * t.numel(), dtype=t.dtype, device=self.device) for t in inputs
                 ]
+        # The unsharded tensor is built of these, so their memory comes back in the same tensors.
         for tensor in self.outputs:
             _resize(tensor, tensor.numel())
         return self.outputs
@@ -133,8 +138,10 @@ class ExtendedParam:
         dtype = param.policy.param_dtype or param.sharded.dtype
         hook = self._hook(POST, self.padded)
         if param.unsharded is not None:
+            # Freed with the outputs, and filled by the hook below.
             for tensor in self.inner:
                 _resize(tensor, tensor.numel())
+            # The same object: autograd has saved it, and modules show it.
             hook(gathered, self.metadata, dtype, out=param.unsharded)
             return
         whole, inner = hook(gathered, self.metadata, dtype)

@@ -84,6 +84,7 @@ def own_storage(piece: Tensor) -> Tensor:
     if piece.is_meta or _compat.is_fake(piece):
         return piece
     start = piece.storage_offset() * piece.element_size()
+    # A slice of a storage is the same memory, which it keeps alive.
     storage = piece.untyped_storage()[start : start + piece.nbytes]
     return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
         storage, 0, piece.shape, piece.stride()
@@ -116,6 +117,7 @@ class _LocalSteps:
     """
 
     def __init__(self) -> None:
+        # The values keep both alive, so that no other object has their ids.
         self.same_cuts: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.moved: list[tuple[list[Any], list[Any], list[Any]]] = []
 
@@ -126,6 +128,7 @@ class _LocalSteps:
             return
         # Momentum of SGD is None until a parameter's first gradient, and some get theirs later than others.
         kinds = [*zip(map(type, params), map(type, lists[2] or params), strict=True)]
+        # More than one kind: plain parameters or ShardedTensors beside DTensors, or momentum not yet begun.
         _, *others = {*kinds}
         if not others:
             self._take_kind(optimizer, group, lists)
@@ -156,10 +159,13 @@ class _LocalSteps:
                 return False
         except AttributeError:  # some are plain, or sharded in another way
             return False
+        # Local memory has versions of its own: without this nobody would see that parameters changed.
         _compat.increment_versions(tuple(params))
         if type(optimizer) is torch.optim.SGD and group["momentum"]:
+            # It alone writes its state by the parameters of this list, after they were exchanged.
             self.moved.append((list(params), params, list(lists[2])))
         for values in sharded:
+            # In place: the step goes on with these very lists.
             values[:] = map(_compat.local_tensor, values)
         return True
 
@@ -204,6 +210,7 @@ def step_locally(optimizer: Optimizer) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     if optimizer in _local_steps or not is_elementwise(type(optimizer)):
         return
+    # Else torch's step works on plain memory already.
     if any(isinstance(param, DTensor) for param in params):
         steps = _local_steps[optimizer] = _LocalSteps()
         _compat.change_step_lists(optimizer, steps.take)
@@ -258,9 +265,11 @@ def skip_empty_params(optimizer: Optimizer) -> None:
         grad, found = param.grad, known.state.get(param)
         as_before = found is state and (state.get("step") is step if state else not options.get("momentum"))
         if grad is None or not as_before:  # an unused parameter does not count this step
+            # Something changed its state or left it out: torch's own step shall meet all of them.
             restore_gradients(optimizer)
             forget_empty_params(optimizer)
             return
+        # Optimizers pass by what has no gradient.
         param.grad = None
         known.gradients.append((param, grad))
         if step is not None:

@@ -31,6 +31,7 @@ class GradientReductionHandle:
         Raises:
             LifecycleError: `reset_iter_state()` was called since.
         """
+        # The handle lets go of the model, and waits once.
         root, self._root = self._root, None
         if root is None:
             return
@@ -71,11 +72,14 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
 def reduce_what_is_left(state: State) -> GradientReductionHandle:
     """Reduce what backward left on unsharded parameters, of a root and what is below it."""
     with torch.no_grad():
+        # In one order on all ranks: each reduction is a collective.
         for one in reversed((state, *state.below)):
             one.reduce(state.schedule, what_is_left=True)
             for group, _ in one.in_reverse:
                 _reduce_what_graphs_left(group)
+    # No gather follows that would give it back.
     state.schedule.free_gathered()
+    # The schedule knows it, so that a next forward or step before the wait is told.
     handle = state.schedule.reducing = GradientReductionHandle(state)
     return handle
 

@@ -236,6 +236,7 @@ def _shard_together(
     )
     if ignored:
         owned = [_compat.parameters_of(one) for one in managed]
+        # By place, as other parameters may be put there later.
         state.ignored = {(id(own), name) for own in owned for name, param in own.items() if param in ignored}
     for group in groups:
         _reshard_for_state_dict(group, managed)
@@ -247,6 +248,7 @@ def _shard_together(
     if layout.guards_forward and (plain := [one for one in managed if state_of(one) is None]):
         state.guards = guards(plain, groups)
         install(state.guards)
+    # An optimizer that was built before holds these, and would train nothing.
     optimizer_watch.watch_replaced({one.name: one.param for one in found})
 
 
@@ -309,6 +311,7 @@ def _visit(one: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Modul
     entered.add(one)
     for child in one.children():
         _visit(child, ordered, entered)
+    # A dict keeps order: all ranks list parameters alike.
     ordered[one] = None
 
 
@@ -329,9 +332,11 @@ def _find_params(
     for one in managed:
         _check_program(one)
         for name, param in _compat.parameters_of(one).items():
+            # A tied parameter is found once, in the first of its places.
             if param is not None and id(param) not in left_out and id(param) not in by_id:
                 by_id[id(param)] = _Found(param, name, [])
     for root in roots:
+        # All modules, those of earlier calls too: a tied parameter is switched wherever it stands.
         for prefix, one in root.named_modules():
             for name, param in _compat.parameters_of(one).items():
                 if (found := by_id.get(id(param))) is None:
@@ -372,6 +377,7 @@ def _move_to_device(managed: list[nn.Module], found: list[_Found], device: torch
                 " distribute it on a mesh of that device"
             )
         if type(tensor) in (Tensor, nn.Parameter):
+            # The object stays, which other modules may hold.
             tensor.data = tensor.to(device)
         else:  # a subclass cannot take data of another device, but it can trade places
             with torch.no_grad():
@@ -399,6 +405,7 @@ def _by_mesh(
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None for"
                 f" '{one.name}', got {answer!r}"
             )
+        # In order of first appearance: all ranks make the same groups in the same order.
         members = groups.setdefault(own.process_groups, [])
         if members and members[0][2] is not own:
             raise ShardingError(
@@ -442,6 +449,7 @@ def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
 
 def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None:
     """Reshard, so that state dicts hold sharded parameters whenever they are taken or loaded."""
+    # Weakly, as hooks belong to modules, which own the group.
     ref = _WeakGroup(group)
     owned = {id(owner.parameters) for param in group.params for owner in param.owners}
     for one in managed:

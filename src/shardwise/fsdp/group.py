@@ -264,7 +264,7 @@ class ParamGroup(ABC):
             if order is not None:
                 orders.append(order)
                 if self.post_forward_mesh is not None and self.post_forward_mesh is not self.info:
-                    order.groups.add(self.post_forward_mesh.shard_process_group)
+                    order.groups.add(self.post_forward_mesh.shard_process_group)  # one may wait there
                 if self.settings.reduce_scatter_group is not None:
                     order.groups.add(self.settings.reduce_scatter_group)
         self.orders = orders
@@ -289,7 +289,7 @@ class ParamGroup(ABC):
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         if isinstance(self.info, FSDPMeshInfo):
-            if self.form is Form.POST_FORWARD:  # cut over ranks that nothing would record
+            if self.form is Form.POST_FORWARD:  # else a gather takes its pieces for all ranks'
                 self.reshard()
             self.post_forward_mesh = self.info if reshard else None
 
@@ -310,14 +310,14 @@ class ParamGroup(ABC):
             return  # half-way through materialisation; the first forward checks that it was finished
         if device is None and self._lie_in_buffers(params):
             return
-        self.abandon_gather()
+        self.abandon_gather()  # it reads and writes the old buffers
         self.reshard()
         self._lay_out(params)
         self._has_unsharded = False
         self.buffers, self.shards, self.forms = [], [], []
         self.traced = self.gather_event = self.layout_words = None
         for param in self.params:
-            param.unsharded = None
+            param.unsharded = None  # a view of the old ones
         segments: Sequence[Gathered] = self.layout.segments
         for segment, members in zip(segments, self.members, strict=True):
             home = device or members[0].local.device
@@ -352,6 +352,7 @@ class ParamGroup(ABC):
         buffer is no modification to autograd, whose saved tensors see the same values again.
         """
         memory = []
+        # The first forward may run in inference mode, whose tensors autograd refuses later.
         with torch.inference_mode(False), torch.no_grad():
             for index, members in enumerate(self.members):
                 full = self._whole_memory(index)
@@ -378,20 +379,20 @@ class ParamGroup(ABC):
         """
         if self.gather is not None or self.form is _UNSHARDED:
             return
-        for parameters, name, sharded, _ in self.forms:
+        for parameters, name, sharded, _ in self.forms:  # else what functional_call put there is lost
             if name not in parameters or parameters[name] is not sharded:
                 self.check_params()
                 break
         if self.orders and self.gathers:
             self.announce_gather()
         if streams is not None:
-            self._make_room(streams)
+            self._make_room(streams)  # also before the first allocation
         if not self._has_unsharded:
             self._make_unsharded(streams)
             for buffer in self.buffers:
                 if buffer.storage is not None:
-                    buffer.storage.resize_(0)
-        self.gathered_at = seen.steps
+                    buffer.storage.resize_(0)  # the gather allocates it where it writes
+        self.gathered_at = seen.steps  # of the shards that it reads
         if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
             streams.wait(self.smaller_ready)
         self.gather = self._start_gather(async_op, streams)
@@ -404,15 +405,15 @@ class ParamGroup(ABC):
         result = self.gather
         if result is None:
             return None
-        still_read = None if result is DONE else self._finish_gather(result)
+        still_read = None if result is DONE else self._finish_gather(result)  # by the form it still has
         self.gather = None
         if self._changes != ShardedRows.changes:
             self._follow_changes()
         for parameters, name, _, unsharded in self.forms or self._list_forms():
             parameters[name] = unsharded
-        self.smaller_shards = ()
+        self.smaller_shards = ()  # computation has waited for who read them
         if self.read_guard is not None:
-            self.read_guard.open()
+            self.read_guard.open()  # the memory has its values again
         self.form = _UNSHARDED
         return still_read
 
@@ -437,7 +438,7 @@ class ParamGroup(ABC):
             return
         whole = self.form is _UNSHARDED
         for parameters, name, sharded, unsharded in self.forms:
-            # Otherwise it is the user's: see above.
+            # What a user put there stays: the next gather looks at it.
             if not whole or (name in parameters and parameters[name] is unsharded):
                 parameters[name] = sharded
         self.smaller_shards = ()
@@ -446,7 +447,7 @@ class ParamGroup(ABC):
 
     def _free_unsharded(self) -> None:
         if self.read_guard is not None:
-            self.read_guard.close()
+            self.read_guard.close()  # before a saved tensor could find it freed
         if self.settings.keep_unsharded_storage:
             if self.streams is not None:  # the next gather overwrites what computation may still read
                 self.streams.all_gather.wait_stream(current_stream(self.device))
@@ -455,8 +456,9 @@ class ParamGroup(ABC):
         self.holds_memory = False
         if self.streams is not None:
             storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
-            self.streams.free_later(self.buffers, storages, current_stream(self.device))
+            self.streams.free_later(self.buffers, storages, current_stream(self.device))  # still read there
             return
+        # At once on CPU, and interleaved: it is computation's memory, given out again in computation's order.
         for buffer in self.buffers:
             if buffer.storage is not None:
                 buffer.storage.resize_(0)
@@ -477,14 +479,14 @@ class ParamGroup(ABC):
         if self.form is _UNSHARDED:
             self.smaller_shards = self._smaller(mesh)
             if streams is not None:
-                self.smaller_ready = record_event(current_stream(self.device))
+                self.smaller_ready = record_event(current_stream(self.device))  # on which they are written
             self._free_unsharded()
             self.form = Form.POST_FORWARD
 
     def abandon_gather(self) -> None:
         """Wait for a gather that nobody will use and drop it."""
         if self.gather is not None:
-            wait_for_gather(self.gather, self.device)
+            wait_for_gather(self.gather, self.device)  # which writes until then
             self.gather = None
             if self.form is not _UNSHARDED:
-                self._free_unsharded()
+                self._free_unsharded()  # contiguous gathers into it

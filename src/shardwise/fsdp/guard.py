@@ -28,6 +28,7 @@ class Guard:
     """Stands in for one submodule's `forward` between passes."""
 
     def __init__(self, module: nn.Module, group: ParamGroup, param: ShardedParam) -> None:
+        # Weakly: this stands in the module's own dict.
         self.module = weakref.ref(module)
         self.group = weakref.ref(group)
         self.param = weakref.ref(param)
@@ -45,6 +46,7 @@ class Guard:
 
     def _forward(self) -> Any:
         module = self.module()
+        # The class's, as the module's own is this guard.
         return MethodType(type(module).forward, module) if module is not None else None
 
     @property
@@ -68,6 +70,7 @@ def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[G
     owners = {
         id(owner.parameters): (group, param)
         for group in groups
+        # Reversed, so that of a module's parameters the first is named.
         for param in reversed(group.params)
         for owner in param.owners
     }

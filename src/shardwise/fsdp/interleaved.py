@@ -54,6 +54,7 @@ class InterleavedGroup(ParamGroup):
         self.smaller: Exchange | None = None  # over the post-forward mesh
         for param in params:
             if stays_out_of_buffer(param):
+                # Packing passes it by: its sharded form is made here.
                 self._lay_out_alone(param)
                 param.move(param.local)
         self.extended = self._extend()
@@ -115,6 +116,7 @@ class InterleavedGroup(ParamGroup):
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
         super()._make_unsharded(streams)
+        # Targets are aliases of the unsharded buffers, made once: each gather writes through them.
         with torch.inference_mode(False), torch.no_grad():
             self.main = self._exchange(self.layout, self.shard_group)
             info = self.post_forward_mesh
@@ -134,6 +136,7 @@ class InterleavedGroup(ParamGroup):
                 numel = slot.padded_shard_numel
                 target = full.narrow(0, param.slot.unsharded_offset, ranks * numel)
                 dim = param.placement.dim
+                # Pieces of another dim do not lie end to end in the whole parameter.
                 if dim != 0 and ranks > 1:
                     piece = slot.padded_shard_shape
                     whole = (*piece[:dim], ranks * piece[dim], *piece[dim + 1 :])
@@ -142,6 +145,7 @@ class InterleavedGroup(ParamGroup):
                 plan.outs.append(target.view(ranks, numel))
             if segment.padding:
                 plan.sizes.append(segment.padding)
+                # torch's kernel wants a place for all that came.
                 plan.outs.append(full.new_empty(ranks, segment.padding))
         return plan
 
@@ -154,7 +158,9 @@ class InterleavedGroup(ParamGroup):
         assert plan is not None
         inputs, dtypes = self.smaller_shards or self.shards, plan.dtypes
         if self.extended:
+            # Copies: what is added below is not the group's.
             inputs, dtypes = list(inputs), list(dtypes)
+            # Hooks make their inputs on the stream that copies them in, which then need not wait for them.
             where = nullcontext() if streams is None or async_op else streams.copy_in
             for extended in self.extended.values():
                 with torch.no_grad(), where:
@@ -175,6 +181,7 @@ class InterleavedGroup(ParamGroup):
         """Copy the gathered parameters out."""
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
+        # Allocated by the stream that copies out and computes, and no earlier than it is needed.
         if not self.holds_memory:
             for buffer in self.buffers:
                 buffer.storage.resize_(buffer.nbytes)
@@ -188,6 +195,7 @@ class InterleavedGroup(ParamGroup):
     def _copy_out(self, result: AllGatherResult, plan: Exchange) -> None:
         sizes, outs = plan.sizes, plan.outs
         if self.extended:
+            # The plan's own lists stay as they are.
             sizes, outs = list(sizes), list(outs)
             received = result.inputs[len(plan.dtypes) :]
             for extended in self.extended.values():
@@ -198,8 +206,10 @@ class InterleavedGroup(ParamGroup):
         if plan.strided:
             outs = list(outs)
             for index, target, _, _ in plan.strided:
+                # Pieces come to memory of their own first, to be put together along their dim.
                 outs[index] = torch.empty_like(target).view(plan.ranks, -1)
         typed = outs
+        # Several dtypes travelled as bytes.
         if result.output.dtype == torch.uint8:
             sizes = [size * out.element_size() for size, out in zip(sizes, outs, strict=True)]
             outs = [out.view(torch.uint8) for out in outs]
@@ -218,6 +228,7 @@ class InterleavedGroup(ParamGroup):
             )
         shards = []
         for segment, members in zip(plan.layout.segments, self.members, strict=True):
+            # Copies, as the unsharded memory is freed next.
             shard = torch.zeros(segment.shard_numel, dtype=segment.gather_dtype, device=self.device)
             mine = [slot.of(shard) for slot in segment.slots]
             wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]

@@ -61,6 +61,7 @@ def check_transforms(state: ModuleState) -> None:
 
 def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
     """Raise if it did not finish, or went where no hook saw it."""
+    # Autograd drops the callback of a backward that raises, and it stays queued here.
     if schedule.callback_queued:
         check_entry(root, Action.RECOMPUTE)
     if schedule.had_backward:
@@ -110,6 +111,7 @@ def leave(orders: Iterable[Order], why: str) -> None:
     """Let ranks know that this one does not go on with its pass, before its process may end."""
     for order in orders:
         order.left = order.left or why
+        # The store may be gone already, with the rank that holds it.
         with suppress(RuntimeError):
             order.post()
 
@@ -125,6 +127,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         schedules = {id(found): found for state in states() if (found := state.schedule) is not None}
         for schedule in schedules.values():
             for order in schedule.orders:
+                # Backwards of other threads go on.
                 if order.backward is not None and order.backward.thread == threading.get_ident():
                     leave([order], f"{why}, after it had begun to {order.doing()}: {better or error}")
                 elif order.backward is None and schedule.order:  # it had not reached a sharded module
@@ -142,10 +145,12 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
         for group in filter(None, (ref() for ref in gathers_begun)):
             if group.gather is not None:
+                # It reads the shards that the step is about to change.
                 wait_for_gather(group.gather, group.device)
             if pins(group.offload, group.device):  # the optimizer is the host's
                 torch.accelerator.synchronize(group.device)
         gathers_begun.clear()
+        # Every model of the process, as this hook is one for all optimizers.
         for state in states():
             schedule = state.schedule
             if not state.is_root or schedule is None:
@@ -186,6 +191,7 @@ def forget_forward(state: ModuleState) -> None:
     for one in (state, *state.below):
         if one.training_state is TrainingState.FORWARD:
             _reset_one(one)
+    # Entries before those are of forwards whose backward may still come.
     del schedule.order[schedule.order_before :]
     schedule.forward_root = schedule.latest_output = None
     schedule.release_pending()
@@ -207,6 +213,7 @@ def reset(root: ModuleState) -> None:
     schedule = root.schedule
     if schedule is None:
         return
+    # They still read gradients and write the shards that are dropped below.
     schedule.wait_for_reductions()
     schedule.order.clear()
     schedule.forward_root = schedule.pending_release = schedule.latest_output = None

@@ -73,6 +73,7 @@ TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
         _PRE: (Action.SKIP, _PRE),
         _POST: (Action.GATHER, _PRE),
     },
+    # In any state: backward may come in past the hooks on outputs.
     Event.POST_BACKWARD: dict.fromkeys(TrainingState, (Action.REDUCE, _POST)),
     Event.END_OF_BACKWARD: {
         _IDLE: (Action.REDUCE, _IDLE),

@@ -86,6 +86,7 @@ class FSDPModule(ModuleSettings):
         """Free this module's own gathered parameters and show the sharded ones. Local."""
         state = self._shardwise_state
         for group in state.groups:
+            # A gather may be on its way still, into the memory that is freed next.
             group.abandon_gather()
             group.reshard()
         if state.schedule is not None and state.schedule.streams is not None:
@@ -154,6 +155,7 @@ class FSDPModule(ModuleSettings):
         for param in chosen:
             param.sharded.grad = None
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # What was replaced or moved goes back to one buffer.
         for group in self._groups():
             group.pack()
         for param, grad in zip(chosen, grads, strict=True):
@@ -168,6 +170,7 @@ class UnshardHandle:
     """Waits for an `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, state: ModuleState) -> None:
+        # Weakly: a handle keeps no model alive.
         self._gathering: weakref.ref[ModuleState] | None = state.myself
 
     def wait(self) -> None:
@@ -258,6 +261,7 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
             args, kwargs = state.pre_forward(module, args, kwargs)
             output = forward(*args, **kwargs)
         except BaseException:
+            # `pre_forward` may have raised before it counted this call.
             if state.running > running:
                 state.abandon_forward()
             raise
@@ -275,6 +279,7 @@ def _run_traced(
         return _run(state, module, forward, args, kwargs)
     if torch.compiler.is_exporting():
         _refuse_export(module)
+    # Before groups are read: the graph then guards what was made of them.
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups):
         return traced.run(state, forward, args, kwargs)
@@ -342,6 +347,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for state in states:
         state.shared_streams = streams
         if state.schedule is not None:
+            # Plans hold the streams that they were made with.
             state.schedule.streams = streams
             for reducer in state.reducers:
                 reducer.forget_plans()

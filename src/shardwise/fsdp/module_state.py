@@ -103,6 +103,7 @@ class ModuleState:
         self.prefetch_in_backward: list[weakref.ref[ModuleState]] = []
         self.shared_streams: CommStreams | None = None
         self.schedule_settings: dict[str, Any] = {}  # set before there is a schedule
+        # One object, so that whoever refers to this state is compared by identity.
         self.myself = weakref.ref(self)
         for module in modules:
             module.__dict__[_KEY] = self
@@ -184,6 +185,7 @@ class ModuleState:
                 group.check_ready()
                 schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
                 _LOG.info("%s: group '%s' is gathered by %s", here(), group.name, group.transport())
+        # Not a set, whose order may differ from rank to rank: ranks wait for each other in each comparison.
         schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
         return schedule
 
@@ -226,6 +228,7 @@ class ModuleState:
             kind = type(self.modules[0]()).__name__.removeprefix("FSDP")
             what = f"run the forward of {kind}"
             for order in schedule.orders:
+                # Ranks of a process group compare what they do in it: they may have other groups beside it.
                 alike = [group.describe() for group in groups if order in group.orders]
                 schedule.pass_events.append(event_for("\n".join([what, *alike])))
         for order, begins in zip(schedule.orders, schedule.pass_events, strict=True):
@@ -273,6 +276,7 @@ class ModuleState:
 
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""
+        # What is made within a transform of torch.func is wrapped, and has no storage.
         if self.schedule is not None and self.schedule.transformed and _compat.transforms_run():
             with _compat.outside_transforms():
                 self.release()
@@ -297,11 +301,13 @@ class ModuleState:
                 self.gather(group, schedule, forward=forward)
             return
         try:
+            # A prefetch, or a user, may have begun it.
             if group.gather is None:
                 group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
             result = group.wait_for_unshard()
         except RuntimeError as error:
             raise explained(error, group.orders, f"gather '{group.name or 'the root'}'") from error
+        # Interleaved alone: the gathered buffer is apart from the parameters, and may be given out again.
         if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)
 
@@ -316,6 +322,7 @@ class ModuleState:
         ):  # under a root that has not run, which chooses its streams
             return
         if state.schedule is not schedule:
+            # That root's forward has not begun, which would let its gathers follow the optimizer's step.
             schedule = state.schedule
             schedule.follow_computation()
         if schedule.streams is not None:  # this begins a module earlier: no memory need wait for the next
@@ -331,9 +338,11 @@ class ModuleState:
         for group in self.groups:
             if self.schedule is None:
                 group.check_ready()
+            # Amid a pass the module computes with what it has.
             if self.training_state is TrainingState.IDLE:
                 group.drop_stale()
             group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
+            # The step may come before anyone waits: it would change shards that are still read.
             if async_op or pins(group.offload, group.device):
                 gathers_begun.append(weakref.ref(group))
 

@@ -40,6 +40,7 @@ class _Watched:
         self.names: dict[int, str] = {}
 
     def add(self, name: str, param: Tensor) -> None:
+        # Names do not go with their parameters, so they are cleared now and then.
         if len(self.names) > 2 * len(self.alive) + 1000:
             self.names = {key: self.names[key] for key in self.alive}
         self.alive[id(param)] = param
@@ -100,6 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fast.forget_empty_params(optimizer)
         if not compiled:
             fast.step_locally(optimizer)
+    # The first argument is the optimizer itself.
     closure = any(value is not None for value in (*args[1:], *kwargs.values()))
     if not (closure or _compat.has_step_hooks(optimizer)):  # which make gradients, or look at them
         fast.skip_empty_params(optimizer)
@@ -110,6 +112,7 @@ def _check(optimizer: Optimizer) -> None:
     for watched, why in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
         wrong = watched.in_optimizer(optimizer)
         if wrong:
+            # Each of its steps raises, not the first alone.
             del _checked[optimizer]
             raise ShardingError(
                 f"{here()}: a step of this {type(optimizer).__name__} would train nothing: it holds"

@@ -92,12 +92,12 @@ class ShardedParam(ABC):
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
         self.trainable = param.requires_grad
         self.is_packed = False
-        # Tensor-parallel form of the unsharded parameter, None for plain tensors.
         if isinstance(param, ShardedRows):
             raise ShardingError(
                 f"{here()}: '{name}' is sharded by rows already ({param.piece.placements}). Apply fully_shard"
                 " to inner modules before outer ones, pass its full_tensor() or put it in ignored_params"
             )
+        # Tensor-parallel form of the unsharded parameter, None for plain tensors.
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
         self.whole = param.detach() if self.tp_spec is None else _compat.local_tensor(param).detach()
         self.global_shape = self.shape = param.shape
@@ -150,12 +150,12 @@ class ShardedParam(ABC):
             found = owner.parameters.get(owner.name)
             if id(found) not in known:
                 raise self.replaced_by(found)
-            owner.parameters[owner.name] = shown
+            owner.parameters[owner.name] = shown  # functional_call put back another form
 
     def show_smaller(self, piece: nn.Parameter) -> None:
         """Register this rank's piece over a smaller mesh."""
         self.smaller = weakref.ref(piece)
-        self.register(piece)
+        self.register(piece)  # only modules keep it, and only until the next gather
 
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class ShardedParam(ABC):
             found, current = current, self._replacement(current) if is_parameter else None
             if current is None:
                 raise self.replaced_by(found)
-            self.sharded, self.unsharded = current, None
+            self.sharded, self.unsharded = current, None  # the whole form was made for the other
         self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
         self.refresh_form()
 
@@ -314,7 +314,7 @@ class ShardedParam(ABC):
         `register_post_accumulate_grad_hook` run when it is there.
         """
         grad = self.as_grad(piece.to(self.sharded_grad_dtype or piece.dtype))
-        for change in list((_compat.grad_hooks(self.sharded) or {}).values()):
+        for change in list((_compat.grad_hooks(self.sharded) or {}).values()):  # a hook may remove itself
             if (changed := change(grad)) is not None:
                 grad = changed
         if self.sharded.grad is None:
@@ -468,7 +468,7 @@ class EvenParam(ShardedParam):
     def move(self, piece: Tensor) -> None:
         in_place = self.is_packed and piece.device == self.local.device
         if in_place:
-            _compat.set_local_tensor(self.sharded, piece)
+            _compat.set_local_tensor(self.sharded, piece)  # optimizers may hold the object
         else:  # a DTensor cannot change its device
             requires_grad = self.sharded.requires_grad if self.is_packed else self.trainable
             self.sharded = _compat.dtensor_parameter(piece, self.spec, requires_grad=requires_grad)

@@ -112,6 +112,7 @@ def chosen(policy: MixedPrecisionPolicy, offload: OffloadPolicy, settings: Group
     words = [] if type(offload) is OffloadPolicy else [type(offload).__name__]
     for one, default in ((policy, MixedPrecisionPolicy()), (settings, GroupSettings())):
         for option in fields(one):
+            # In words that mean the same in every process: the class of an object, not its address.
             value, usual = _word(getattr(one, option.name)), _word(getattr(default, option.name))
             if value != usual:
                 words.append(f"{option.name}={value}")

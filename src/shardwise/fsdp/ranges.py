@@ -28,6 +28,7 @@ def begin(states: Sequence[ModuleState]) -> None:
         forward = _forward(f"shardwise: forward {name}", opened)
         for method in _FORWARD:
             _put(state, method, forward)
+        # Its `pre_forward` was called before there were wrappers, and opens nothing.
         if state is states[0]:
             _open(f"shardwise: forward {name}", opened)
 

@@ -54,12 +54,14 @@ class ReadGuard:
         _groups[number] = group
         behind = tuple(tensors)
         self.open = partial(_compat.set_versions, behind, (number,) * len(behind))  # no Python runs in these
+        # Any other version will do, and counting up costs a sixth of setting.
         self.close = partial(_compat.increment_versions, behind)
 
 
 def explain(error: Exception) -> Exception | None:
     """Return the error to raise in place of one of autograd; None if that has another reason."""
     found = _VERSION.search(str(error))
+    # The number that the saved tensor expects is its group's.
     group = _groups.get(int(found.group(1))) if found is not None else None
     if group is None or group.is_unsharded:  # then a parameter was changed in place
         return None

@@ -59,8 +59,10 @@ class GradReducer(ABC):
 
     def forget_plans(self) -> None:
         """Drop plans and events, since the group's settings or streams changed."""
+        # Plans hold streams, factors and process groups, and an event's words come of its plan.
         self._plans.clear()
         self._events.clear()
+        # Sums over backwards may be of a wider dtype, which leaves must know before gradients come.
         if self._synced is not self.group.settings.reduce_grads:
             self._synced = self.group.settings.reduce_grads
             for param in self.group.params:
@@ -71,6 +73,7 @@ class GradReducer(ABC):
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
         """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
         complete = len(params) == len(self.group.params)
+        # Names only where some are missing, as making the usual key costs little then.
         key = (of, None if complete else tuple([param.name for param in params]))
         found = self._events.get(key)
         if found is None:
@@ -94,6 +97,7 @@ class GradReducer(ABC):
             if not _compat.SUMS_AS_KEPT:
                 self._store_apart(param, leaf)
             elif wanted is not None and leaf.grad.dtype != wanted:
+                # torch refuses a `grad_dtype` other than that of the gradient which is there.
                 grad, leaf.grad = leaf.grad.to(wanted), None
                 leaf.grad_dtype = wanted
                 leaf.grad = grad
@@ -123,6 +127,7 @@ class GradReducer(ABC):
             unsharded.grad = None
             return found if param.tp_spec is None else param.plain_grad(found)
         if self.group.settings.reduce_unused and unsharded.requires_grad:
+            # Ranks that use other parameters have a reduction of the same size.
             return torch.zeros(param.shape, dtype=unsharded.dtype, device=unsharded.device)
         return None
 
@@ -155,9 +160,11 @@ class GradReducer(ABC):
         # Over which ranks to reduce-scatter, and over which to all-reduce.
         shard_group, replicate_group = info.process_groups
         inner, outer = group.strategy.shard_axis, group.strategy.replicate_axis
+        # DDP and ZeRO-1 all-reduce over the axis that else scatters.
         if inner is not None and inner.gradient is StatePlacement.REPLICATE:
             shard_group, replicate_group = None, shard_group
         if shard_group is not None:
+            # The same ranks in a process group of their own, beside whose collectives gathers may run.
             shard_group = settings.reduce_scatter_group or shard_group
         scatters_twice = outer is not None and outer.gradient is StatePlacement.SHARD
         dtype, result_dtype = kind
@@ -198,12 +205,14 @@ class GradReducer(ABC):
         waits = any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
         shard = shard.to("cpu", non_blocking=offload.pin_memory and not waits)
         if offload.pin_memory and not waits:
+            # The stream that reduced, which is the current one here, copies too.
             self.offload_events.append(current_stream(self.group.device).record_event())
         return shard
 
     def wait_for_offload(self) -> None:
         """Wait for gradients on their way to CPU, at the end of the last backward."""
         for event in self.offload_events:
+            # The host itself must wait: the optimizer that reads these gradients runs there.
             event.synchronize()
         self.offload_events.clear()
 
@@ -261,6 +270,7 @@ class InterleavedReducer(GradReducer):
         params = self.group.params
         if self._layout is not self.group.layout:
             self._find_kinds()
+        # Else no Python runs for a parameter but what is here.
         if self.keeps_apart or not self._plain or self.group.settings.reduce_unused:
             grads = list(map(self.collect_from, params))
             self.keeps_apart = False
@@ -276,6 +286,7 @@ class InterleavedReducer(GradReducer):
         """Reduce gradients: one reduction for each stored dtype and dtype of sums, as they first appear."""
         batches: dict[Kind, Collected] = {}
         if self._one_kind is not None:
+            # The list itself, which is emptied with its batch: gradients are freed once they are copied.
             batches[self._one_kind] = collected
         else:
             for param, grad in collected:
@@ -293,12 +304,14 @@ class InterleavedReducer(GradReducer):
     def _reduce_batch(self, batch: Collected, plan: Reduction) -> ReduceResult:
         params: list[Any] = [param for param, _ in batch]
         grads = [grad for _, grad in batch]
+        # `grads` alone holds them now, and `foreach_reduce` empties it.
         batch.clear()
         if self.group.orders:
             self.announce(plan, params, of=(plan.result_dtype, plan.dtype))
         key: tuple[str, ...] = ()
         partial = None
         if self.partials or not plan.all_reduce:
+            # By names, as partial sums are of these parameters only.
             key = tuple(param.name for param in params)
             partial = self._partial(key)
         result = foreach_reduce(
@@ -314,6 +327,7 @@ class InterleavedReducer(GradReducer):
             if result.stream is None:
                 self._view_out(params, result.shard)
             else:
+                # Additions, hooks and optimizers follow the reduction there; computation need not wait.
                 with result.stream:
                     self._view_out(params, result.shard)
         return result
@@ -335,9 +349,11 @@ class InterleavedReducer(GradReducer):
         return partial
 
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
+        # One copy of the shard, not one of each gradient.
         shard = self._to_home(params, shard)
         offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
         forms = [param.sharded for param in params]
+        # torch looks up no `__torch_function__` at attributes meanwhile.
         with _compat.plain_attributes():
             one_by_one = (
                 not all(map(_HAS_STORED_DTYPE, params))
@@ -354,6 +370,7 @@ class InterleavedReducer(GradReducer):
                 elif sharded.grad is not None:
                     local = _compat.local_tensor(sharded.grad)
                     local += piece
+                # Tracers take no DTensor at an offset: a gradient begins its own storage, which costs calls.
                 elif seen.compiler:
                     sharded.grad = param.as_grad(piece)
                 else:  # as `dtensor_at` makes it

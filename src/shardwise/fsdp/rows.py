@@ -81,6 +81,7 @@ class RowsParam(ShardedParam):
         """Say which rows this rank holds; `move` gives them memory."""
         self.place = place
         rows = place.box
+        # A view of the whole parameter, which packing copies from and then lets go.
         self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
         box_of = partial(layout.box, place.index)
         cuts, mesh = even_cuts_of(self.tp_spec), self._mesh_of_dtensor()
@@ -110,6 +111,7 @@ class RowsParam(ShardedParam):
         """Return this rank's rows in a reduced shard, which may be a part of a larger buffer."""
         place = self.place
         begin = shard.storage_offset() + place.shard_offset
+        # One operation, where slicing and viewing are two.
         return shard.as_strided(place.box.sizes, place.rows_stride, begin)
 
     def as_grad(self, piece: Tensor) -> Tensor:
@@ -118,6 +120,7 @@ class RowsParam(ShardedParam):
     def move(self, piece: Tensor) -> None:
         alike = self.is_packed and (self.sharded.dtype, self.sharded.device) == (piece.dtype, piece.device)
         if alike:
+            # The object stays, as optimizers may hold it.
             self.sharded._local_tensor, self.sharded.piece = piece, self.piece
         else:
             requires_grad = self.sharded.requires_grad if self.is_packed else self.trainable
@@ -130,6 +133,7 @@ class RowsParam(ShardedParam):
 
     def refresh_form(self, *, made: bool = False) -> None:
         super().refresh_form(made=made)
+        # It may be of another dtype or device now.
         vars(self).pop("no_rows", None)
 
     @cached_property
@@ -144,6 +148,7 @@ class RowsParam(ShardedParam):
     def rename(self, name: str) -> None:
         super().rename(name)
         self.piece = self.sharded.piece = replace(self.piece, name=name)
+        # It has the piece with the old name.
         vars(self).pop("no_rows", None)
 
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
@@ -158,5 +163,6 @@ class RowsParam(ShardedParam):
             return other
         rows = ShardedRows.from_dtensor(cast(DTensor, other.detach()), self.piece)
         made = ShardedParameter.wrap(rows.local, self.piece, requires_grad=other.requires_grad)
+        # In place: the module, and who loaded, hold this object.
         torch.utils.swap_tensors(other, made)
         return cast(ShardedParameter, other)

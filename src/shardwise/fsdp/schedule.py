@@ -73,6 +73,7 @@ class Schedule:
         """Let gathers start only after the optimizer step that came before."""
         if self.streams is None:
             return
+        # Used once: the event of one step says nothing of the next.
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             wait_for(event, self.streams.copy_in)
@@ -95,11 +96,14 @@ class Schedule:
         """Keep a gather's buffer from being reused before it was copied out."""
         if self.streams is None:
             return
+        # Right behind the copy-out, before the module's computation is issued to the same stream.
         copied_out = record_event(current_stream(self.device))
         if forward and result.work is None:
+            # Two buffers: the next gather may fill one while the other is copied out.
             self.drop_copying_gather()
             self.copying_gather = (result, copied_out)
         else:
+            # Backward gathers a module ahead: its next gather may wait, and one buffer is enough.
             self.streams.wait(copied_out)
 
     def drop_copying_gather(self) -> None:
@@ -116,6 +120,7 @@ class Schedule:
         """Wait for the oldest reduce-scatter inputs until one more may be in flight."""
         while len(self.reduce_inputs) >= self.max_reduce_inputs:
             _, event = self.reduce_inputs.pop(0)
+            # Computation waits, whose memory the input is: where that is given out again it was read before.
             current_stream(self.device).wait_event(event)
 
     def track_reductions(self, results: list[ReduceResult]) -> None:

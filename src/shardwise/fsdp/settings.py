@@ -40,6 +40,7 @@ class ModuleSettings(nn.Module):
 
     def _states(self, recurse: bool) -> Iterator[ModuleState]:
         modules = self.modules() if recurse else iter([self])
+        # Each once, and in order: the modules of a list share one.
         yield from dict.fromkeys(s for module in modules if (s := state_of(module)) is not None)
 
     def _set(self, recurse: bool, **settings: Any) -> None:
@@ -126,6 +127,7 @@ class ModuleSettings(nn.Module):
                 " given to fully_shard"
             )
         for state in self._states(recurse):
+            # The user has chosen: a root is no exception any more.
             state.reshard_is_automatic = False
             for group in state.groups:
                 group.set_reshard_after_forward(reshard_after_forward)
@@ -208,6 +210,7 @@ class ModuleSettings(nn.Module):
         self._set(recurse, max_input_buffers=max_input_buffers)
         for state in self._states(recurse):
             if state.schedule is not None:
+                # Inputs of all groups are counted together, so the largest setting holds.
                 state.schedule.max_reduce_inputs = max(state.schedule.max_reduce_inputs, max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -249,6 +252,7 @@ class ModuleSettings(nn.Module):
         for group in self._groups():
             self._refuse_custom(group, "set_symm_mem_for_comm")
             if group.shard_group is not None:
+                # Buffers are registered with the ranks of the group's own process group.
                 group.settings.all_gather = SymmetricAllGather(group.shard_group, backend, group.device)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -268,7 +272,9 @@ def states_of(modules: Sequence[ModuleSettings]) -> list[FSDPState]:
 def _separate_group(group: ParamGroup, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
     assert group.shard_group is not None
     ranks = tuple(dist.get_process_group_ranks(group.shard_group))
+    # One for all groups of the same ranks: a process group costs connections.
     if ranks not in made:
+        # Collective over these ranks alone: others may make theirs at another time, or none.
         made[ranks] = group.settings.reduce_scatter_group or dist.new_group(
             list(ranks), use_local_synchronization=True, group_desc="shardwise_reduce_scatter"
         )

@@ -61,9 +61,11 @@ class FSDPState(ModuleState):
         self.training_state = after
         self.running += 1
         if action is _RECOMPUTE:
+            # The forward's own hooks end this backward: recomputed inputs and outputs need no mark.
             for group in self.groups:
                 self.gather(group, schedule, forward=False)
             return self.cast_inputs(args, kwargs)
+        # The group stays gathered until each module of the list has run.
         if self.is_list and not self.still_to_run:
             self.still_to_run = {id(ref()) for ref in self.modules}
         if action is _GATHER:
@@ -72,6 +74,8 @@ class FSDPState(ModuleState):
                 schedule.transformed = True
             if schedule.forward_root is None:
                 args, kwargs = self._begin_pass(schedule, args, kwargs)
+            # Put off until another module follows, as backward would need the last of forward first. Inside
+            # backward a forward is a recomputation, and backward decides who frees.
             if schedule.pending_release is not None and _compat.backward_pass() == -1:
                 schedule.release_pending(unless=self)
         if self.input_dtype is not None:
@@ -79,6 +83,8 @@ class FSDPState(ModuleState):
         for group in self.groups:
             if group.traced is not None and is_grad_enabled():
                 interrupted.check_compiled_gradients(group)
+            # Asked here as well as in `drop_stale`, to spare a call. A module that joins may not drop what
+            # another one of its list computes with.
             holds = group.form is _UNSHARDED or group.gather is not None
             if holds and group.gathered_at != seen.steps and action is _GATHER:
                 group.drop_stale()
@@ -90,17 +96,20 @@ class FSDPState(ModuleState):
                     latest[1].append(self)  # the hook on it ends this backward, which saves a node
                 else:
                     args, kwargs = self._mark_inputs(args, kwargs)
+            # Behind this module's own gather, for which computation waits.
             for ref in self.prefetch_in_forward:
                 self.prefetch(ref(), schedule)
         return args, kwargs
 
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         finalization.check_waited_for(schedule, "the next forward")
+        # A checkpoint around the root recomputes it amid a backward, which is no earlier one.
         if not _compat.in_backward():
             interrupted.check_earlier_backward(self, schedule)
         if schedule.orders:
             self.announce_pass(schedule)
         schedule.forward_root = self.myself
+        # Earlier forwards may still wait for their backward: one that raises forgets its own part alone.
         schedule.order_before = len(schedule.order)
         self.lift_guards()
         schedule.begin_forward()
@@ -120,6 +129,7 @@ class FSDPState(ModuleState):
         if not tensors:
             return args, kwargs
         assert self.schedule is not None
+        # One node for all inputs, so autograd calls `post_backward` once, when it has the last gradient.
         attach = attach_within_transforms if self.schedule.transformed else attach_post_backward
         args, kwargs = with_grad_tensors((args, kwargs), iter(attach(self, *tensors)))
         return args, kwargs
@@ -145,6 +155,7 @@ class FSDPState(ModuleState):
             output = self._leave(schedule, output)
             if schedule.forward_root is self.myself:
                 output = self._end_pass(schedule, output)
+        # Cast behind the hooks, which so see gradients in the dtype of computation.
         return output if self.policy.output_dtype is None else self.cast_output(output)
 
     @_compat.runs_eagerly
@@ -160,6 +171,7 @@ class FSDPState(ModuleState):
     def report_failure(self, error: Exception) -> None:
         """Report that a forward or its gather raised: ranks need not wait for this one in the same pass."""
         schedule = self.schedule
+        # Whoever is around this module may catch the error yet; the root reports what nobody caught.
         inside = schedule is not None and schedule.forward_root not in (None, self.myself)
         if inside or _compat.in_backward():
             return
@@ -174,11 +186,14 @@ class FSDPState(ModuleState):
         it would be there beside the loss's own memory.
         """
         grad_enabled = is_grad_enabled()
+        # A recomputation neither frees, as its backward follows, nor is part of forward's order.
         if _compat.backward_pass() == -1:
             for group in self.groups:
                 if group.post_forward_mesh is not None:
+                    # The last module inside this one, behind which none has run.
                     if schedule.pending_release is not None:
                         schedule.release_pending(unless=self)
+                    # The attribute spares a call for each module that was found to be no larger.
                     if self.larger_than_most is not False and self.is_larger_than_most(schedule):
                         self.release()
                     else:
@@ -197,6 +212,7 @@ class FSDPState(ModuleState):
         gradients there is no backward; then nothing is kept.
         """
         schedule.forward_root = schedule.latest_output = None
+        # Lists of which some module did not run in this pass: nothing else would release them.
         for state in reversed(self.below):
             if state.still_to_run:
                 state.still_to_run.clear()
@@ -204,6 +220,7 @@ class FSDPState(ModuleState):
                 output = state.cast_output(state._leave(schedule, output))
         if not is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
             schedule.release_pending()
+        # No gather of this forward follows to take the latest freed memory, which would lie beside the loss.
         if schedule.streams is not None:
             schedule.free_gathered()
         schedule.drop_copying_gather()
@@ -224,6 +241,7 @@ class FSDPState(ModuleState):
                 # A view that is changed in place gets another history, past the hook, from its base.
                 if base.grad_fn is not None:
                     _compat.hook_gradient(base, self.enter_by_base)
+            # Weakly: the schedule must keep no activation. Not of a view, whose hook may be passed by.
             elif plain:
                 schedule.latest_output = weakref.ref(tensor), ending
 
@@ -241,6 +259,7 @@ class FSDPState(ModuleState):
         Args:
             ending: the modules whose one input that output was; their backward ends first.
         """
+        # Free before gathering: the module that took this output ends before this one gathers.
         for state in ending:
             state.post_backward()
         schedule = self.schedule
@@ -266,6 +285,7 @@ class FSDPState(ModuleState):
 
     def _await_end(self, schedule: Schedule) -> None:
         root = schedule.root()
+        # The model was deleted, and backward of what it computed runs on.
         if root is None:
             return
         if _compat.in_compiled_autograd():
@@ -274,6 +294,7 @@ class FSDPState(ModuleState):
                 " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
             )
         schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
+        # One object for orders, which refer to it weakly, and autograd, which drops it where backward raises.
         end = root.end_of_backward
         for order in schedule.orders:
             order.begin_backward(end)
@@ -319,11 +340,13 @@ class FSDPState(ModuleState):
                 reducer.store_unreduced()
                 continue
             collected = reducer.collect()
+            # Parameters go before the reduction's buffers come.
             if settings.reshard_after_backward:
                 group.reshard()
             if not collected:
                 continue
             if schedule.streams is not None:
+                # Before the next input is allocated, which may have the memory of one that was waited for.
                 schedule.make_room_for_reduction()
             try:
                 results = reducer.reduce(collected, streams=schedule.streams)
@@ -354,8 +377,10 @@ class FSDPState(ModuleState):
                     state.reduce(schedule)
         if schedule.is_last_backward and not schedule.manual:
             self.end_iteration(schedule)
+        # No gather follows that would give it back.
         schedule.free_gathered()
         self.install_guards()
+        # A rank with fewer reductions than others is found here, before its optimizer steps.
         for order in schedule.orders:
             order.backward = None
             order.advance(_END_OF_PASS)
@@ -375,7 +400,9 @@ class FSDPState(ModuleState):
         schedule.order.clear()
         schedule.wait_for_reductions()
         for group, reducer in self.all_groups:
+            # Gathered ahead for a backward that did not come.
             if group.gather is not None:
                 group.abandon_gather()
+            # The optimizer is the host's, which waits for no stream.
             if reducer.offload_events:
                 reducer.wait_for_offload()

@@ -92,6 +92,7 @@ def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strat
     if (outer is None) == isinstance(info, HSDPMeshInfo):
         wanted = "1-D" if outer is None else "2-D (replicate, shard)"
         raise ShardingError(f"{here()}: strategy={name!r} needs a {wanted} mesh, got {info.mesh}")
+    # A mesh of replicas alone has no shard axis: its one axis takes the row.
     if outer is None and not isinstance(info, FSDPMeshInfo):
         return Strategy(inner, None)
     return Strategy(outer, inner)

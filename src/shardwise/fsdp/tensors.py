@@ -40,6 +40,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
             return new
         if dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
             return type(value)(**new)
+        # Its class may take other arguments, or have a default.
         copied = copy.copy(value)
         for key, item in new.items():
             copied[key] = item
@@ -88,6 +89,7 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
             return tensor
         if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
             return next(tensors)
+        # A rank without shards has an anchor in the graph in their place.
         new = [next(tensors) if shard.requires_grad else shard for shard in tensor.tensors]
         return tensor.with_tensors(new, anchor=None if new else next(tensors))
 
@@ -111,7 +113,9 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
                 for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
                     found.setdefault(id(tensor), tensor)
         elif id(one) not in seen and not isinstance(one, _OPAQUE):
+            # Objects may lead back to themselves.
             seen.add(id(one))
+            # A stack gives them back in order of appearance.
             left.extend(reversed(_parts(one)))
     return list(found.values())
 

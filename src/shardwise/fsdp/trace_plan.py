@@ -130,6 +130,7 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         cut,
         how,
         reshard=_reshards(state, group),
+        # An alias: optimizers change it in place, and each graph's run reads what is there.
         shard=group.shards[index].detach(),
         route=_leaf(reduced // int(how.scatter_ranks), how.stored, how.device, trains),
         whole=_leaf(reduced, how.dtype, how.device, trains),
@@ -138,6 +139,7 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         wraps=wraps if any(wraps) else None,
     )
     if trains:
+        # Weakly: hooks belong to the segment's leaves, and would keep it with the model.
         myself = weakref.ref(segment)
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
         assign = reducer.assigner(index, trained)
@@ -154,6 +156,7 @@ def _reshards(state: ModuleState, group: ParamGroup) -> bool:
 
 
 def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) -> Tensor:
+    # One element, expanded: autograd looks at its shape, and nobody at its values.
     return torch.zeros((), dtype=dtype, device=device).expand(numel).requires_grad_(trains)
 
 
@@ -162,6 +165,7 @@ def _assign_reduced(segment: weakref.ref[Segment], state: weakref.ref[ModuleStat
     """Hand parameters the reduced gradient that a backward left on the leaf."""
     _note_backward(state())
     alive, grad = segment(), leaf.grad
+    # The leaf keeps nothing: the next backward's gradient is not added to this one.
     leaf.grad = None
     if alive is not None and alive.assign is not None and grad is not None:
         alive.assign(grad)
@@ -178,9 +182,11 @@ def _assign(
     alive, owner = segment(), group()
     assert alive is not None  # it calls this
     assert owner is not None  # which has it
+    # It is part of what was reduced.
     alive.earlier = None
     interrupted.check_eager_gradients(owner)
     if owner.is_unsharded:  # by an eager forward before, whose backward never came
+        # Its whole parameters would hide the sharded ones, which get gradients here.
         owner.reshard()
     trains = zip(params, alive.cut.trains, strict=True)
     changed = [param.name for param, then in trains if param.sharded.requires_grad != then]

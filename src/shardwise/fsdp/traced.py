@@ -123,6 +123,7 @@ def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
     """Copy gradients into a new staging buffer; `numbers` are those of their `Cut`."""
     ranks, _, params, reduced = _read_once(numbers)
     left, rows = iter(grads), []
+    # One call that flattens and concatenates; it takes one dtype, and returns a lone gradient itself.
     if ranks == 1 and len(reduced) > 1 and grads[0].dtype is dtype:
         return _compat.flatten([next(left) if item >= 0 else grads[0].new_zeros(-item) for item in reduced])
     for item in reduced:
@@ -138,6 +139,7 @@ def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
             grad = torch.cat([grad, grad.new_zeros((missing, *piece[1:]))])
         rows.append(grad.reshape(ranks, -1))
     whole = _staging_buffer(grads, numbers, dtype)
+    # Into one buffer of the reduction's dtype: the concatenation casts on the way.
     torch.cat(rows, dim=1, out=whole.view(ranks, -1))
     return whole
 
@@ -186,6 +188,7 @@ class Collectives:
     device: torch.device
 
     def gather(self, shard: Tensor) -> Tensor:
+        # First, so that the lower dtype is what travels.
         shard = shard.to(self.gather_dtype)
         if self.gather_group is None:
             return shard
@@ -193,6 +196,7 @@ class Collectives:
 
     def reduce(self, grads: Tensor) -> Tensor:
         if self.before is not None:
+            # Not in place, as a graph's operators are functional.
             grads = grads / float(self.before)
         if self.scatter_group is not None:
             grads = _compat.traced_reduce_scatter(
@@ -231,6 +235,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> tuple[Tensor, ...]:
         ctx.segment, ctx.reduces = segment, reduces
         views = segment.cut.views(segment.how.gather(shard))
+        # What is frozen requires no gradient, though it comes of a leaf that does.
         ctx.mark_non_differentiable(*[v for v, t in zip(views, segment.cut.trains, strict=True) if not t])
         return tuple(views)
 
@@ -238,6 +243,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         how = ctx.segment.how
         staged = ctx.segment.cut.staged(grads, how.dtype)
+        # The leaf's gradient, which has the shape of what this leaves: a reduced shard or a whole buffer.
         return how.reduce(staged) if ctx.reduces else staged, None, None, None
 
 
@@ -250,6 +256,7 @@ def _unshard(segment: Segment, sync: bool) -> Any:
     reduces = sync and segment.earlier is None
     leaf = segment.route if reduces else segment.whole
     if segment.reshard and torch.is_grad_enabled():
+        # The partitioner then gathers again in backward: neither the buffer nor its views are saved.
         return checkpoint(_gather, leaf, segment.shard, segment, reduces, use_reentrant=False)
     return _gather(leaf, segment.shard, segment, reduces)
 
@@ -284,6 +291,7 @@ def _show(state: Any) -> list[Shown]:
             wholes = list(_unshard(segment, sync))
             for index, wrap in enumerate(segment.wraps or ()):
                 if wrap is not None:
+                    # Without the check, which is a collective.
                     wholes[index] = DTensor.from_local(wholes[index], run_check=False, **wrap)
             fields = segment.names.split(".")
             for index, owner, name in zip(fields[::3], fields[1::3], fields[2::3], strict=True):
