@@ -83,12 +83,18 @@ class StandIn:
         return self.returns.get(binding.__name__)
 
 
+_NO_GPU = r"CUDA driver|NVIDIA driver|doesn't support create a new Stream"
+
+
 def reaches_the_driver(call: Callable[[], object]) -> None:
-    """Its arguments were taken: it returns, or it finds no driver where there is no GPU."""
+    """Its arguments were taken: it returns, or it finds no driver where there is no GPU.
+
+    torch 2.12 finds no stream where an earlier test's fake tensors put a guard of theirs in CUDA's place.
+    """
     try:
         call()
     except RuntimeError as error:
-        if torch.cuda.is_available() or not re.search(r"CUDA driver|NVIDIA driver", str(error)):
+        if torch.cuda.is_available() or not re.search(_NO_GPU, str(error)):
             raise
 
 

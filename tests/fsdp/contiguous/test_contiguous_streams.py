@@ -98,7 +98,7 @@ def test_forward_gathers_run_beside_the_computation_of_the_module_before() -> No
     behind = []
 
     def heard(operation: Operation, clock: Clock) -> None:
-        if operation.stream == "the all-gather stream" and "all_gather" in operation.name:
+        if operation.stream == "the all-gather stream" and "gather" in operation.name:
             computing = found.simulation.timeline.computation.line
             behind.append(computing.clock[computing.number] - clock[computing.number])
 
