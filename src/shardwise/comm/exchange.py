@@ -252,6 +252,7 @@ def _exchange_over_gloo(
     # While messages are on their way.
     _copy(local)
     if agreement is not None:
+        # Before waiting: messages of ranks that mean something else never come.
         agreement.confirm()
     for work, staged in receiving:
         work.wait(_GROUP_TIMEOUT)

@@ -8,7 +8,7 @@ On accelerators each step runs on a stream of its own (`CommStreams`), ordered b
 streams still read or write must outlive the call, which is why results carry their buffers. On CPU
 there are no streams and everything has completed on return, unless `async_op`.
 
-All functions here are collective over the group they are given and issue exactly one operation of each
+What takes a group or a `Reduction` is collective over its ranks, and issues at most one operation of each
 kind. Shards carry no gradient, so gathering needs no `no_grad`; gradients may (`create_graph`), and
 reducing turns recording off.
 """

@@ -40,6 +40,7 @@ class GraphGroup(dist.ProcessGroup):
 
     @_compat.runs_eagerly
     def gather_one(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work | None:
+        # A graph waits for the work by an operator of its own.
         return self._gather(output.view(-1), input.view(-1), self._members(), async_op=True)
 
     @_compat.runs_eagerly

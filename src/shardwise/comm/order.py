@@ -76,6 +76,7 @@ def event_for(text: str, *, advice: str = _ADVICE) -> Event:
 class Node:
     """An event with all that came before it in its pass."""
 
+    # There may be a million of these.
     __slots__ = ("children", "depth", "digest", "event", "likely", "parent")
 
     def __init__(self, event: Event, parent: Node | None) -> None:

@@ -1,9 +1,12 @@
 """The accelerator streams on which a model's communication runs beside its computation.
 
-    copy_in          casts and copies shards into the all-gather's buffer
-    all_gather       the all-gather itself, so that the next copy-in need not wait for it
-    reduce_scatter   gradient reduce-scatters, and the views and casts after them
-    all_reduce       HSDP's all-reduces, so that the next reduce-scatter need not wait for them
+    copy_in          casts and copies shards into the all-gather's buffer (interleaved layout)
+    all_gather       the all-gather itself, so that the next copy-in need not wait for it; contiguous: casts
+                     before it too
+    reduce_scatter   gradient reduce-scatters, and what is done with shards after them; contiguous: copies of
+                     gradients before them too
+    all_reduce       all-reduces over replicas, and hooks after reductions, so that the next reduce-scatter
+                     need not wait for them
 
 One set per root, shared by all its groups (`share_comm_ctx` shares it over several roots): buffers
 then come from few streams, which keeps the caching allocator from fragmenting. CPU devices have no

@@ -361,6 +361,7 @@ class _Watch(threading.Thread):
             _log.error("%s: %s", here(), found)
         order.post()
         write_report(order, "found that it would wait in vain")
+        # Behind the verdict, for which the call that this ends will look.
         _interrupt(order)
 
 

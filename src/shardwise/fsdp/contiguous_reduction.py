@@ -115,7 +115,7 @@ class ContiguousReducer(GradReducer):
             else:
                 # The usual case, in C: no Python runs for a parameter.
                 grads = list(map(_grad_of, members.unsharded))
-                # `None in grads` would compare tensors by value.
+                # `None in grads` would call `==` of each tensor.
                 missing = sum(map(is_, grads, repeat(None)))
                 complete = not missing
                 if missing < members.count:
@@ -303,7 +303,7 @@ class ContiguousReducer(GradReducer):
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
         made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
-        # With one rank the shard is the buffer itself; what others allocate may be for one use.
+        # With one rank the shard is the buffer itself; what a user's communication gives may be for one use.
         if plan.streams is None and ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
             made.storage = buffer.untyped_storage()
             members.staging = made

@@ -203,6 +203,7 @@ def become_sharded(module: nn.Module) -> None:
     """
     cls = sharded_class(type(module))
     object.__setattr__(module, "__class__", cls)  # past nn.Module's own, which is slow
+    # Weakly, as it stands in the module's own dict.
     module.__dict__["__call__"] = MethodType(_compiled_call(cast(Any, cls)), weakref.ref(module))
     if isinstance(module, nn.MultiheadAttention):
         # torch's encoder layers evaluate with the weights of one that has no hook, without calling it.

@@ -195,6 +195,7 @@ class ModuleState:
         by_form = {param.sharded: param for param in params}
         if len(by_form) != len(params):
             raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
+        # By place, as a module may show either form.
         owned = {(id(owner.parameters), owner.name): param for param in params for owner in param.owners}
         unnamed, added = set(params), list[str]()
         for prefix, module in root.named_modules():

@@ -86,7 +86,7 @@ class ShardedParam(ABC):
     ) -> None:
         self.name = name
         self.owners = owners
-        self.module = weakref.ref(module)
+        self.module = weakref.ref(module)  # hooks for the all-gather are given it
         self.info = info
         self.policy = policy
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)

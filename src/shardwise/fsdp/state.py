@@ -229,6 +229,7 @@ class FSDPState(ModuleState):
 
     def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
         """Let autograd call `pre_backward` when the first of the outputs' gradients arrives."""
+        # The usual output is one tensor, which needs no walk.
         plain = type(output) is Tensor or (
             isinstance(output, Tensor) and not isinstance(output, ShardedTensor)
         )
@@ -303,6 +304,7 @@ class FSDPState(ModuleState):
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
         """Return the state whose forward ended before this one's latest: the one backward reaches next."""
         order = schedule.order
+        # The usual case: backward takes modules in the reverse order of forward.
         if order and order[-1] is self.myself:
             del order[-1]
             return order[-1]() if order else None

@@ -291,7 +291,7 @@ def _show(state: Any) -> list[Shown]:
             wholes = list(_unshard(segment, sync))
             for index, wrap in enumerate(segment.wraps or ()):
                 if wrap is not None:
-                    # Without the check, which is a collective.
+                    # Without the check, which communicates.
                     wholes[index] = DTensor.from_local(wholes[index], run_check=False, **wrap)
             fields = segment.names.split(".")
             for index, owner, name in zip(fields[::3], fields[1::3], fields[2::3], strict=True):
