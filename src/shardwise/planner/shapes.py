@@ -35,6 +35,11 @@ def _gpt(vocabulary: int, width: int, layers: int, heads: int, dropout: float | 
     return Shape(vocabulary, width, layers, heads, heads, 4 * width, False, False, True, True, dropout)
 
 
+def _qwen3(width: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -> Shape:
+    """Make a shape of Qwen3: 8 heads of keys, all heads 128 wide and normalised."""
+    return Shape(151936, width, layers, heads, 8, ffn, tied=tied, wide_heads=128, norm_heads=True)
+
+
 def _megatron(width: int, layers: int, heads: int) -> Shape:
     """Make a shape of Megatron-LM's paper (2021), from before attention was one kernel."""
     return _gpt(51200, width, layers, heads, dropout=0.1)
@@ -47,15 +52,28 @@ PUBLISHED = {
     "llama2-7b": Shape(32000, 4096, 32, 32, 32, 11008),
     "llama2-13b": Shape(32000, 5120, 40, 40, 40, 13824),
     "llama2-70b": Shape(32000, 8192, 80, 64, 8, 28672),
-    "qwen3-32b": Shape(151936, 5120, 64, 64, 8, 25600, wide_heads=128, norm_heads=True),
+    "llama-30b": Shape(32000, 6656, 60, 52, 52, 17920),
+    "llama-65b": Shape(32000, 8192, 80, 64, 64, 22016),
+    "llama3.2-1b": Shape(128256, 2048, 16, 32, 8, 8192, tied=True),
+    "llama3.2-3b": Shape(128256, 3072, 28, 24, 8, 8192, tied=True),
+    "mistral-7b": Shape(32000, 4096, 32, 32, 8, 14336),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
     "gpt2": _gpt(50257, 768, 12, 12),
     "gpt2-medium": _gpt(50257, 1024, 24, 16),
     "gpt2-large": _gpt(50257, 1280, 36, 20),
     "gpt2-xl": _gpt(50257, 1600, 48, 25),
     "gpt3-175b": _gpt(50257, 12288, 96, 96),
+    "mpt-1b": _gpt(50368, 2048, 24, 16),
+    "mpt-3b": _gpt(50368, 2560, 32, 20),
     "mpt-7b": _gpt(50368, 4096, 32, 32),
     "mpt-13b": _gpt(50368, 5120, 40, 40),
     "mpt-30b": _gpt(50368, 7168, 48, 64),
+    "mpt-70b": _gpt(50368, 8192, 80, 64),
     "megatron-1.7b": _megatron(2304, 24, 24),
     "megatron-3.6b": _megatron(3072, 30, 32),
     "megatron-7.5b": _megatron(4096, 36, 32),

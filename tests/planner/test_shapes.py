@@ -1,0 +1,33 @@
+"""Published shapes have as many parameters as their models' cards say."""
+
+import pytest
+import torch
+
+from shardwise.planner.models import model_of
+
+PARAMETERS = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_published_shape_has_its_models_parameters(name: str) -> None:
+    model = model_of(name, sequence=8)
+    with torch.device("meta"):
+        few, more = (sum(p.numel() for p in model.build(layers).parameters()) for layers in (1, 2))
+    assert few + (model.layers - 1) * (more - few) == PARAMETERS[name]
