@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +52,21 @@ def test_different_events_raise_on_all_ranks_and_the_next_pass_may_be_right() ->
     message = str(error.value)
     assert "Only on ranks 0, 1:\n  gather 'c'\nOnly on rank 2:\n  gather 'b'\n" in message
     one_pass(of)
+
+
+@on_ranks(2)
+def test_after_a_disagreement_ranks_forget_known_passes_at_the_same_one() -> None:
+    of = order_of(dist.new_group(timeout=timedelta(seconds=5)))
+    assert of is not None
+    one_pass(of)
+    of.begin_pass(BEGIN)
+    of.advance(REDUCE)
+    of.begin_pass(BEGIN)
+    with pytest.raises(RankMismatchError):  # an event of an earlier pass, and a new one
+        of.advance(GATHER if dist.get_rank() == 0 else event_for("gather 'b'\nof 4"))
+    with mock.patch("shardwise.comm.order._LARGEST_TREE", 6):
+        for _ in range(5):
+            one_pass(of)  # ranks that forgot at different passes would wait for each other
 
 
 def wait_until_found() -> None:

@@ -22,6 +22,7 @@ from shardwise import (
     share_comm_ctx,
 )
 from shardwise.comm.count import CommCounter
+from shardwise.comm.watch import order_of
 from shardwise.fsdp.module import sharded_class
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
@@ -257,6 +258,10 @@ def test_reductions_may_have_a_process_group_of_their_own() -> None:
     step(plain)
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    plain.set_separate_reduce_scatter_group(True)  # after its first forward: ranks that wait there are ended
+    of = order_of(plain._groups()[0].info.shard_process_group)
+    assert of is not None
+    assert plain._groups()[0].settings.reduce_scatter_group in of.groups
     net.set_separate_reduce_scatter_group(False)
     assert {g.settings.reduce_scatter_group for s in net._states(True) for g in s.groups} == {None}
 

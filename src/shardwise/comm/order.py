@@ -200,10 +200,7 @@ class Order:
 
     def _agree(self, event: Event) -> None:
         parent = self.at
-        node = parent.children.get(event)
-        if node is None:
-            node = parent.children[event] = Node(event, parent)
-            self._nodes += 1
+        node = parent.children.get(event) or Node(event, parent)
         # Before it asks: `comm.watch` tells the others that this rank stands here.
         self.at = node
         place = f"{self.prefix}{self.passes}.{node.depth}/"
@@ -228,7 +225,11 @@ class Order:
         if self._posted is not None:
             self.store.delete_key(self._posted)
         self._posted = keys[self.rank]
-        # Agreed on: ranks that do the same next time need not ask.
+        # Agreed on: ranks that do the same next time need not ask. Only now is it in the tree, which every
+        # rank must forget in the same pass: one that forgot it alone would ask ranks that do not answer.
+        if event not in parent.children:
+            parent.children[event] = node
+            self._nodes += 1
         parent.likely = node
         if node.depth > _LONGEST_PASS:
             self._end_pass()

@@ -337,10 +337,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several root modules (pipeline stages, say) use one set of communication streams.
-
-    Call it before their first forward.
-    """
+    """Let several root modules (pipeline stages, say) use one set of communication streams, between steps."""
     states = states_of(modules)
     if not states:
         return
@@ -348,7 +345,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for state in states:
         state.shared_streams = streams
         if state.schedule is not None:
-            # Plans hold the streams that they were made with.
             state.schedule.streams = streams
-            for reducer in state.reducers:
+            # Plans hold the streams that they were made with.
+            for _, reducer in state.all_groups:
                 reducer.forget_plans()

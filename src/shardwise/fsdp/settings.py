@@ -220,10 +220,12 @@ class ModuleSettings(nn.Module):
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for state in self._states(recurse):
-            for group, reducer in zip(state.groups, state.reducers, strict=True):
+            for group in state.groups:
                 if isinstance(group.info, FSDPMeshInfo):
                     group.settings.reduce_scatter_group = _separate_group(group, made) if enable else None
-                    reducer.forget_plans()
+                    if group.orders:  # after a first forward, from which on ranks that wait in vain are ended
+                        group.join_orders()
+        self._forget_plans(recurse)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether communication buffers come from the process group's allocator, where it has one."""
@@ -254,6 +256,7 @@ class ModuleSettings(nn.Module):
             if group.shard_group is not None:
                 # Buffers are registered with the ranks of the group's own process group.
                 group.settings.all_gather = SymmetricAllGather(group.shard_group, backend, group.device)
+        self._forget_plans(False)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set whether gathers allocate on the current stream (explicit prefetching)."""

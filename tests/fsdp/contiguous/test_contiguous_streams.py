@@ -117,6 +117,29 @@ def test_forward_gathers_run_beside_the_computation_of_the_module_before() -> No
             loss.backward()
 
 
+def test_roots_may_share_their_streams_after_a_step() -> None:
+    reductions = set()
+
+    def heard(operation: Operation, clock: Clock) -> None:
+        if "reduce_scatter" in operation.name:
+            reductions.add(operation.line)
+
+    with noop_world(2), simulated() as found:
+        mesh = init_device_mesh(DEVICE, (2,))
+        roots = [nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3))) for _ in range(2)]
+        for root in roots:
+            for module in (*root, root):
+                shardwise.fully_shard(module, mesh=mesh, layout="contiguous")
+        for shared in (False, True):
+            if shared:
+                shardwise.share_comm_ctx(roots)
+                found.simulation.timeline.listener = heard
+            for root in roots:
+                root(torch.randn(2, 4, device=DEVICE)).sum().backward()
+    assert not found.findings
+    assert len(reductions) == 1
+
+
 def test_memory_that_was_not_freed_yet_is_gathered_into_again() -> None:
     places = []
     with noop_world(2), simulated():
