@@ -3,17 +3,19 @@
 import gc
 import time
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp.contiguous.one_process import STRATEGIES
 from fsdp.models import Net, gathered_bytes, groups, sharded_net, step
 from ranks import on_ranks
 from shardwise import fully_shard
+from shardwise.comm.api import DefaultReduceScatter
 from shardwise.fsdp.module_state import state_of
 
 LAYOUTS = ("interleaved", "contiguous")
@@ -189,3 +191,57 @@ def test_a_list_is_freed_once_the_module_after_its_last_one_runs() -> None:
         )
     model(torch.ones(2, 8))
     assert seen == [True, True, False, False]
+
+
+class Tracked(torch.autograd.Function):
+    """A product with a weight, whose gradients' memory it refers to weakly."""
+
+    made: ClassVar[list[StorageWeakRef]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        made = (x.T @ grad).to(weight.dtype)
+        Tracked.made.append(StorageWeakRef(made.untyped_storage()))
+        return grad @ weight.to(grad.dtype).T, made
+
+
+class Weights(nn.Module):
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(8, 8, dtype=dtype) for dtype in dtypes)
+        self.unused = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Any) -> Any:
+        for weight in self.weights:
+            x = Tracked.apply(x, weight)  # type: ignore[no-untyped-call]
+        return x
+
+
+class Counting(DefaultReduceScatter):
+    """Counts the gradients that live while each reduction runs."""
+
+    def __init__(self) -> None:
+        self.alive: list[int] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.alive.append(sum(not one.expired() for one in Tracked.made))
+        return super().__call__(*args, **kwargs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_freed_before_their_reduction_runs(layout: str) -> None:
+    """Also where one parameter has none, and where dtypes are reduced one after another."""
+    Tracked.made.clear()
+    model = fully_shard(Weights([torch.float32, torch.bfloat16]), layout=layout)
+    comm = Counting()
+    model.set_custom_reduce_scatter(comm)
+    model(torch.ones(2, 8)).sum().backward()
+    assert len(Tracked.made) == 2
+    assert comm.alive == [1, 0]

@@ -278,9 +278,9 @@ class ContiguousReducer(GradReducer):
             # A parameter without a gradient here adds nothing to those of other ranks.
             staging.buffer.zero_()
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
-            found = [grad for grad in grads if grad is not None]
+            found[:] = [grad for grad in grads if grad is not None]
         _compat.foreach_copy(targets, found)
-        # All gradients go before the collective runs, if none is missing; with streams the caller holds them.
+        # Gradients go before the collective runs; with streams the caller holds them.
         del grads[:]
         shard, _ = reduce_scatter(staging.buffer, plan)
         if staging.storage is not None:

@@ -289,8 +289,9 @@ class InterleavedReducer(GradReducer):
             # The list itself, which is emptied with its batch: gradients are freed once they are copied.
             batches[self._one_kind] = collected
         else:
-            for param, grad in collected:
-                batches.setdefault(self._kinds[param], []).append((param, grad))
+            kinds = dict.fromkeys(self._kinds[param] for param, _ in collected)
+            # No name here outlives its batch: each list alone holds its gradients.
+            batches = {kind: [one for one in collected if self._kinds[one[0]] == kind] for kind in kinds}
             collected.clear()
         results = []
         for kind, batch in batches.items():
