@@ -45,7 +45,7 @@ CALLS = {
 }  # fmt: skip
 STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}
 KEEPS = {
-    "_freed", "copying_gather", "gathers_begun", "offload_events", "reduce_inputs", "reduce_shards",
+    "_freed", "copying_gather", "user_gathers", "offload_events", "reduce_inputs", "reduce_shards",
     "reduced", "smaller_ready",
 }  # fmt: skip
 _NAMES = re.compile(rf"\b({'|'.join(set().union(*CALLS.values()))})\(|with .*stream|{'|'.join(KEEPS)}")
@@ -167,7 +167,7 @@ class _Finder(ast.NodeTransformer):
 
     def _stores(self, node: Any, into: ast.expr | None) -> ast.AST:
         kept = into is not None and _name(into) in KEEPS
-        if kept and (isinstance(into, ast.Attribute) or _name(into) == "gathers_begun"):
+        if kept and (isinstance(into, ast.Attribute) or _name(into) == "user_gathers"):
             asks = self._asks("keep-alive", node, ast.unparse(node))
             self.generic_visit(node)
             return ast.If(ast.UnaryOp(ast.Not(), asks), [node], [])

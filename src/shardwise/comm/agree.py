@@ -196,10 +196,12 @@ def together(
         text = json.dumps([None, _said_by(error)])
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     with announced(group, f"tell how {what.partition(' ')[0]} went"):
-        told = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
+        every = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
     ranks = dist.get_process_group_ranks(group) if group else [0]
-    raise_all(what, {rank: found for rank, (_, found) in zip(ranks, told, strict=True)}, kind=kind, cause=own)
-    return [result for result, _ in told]
+    raise_all(
+        what, {rank: found for rank, (_, found) in zip(ranks, every, strict=True)}, kind=kind, cause=own
+    )
+    return [result for result, _ in every]
 
 
 def raise_all(

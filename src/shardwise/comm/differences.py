@@ -32,8 +32,8 @@ def differences(texts: Mapping[int, str]) -> str:
     for (_, ranks), lines in zip(ordered, own, strict=True):
         other = next(each for each in own if each is not lines)
         found.append(f"Only on {named(ranks)}:")
-        shown = [_excerpt(line, against or "") for line, against in zip_longest(lines, other[: len(lines)])]
-        found += _listed(shown or ["nothing"])
+        parts = [_excerpt(line, against or "") for line, against in zip_longest(lines, other[: len(lines)])]
+        found += _listed(parts or ["nothing"])
     return "\n".join(found)
 
 

@@ -53,12 +53,12 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
         return True
 
     try:
-        begun = False
+        started = False
         while any(there := together(_WHAT, take, group=group, kind=RankMismatchError)):
-            if not begun:
+            if not started:
                 missing = {rank: _NONE for rank, has in enumerate(there) if not has}
                 raise_all(_WHAT, missing, kind=RankMismatchError)
-            begun = True
+            started = True
             batch = copy(held[0]) if isinstance(held[0], MutableMapping | MutableSequence) else held[0]
             yield batch, len(there) / sum(there) if there[dist.get_rank()] else 0.0
     finally:

@@ -242,11 +242,11 @@ class Order:
             self.store.wait(keys, TIME_TO_READ)
 
     def _wait_for(self, keys: list[str]) -> None:
-        begun, pause = time.monotonic(), _HASTE
+        started, pause = time.monotonic(), _HASTE
         self.asking = True
         # Polled, so that a verdict of the thread that watches ends it.
         while not self.store.check(keys):
-            if self.verdict is None and time.monotonic() - begun > self.timeout:
+            if self.verdict is None and time.monotonic() - started > self.timeout:
                 self.verdict = self.account(f"waited {self.timeout:g} s, its timeout")
             if self.verdict is not None:
                 break

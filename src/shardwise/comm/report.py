@@ -116,8 +116,8 @@ def read_reports(folder: str | os.PathLike[str]) -> tuple[dict[int, Report], dic
         except (OSError, ValueError) as error:
             damaged[file.name] = str(error)
     if not found:
-        told = "".join(f"; {name} cannot be used: {why}" for name, why in damaged.items()) or ", found none"
-        raise ShardwiseError(f"{folder}: expected reports of ranks ({_NAME.format('R')}){told}")
+        why = "".join(f"; {name} cannot be used: {one}" for name, one in damaged.items()) or ", found none"
+        raise ShardwiseError(f"{folder}: expected reports of ranks ({_NAME.format('R')}){why}")
     return found, damaged
 
 
@@ -146,9 +146,9 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
             lines.append(f"Of {_named(ranks, own)}:")
         silent = [rank for rank in ranks if rank not in reports and _NAME.format(rank) not in damaged]
         alone = not silent and not damaged and own.keys() >= set(ranks)
-        told, shown = _of_group(own, silent, alone=alone)
-        lines += told
-        last += shown
+        details, waits = _of_group(own, silent, alone=alone)
+        lines += details
+        last += waits
     lines += [
         f"{name} cannot be used, where its rank is is not known: {why}" for name, why in damaged.items()
     ]

@@ -217,14 +217,14 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
 
 def _roll_call(order: Order, *, closed: bool = False) -> str | None:
     """Return which rank is wrong or gone after a failure. `closed`: the failure was a closed connection."""
-    begun, silent = time.monotonic(), set(range(order.size)) - {order.rank}
+    started, silent = time.monotonic(), set(range(order.size)) - {order.rank}
     gone = {rank for each in list(_orders.values()) if each.store is order.store for rank in each.gone}
     # Found to be gone in another group of this store: not waited for again.
     known = {rank for rank in silent if order.ranks[rank] in gone}
     try:
         # Signs of life are counted, as clocks of hosts differ.
         before = {rank: record["posts"] for rank, record in order.read().items()}
-        while (silent | order.cut_from) - known and time.monotonic() - begun < _ROLL_CALL:
+        while (silent | order.cut_from) - known and time.monotonic() - started < _ROLL_CALL:
             # Of two ranks nobody can say which one was cut off.
             if closed and order.size > 2:
                 order.cut_from |= _broken(order)

@@ -174,9 +174,9 @@ class ContiguousGroup(ParamGroup):
     def _whole_memory(self, index: int) -> Tensor:
         segment, shard, group = self.layout.segments[index], self.shards[index], self.refresh_group
         how: Any = {"dtype": segment.gather_dtype, "device": self.device}
-        alike = shard.dtype == segment.gather_dtype and shard.device == self.device
+        is_same_memory = shard.dtype == segment.gather_dtype and shard.device == self.device
         # The shard cannot be what is used: it has another dtype or lies on another device.
-        if not alike and (group is not None or self.gather_group is None):
+        if not is_same_memory and (group is not None or self.gather_group is None):
             times = 1 if group is None else group.size()
             self.resident[index] = torch.empty(times * segment.shard_numel, **how)
         if self.gather_group is None:

@@ -28,7 +28,7 @@ from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import finalization, read_guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
-from shardwise.fsdp.module_state import ModuleState, gathers_begun
+from shardwise.fsdp.module_state import ModuleState, user_gathers
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import pins
 from shardwise.fsdp.schedule import Schedule
@@ -143,13 +143,13 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         def trained() -> set[int]:
             return {_memory(p) for options in optimizer.param_groups for p in options["params"]}
 
-        for group in filter(None, (ref() for ref in gathers_begun)):
+        for group in filter(None, (ref() for ref in user_gathers)):
             if group.gather is not None:
                 # It reads the shards that the step is about to change.
                 wait_for_gather(group.gather, group.device)
             if pins(group.offload, group.device):  # the optimizer is the host's
                 torch.accelerator.synchronize(group.device)
-        gathers_begun.clear()
+        user_gathers.clear()
         # Every model of the process, as this hook is one for all optimizers.
         for state in states():
             schedule = state.schedule

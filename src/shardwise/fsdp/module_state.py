@@ -31,7 +31,7 @@ _LOG = logging.getLogger("shardwise")
 _KEY = "_shardwise_state"
 _UNSHARDED = Form.UNSHARDED
 _alive: weakref.WeakSet[ModuleState] = weakref.WeakSet()
-gathers_begun: list[weakref.ref[ParamGroup]] = []  # by users, since the last optimizer step; they read shards
+user_gathers: list[weakref.ref[ParamGroup]] = []  # begun since the last optimizer step; they read shards
 
 
 def live_states() -> list[ModuleState]:
@@ -202,10 +202,10 @@ class ModuleState:
             parameters = _compat.parameters_of(module)
             for short, form in parameters.items():
                 name, place = f"{prefix}.{short}" if prefix else short, (id(parameters), short)
-                mine, shown = owned.get(place), by_form.get(form) if form is not None else None
-                if shown is not None and shown is not mine:
+                mine, tied = owned.get(place), by_form.get(form) if form is not None else None
+                if tied is not None and tied is not mine:
                     raise ShardingError(
-                        f"{here()}: '{name}' was tied to '{shown.name}'"
+                        f"{here()}: '{name}' was tied to '{tied.name}'"
                         " after fully_shard; tie parameters before, and shard their owners in one call"
                     )
                 if mine in unnamed:
@@ -230,8 +230,8 @@ class ModuleState:
             what = f"run the forward of {kind}"
             for order in schedule.orders:
                 # Ranks of a process group compare what they do in it: they may have other groups beside it.
-                alike = [group.describe() for group in groups if order in group.orders]
-                schedule.pass_events.append(event_for("\n".join([what, *alike])))
+                described = [group.describe() for group in groups if order in group.orders]
+                schedule.pass_events.append(event_for("\n".join([what, *described])))
         for order, begins in zip(schedule.orders, schedule.pass_events, strict=True):
             order.begin_pass(begins)
 
@@ -345,7 +345,7 @@ class ModuleState:
             group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
             # The step may come before anyone waits: it would change shards that are still read.
             if async_op or pins(group.offload, group.device):
-                gathers_begun.append(weakref.ref(group))
+                user_gathers.append(weakref.ref(group))
 
     def wait_for_unshard(self) -> None:
         for group in self.groups:

@@ -144,13 +144,13 @@ class ShardedParam(ABC):
             smaller: the form is a piece over a smaller mesh.
         """
         piece = None if self.smaller is None else self.smaller()
-        shown = piece if smaller and piece is not None else self.sharded
+        form = piece if smaller and piece is not None else self.sharded
         known = {id(form) for form in (self.sharded, self.unsharded, piece) if form is not None}
         for owner in self.owners:
             found = owner.parameters.get(owner.name)
             if id(found) not in known:
                 raise self.replaced_by(found)
-            owner.parameters[owner.name] = shown  # functional_call put back another form
+            owner.parameters[owner.name] = form  # functional_call put back another form
 
     def show_smaller(self, piece: nn.Parameter) -> None:
         """Register this rank's piece over a smaller mesh."""

@@ -85,8 +85,8 @@ class RowsParam(ShardedParam):
         self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
         box_of = partial(layout.box, place.index)
         cuts, mesh = even_cuts_of(self.tp_spec), self._mesh_of_dtensor()
-        shown = self.info.mesh_groups if mesh is self.info.mesh else ()
-        self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, shown)
+        axes = self.info.mesh_groups if mesh is self.info.mesh else ()
+        self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, axes)
 
     def _mesh_of_dtensor(self) -> DeviceMesh:
         """Return the mesh of the DTensor that the sharded form is to others."""
@@ -118,8 +118,8 @@ class RowsParam(ShardedParam):
         return ShardedRows.wrap(piece, self.piece) if self.no_rows is None else self.no_rows
 
     def move(self, piece: Tensor) -> None:
-        alike = self.is_packed and (self.sharded.dtype, self.sharded.device) == (piece.dtype, piece.device)
-        if alike:
+        fits = self.is_packed and (self.sharded.dtype, self.sharded.device) == (piece.dtype, piece.device)
+        if fits:
             # The object stays, as optimizers may hold it.
             self.sharded._local_tensor, self.sharded.piece = piece, self.piece
         else:
@@ -129,7 +129,7 @@ class RowsParam(ShardedParam):
         if not self.is_packed:
             del self.whole
             self.is_packed = True
-        self.refresh_form(made=not alike)
+        self.refresh_form(made=not fits)
 
     def refresh_form(self, *, made: bool = False) -> None:
         super().refresh_form(made=made)
