@@ -23,7 +23,7 @@ import shardwise
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.comm.count import CommCounter
-from shardwise.errors import ShardingError
+from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.optim import clip_grad_norm_, get_total_norm
 from shardwise.optim.norm import _local_by_axes
 from shardwise.sharded_tensor import ChunkShardingSpec, ShardedTensor, ShardingPlan, shard_module
@@ -229,6 +229,36 @@ def test_tensor_parallel_beside_data_parallel_takes_two_all_reduces() -> None:
     assert counter.count("all_reduce") == len(counter.calls) == 2
 
 
+def on_mesh(mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter with a gradient of ones, cut over a mesh."""
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    return param
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("lacking", "without"), [("dp", (0, 2)), ("tp", (1, 3)), ("tp", (0, 1))])
+def test_a_gradient_that_some_ranks_lack_is_an_error_on_every_rank(
+    lacking: str, without: tuple[int, ...]
+) -> None:
+    """Copies of what it is cut from lie on other ranks, which are in no group with those that lack it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params = {"dp": on_mesh(mesh["dp"]), "tp": on_mesh(mesh["tp"])}
+    if dist.get_rank() in without:
+        params[lacking].grad = None
+    with pytest.raises(RankMismatchError, match="-norm of . of . tensors, to clip"):
+        clip_grad_norm_([*params.values(), on_mesh(mesh["dp"]), on_mesh(mesh["tp"])], 1.0)
+
+
+@on_ranks(4)
+def test_axes_are_reduced_in_one_order_whatever_tensor_comes_first() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params = [on_mesh(mesh["dp"]), on_mesh(mesh["tp"])]
+    if dist.get_rank() in (1, 2):
+        params.reverse()
+    assert clip_grad_norm_(params, 1.0).item() == pytest.approx(math.sqrt(32))
+
+
 @on_ranks(3)
 def test_gradients_on_the_shards_of_a_sharded_tensor_are_counted_and_scaled() -> None:
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
@@ -262,7 +292,7 @@ def test_parameters_without_gradients_are_left_out() -> None:
     model.zero_grad()
     with CommCounter() as counter:
         assert clip_grad_norm_(model.parameters(), 0.1).item() == 0.0
-    assert counter.calls == []
+    assert [call.kind for call in counter.calls] == ["all_reduce"]  # another rank might have some
 
 
 @on_ranks(2)

@@ -6,7 +6,8 @@ Local memory first, then one all-reduce for each mesh axis that any gradient is 
 
 Gradients of the contiguous layout that fill their group's reduced shard are taken as that shard, one tensor.
 
-A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
+A gradient takes part in the all-reduces of its own axes only. So does a parameter that should have one and
+has none here, with nothing: ranks that lack it and ranks that have it then meet, and say so. A replicated axis holds equal copies,
 which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
 not, experts and not) thus get one right norm. Stages of a pipeline have other parameters each: their sums
 are added last; what two stages both have counts half on each. The infinity norm takes MAX in place of SUM.
@@ -97,6 +98,7 @@ def _local_by_axes(
             counts[own] += 1
             by_axes.setdefault(own, []).extend(tensor.tensors or [tensor.anchor])
         else:
+            counts[()] += 1
             by_axes.setdefault((), []).append(tensor)
     for axes, locals_ in rows.items():
         counts[axes] += len(locals_)
@@ -122,10 +124,12 @@ def _norm(
     for axes, locals_ in halves.items():
         half = _local_power_sum(locals_, norm_type) * (1.0 if infinite else 0.5)
         pending[axes] = half if axes not in pending else _add(pending[axes], half, infinite=infinite)
-    for group in dict.fromkeys(group for axes in pending for group in axes):
+    all_count = sum(counts.values())  # a gradient that a rank lacks shows in every group
+    for group in _in_order(dict.fromkeys(group for axes in pending for group in axes)):
         cut = [axes for axes in pending if group in axes]
         count = sum(counts[axes] for axes in counts if group in axes)
-        what = f"reduce the {norm_type}-norm of {count} tensors{purpose}"
+        of = "" if count == all_count else f" of {all_count}"
+        what = f"reduce the {norm_type}-norm of {count}{of} tensors{purpose}"
         reduced = _all_reduce(
             torch.stack([pending.pop(axes) for axes in cut]), group, what, infinite=infinite
         )
@@ -135,8 +139,9 @@ def _norm(
     total = next(iter(pending.values()), torch.zeros(()))  # a stage may have no gradients
     if stages is not None:
         what = f"reduce the {norm_type}-norm of all stages{purpose}"
-        wide = total.reshape(1).to(stages.device_type, torch.float64)  # whatever stages have
-        (total,) = _all_reduce(wide, stages.get_group(), what, infinite=infinite).to(total.dtype)
+        # In float64 to the end, as a stage without gradients has no dtype.
+        wide = total.reshape(1).to(stages.device_type, torch.float64)
+        (total,) = _all_reduce(wide, stages.get_group(), what, infinite=infinite)
     return total if infinite else total.pow(1 / norm_type)
 
 
@@ -190,6 +195,9 @@ def clip_grad_norm_(
     by_axes, counts = _local_by_axes((grad for p, grad in own if p not in twice), groups)
     halves, more = _local_by_axes((grad for p, grad in own if p in twice), groups)
     counts += more
+    if len(own) < len(parameters):
+        has = {key for key, _ in own}
+        _add_absent((p for p in parameters if id(p) not in has and p.requires_grad), by_axes, groups)
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
     total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
@@ -212,6 +220,29 @@ def of_a_stage(parameters: Iterable[Tensor]) -> None:
     """Mark parameters as those of a pipeline's stage, which has not all of the model. Local."""
     for param in parameters:
         setattr(param, _OF_A_STAGE, True)
+
+
+def _in_order(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Sort groups by how their ranks lie to each other: by mesh axis, whichever a rank's tensors name first."""
+    found = list(groups)
+    if len(found) > 1:
+        of = {group: dist.get_process_group_ranks(group) for group in found}
+        found.sort(key=lambda group: [rank - of[group][0] for rank in of[group]])
+    return found
+
+
+def _add_absent(params: Iterable[Tensor], by_axes: dict[Axes, list[Tensor]], groups: Groups) -> None:
+    """Let this rank come to the all-reduces of parameters that have a gradient on other ranks, it may be."""
+    for param in params:
+        if isinstance(param, ShardedRows):
+            axes, local = param.piece.axes, param._local_tensor
+        elif isinstance(param, DTensor):
+            axes, local = _sharded_axes(param, groups), _compat.local_tensor(param)
+        elif isinstance(param, ShardedTensor):
+            axes, local = (param.process_group,), param.anchor
+        else:
+            continue
+        by_axes.setdefault(axes, []).append(local.new_empty(0))
 
 
 def _sharded_axes(tensor: DTensor, groups: Groups) -> Axes:
