@@ -445,6 +445,7 @@ def test_a_rank_that_hangs_is_shown_by_its_stack():
     ("case", "message"),
     [
         (f"{UNRUNNABLE}:odd_batch", "5 samples, which cannot be cut evenly over 2 ranks"),
+        (f"{UNRUNNABLE}:loss_of_nothing", "has no gradient other than zero"),
         (f"{UNRUNNABLE}:returns_no_case", "reference: CaseError: `returns_no_case.*returned dict"),
     ],
 )

@@ -246,7 +246,7 @@ def test_a_gradient_that_some_ranks_lack_is_an_error_on_every_rank(
     params = {"dp": on_mesh(mesh["dp"]), "tp": on_mesh(mesh["tp"])}
     if dist.get_rank() in without:
         params[lacking].grad = None
-    with pytest.raises(RankMismatchError, match="-norm of . of . tensors, to clip"):
+    with pytest.raises(RankMismatchError, match=r"-norm of . of . tensors, to clip"):
         clip_grad_norm_([*params.values(), on_mesh(mesh["dp"]), on_mesh(mesh["tp"])], 1.0)
 
 

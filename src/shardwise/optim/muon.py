@@ -236,7 +236,7 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
     if isinstance(param, ShardedRows):
         piece = param.piece
         if len(piece.groups) > 1 or piece.even_cuts:
-            raise _several_axes(piece.name or name, shape, piece)
+            raise _several_axes(piece.name or name, shape, param.placements)
         boxes: Sequence[Box] = piece.boxes
         group, rank = piece.group, piece.rank
     else:

@@ -6,11 +6,12 @@ Local memory first, then one all-reduce for each mesh axis that any gradient is 
 
 Gradients of the contiguous layout that fill their group's reduced shard are taken as that shard, one tensor.
 
-A gradient takes part in the all-reduces of its own axes only. So does a parameter that should have one and
-has none here, with nothing: ranks that lack it and ranks that have it then meet, and say so. A replicated axis holds equal copies,
+A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
 which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
-not, experts and not) thus get one right norm. Stages of a pipeline have other parameters each: their sums
-are added last; what two stages both have counts half on each. The infinity norm takes MAX in place of SUM.
+not, experts and not) thus get one right norm. A parameter without its gradient takes part with nothing:
+ranks that lack it meet those that have it, and say so. Stages of a pipeline have other parameters each:
+their sums are added last; what two stages both have counts half on each. The infinity norm takes MAX in
+place of SUM.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def of_a_stage(parameters: Iterable[Tensor]) -> None:
 
 
 def _in_order(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """Sort groups by how their ranks lie to each other: by mesh axis, whichever a rank's tensors name first."""
+    """Sort groups by how their ranks lie to each other: by mesh axis, whichever tensor comes first."""
     found = list(groups)
     if len(found) > 1:
         of = {group: dist.get_process_group_ranks(group) for group in found}

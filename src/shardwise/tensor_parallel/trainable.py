@@ -73,7 +73,7 @@ def _as_dtensor(placement: Placement, shape: torch.Size, name: str) -> Shard | R
         if [(b, e) for b, e in held if e > b] != [(b, e) for b, e in (chunk,) if e > b]:
             raise ShardingError(
                 f"{here()}: rank {rank} has {list(held)} of dim {placement.dim} of {name}, {tuple(shape)}; a"
-                f" DTensor has {chunk} there. Give fused projections as several, and heads that the ranks"
-                " divide; or train the program's module without fully_shard"
+                f" DTensor has {chunk} there. Choose as many ranks as divide every width and number of heads,"
+                " and give fused projections as several; or train the program's module without fully_shard"
             )
     return Shard(placement.dim)

@@ -132,6 +132,11 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
         gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
         tolerance = tolerance or _tolerance(plan, parameters, gradients, batch)
         gradient_scales = _scales(gradients)
+        if step == 0 and not any(gradient_scales.values()):
+            raise CaseError(
+                f"{plan.spec}: the loss of the first step has no gradient other than zero, in one process:"
+                " any training would look equal to it. Return a loss that depends on the parameters"
+            )
         kept = {name: gradient.clone() for name, gradient in gradients.items()}  # step() may change them
         optimizer.step()
         after = _copies(parameters)
