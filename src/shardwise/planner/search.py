@@ -33,7 +33,7 @@ from shardwise.planner.models import Factory, Model, exits_told, model_of
 from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import send_seconds
-from shardwise.planner.unroll import FEW, NotRegular, grown, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
 
 FASTER = 0.98  # of another's time, at most, for a point of its own
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -228,13 +228,14 @@ class _Known:
     nearest: dict[Setup, tuple[int, Setup]] = field(default_factory=dict)
     recordings: int = 0
     regular: bool = False  # a few blocks are known to stand for all
+    leading: int = 0  # blocks at the beginning that are others
     whole: str = ""  # why they do not
 
     def look(self) -> None:
         """Plan what looks best until all that does is planned."""
         try:
             if self.model.layers > FEW + 1:
-                regular.check(self.model, self.asked)
+                self.leading = regular.check(self.model, self.asked)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
@@ -362,8 +363,8 @@ class _Known:
 
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
-        for few in numbers_of_blocks(first):
-            if self.whole or (few == FEW and not self.regular) or layers <= few + 1:
+        for few in numbers_of_blocks(first, self.leading):
+            if self.whole or (few < RECORDED and not self.regular) or layers <= few + 1:
                 continue
             try:
                 small, more = (self._record(first, few + i) for i in (0, 1))
