@@ -75,3 +75,12 @@ class Biased(Even):
 
 def test_a_few_blocks_with_buffers_stand_for_all() -> None:
     assert not shardwise.plan(Biased, ranks=2, sequence=8).whole
+
+
+def test_a_few_stand_for_all_where_the_first_block_lacks_what_others_have() -> None:
+    def dense_first(layers: int = 12) -> nn.Module:
+        model = Biased(layers)
+        del model.blocks[0].load
+        return model
+
+    assert not shardwise.plan(dense_first, ranks=2, sequence=8).whole

@@ -205,12 +205,17 @@ def _start(
     recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor, pipe: Pipe | None
 ) -> None:
     """Record what is there before the first step."""
-    layer_of = {id(t): i for i, one in enumerate(blocks) for t in [*one.parameters(), *one.buffers()]}
+    owned = {i: [*one.parameters(), *one.buffers()] for i, one in enumerate(blocks)}
+    layer_of = {id(tensor): i for i, tensors in owned.items() for tensor in tensors}
     for tensor in [*module.parameters(), *module.buffers(), tokens]:
-        recorder.by_layer(layer_of.get(id(tensor)))
-        recorder.owner = layer_of.get(id(tensor))
-        recorder.see([_compat.local_of(tensor)])
-        recorder.own([tensor], PARAMETERS)
+        layer = layer_of.get(id(tensor))
+        together = [tensor] if layer is None else owned.pop(layer, [])  # all of a block's
+        if not together:
+            continue
+        recorder.by_layer(layer)
+        recorder.owner = layer
+        recorder.see([_compat.local_of(one) for one in together])
+        recorder.own(together, PARAMETERS)
     if pipe is not None:
         recorder.by_layer(None)
         recorder.owner = None
