@@ -17,13 +17,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
-from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, StrategyName
+from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement
 from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
@@ -138,7 +138,7 @@ def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[s
 def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
     """Return the strategy's row, size and stride for each data-parallel axis, the inner first."""
     sizes = setup.axes
-    outer, inner = NAMED[cast(StrategyName, setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp"))]
+    outer, inner = NAMED[setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp")]
     found = [(inner, sizes["shard"], setup.tensor)]
     if outer is not None:
         found.append((outer, sizes["replicate"], setup.tensor * sizes["shard"]))
